@@ -1,0 +1,1 @@
+"""Latency cost models: scikit-learn estimators with intervals."""

@@ -1,0 +1,1 @@
+"""How a point is prepared and run: one file an engine."""

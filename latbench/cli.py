@@ -1,0 +1,67 @@
+"""The roof: parse, call, print. Each verb is one function in `latbench/commands`; nothing below imports this.
+
+Expected failures end as one line on stderr and the exit code of their class in `latbench.errors`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+import typer
+
+from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
+
+# In the order a user meets them: the job's verbs, then what helps with tables and machines.
+VERBS = [
+    "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
+    "validate", "merge", "import_", "doctor",
+]  # fmt: skip
+
+
+def application() -> typer.Typer:
+    """The command line, one command a module in `latbench.commands`."""
+    app = typer.Typer(
+        help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup you asked for.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+        rich_markup_mode=None,
+    )
+    for verb in VERBS:
+        module = importlib.import_module(f"latbench.commands.{verb}")
+        app.command(name=verb.rstrip("_"))(getattr(module, verb))
+    return app
+
+
+def main() -> None:
+    """Run the command line and exit with the code that says how it went."""
+    try:
+        code = application()(standalone_mode=False)
+    except LatbenchError as error:
+        code = _fail(error)
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail(Incomplete("interrupted; what is finished is kept, and the same command goes on from there"))
+    except OSError as error:
+        code = _fail(EnvironmentUnusable(f"{error.filename or 'the system'}: {error.strerror or error}"))
+    # A reader that went away (`latbench ... | head`) is no failure of ours, and Python must not print one at exit.
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _fail(error: LatbenchError) -> int:
+    line = " ".join(str(error).split())
+    sys.stderr.write(f"latbench: {line}\n")
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Files that are whole or absent: written beside their place, synced, then renamed over it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from latbench.errors import EnvironmentUnusable
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write(temporary)` and rename the result to `path`; on any failure `path` keeps its old content.
+
+    Raises EnvironmentUnusable when the disk is full or the folder cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            write(temporary)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            # mkstemp makes files private; a table is as readable as any other file its user writes.
+            umask = os.umask(0)
+            os.umask(umask)
+            temporary.chmod(0o666 & ~umask)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write `text` to `path` as UTF-8, whole or not at all."""
+    write_atomically(path, lambda temporary: _write(temporary, text))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,1 @@
+"""One offline HTML file that shows all of it."""

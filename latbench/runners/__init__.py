@@ -1,0 +1,1 @@
+"""Where a point runs: a process of its own on this machine."""

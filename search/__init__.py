@@ -1,0 +1,1 @@
+"""SPDY: which pattern at which sparsity in which layer, under a latency budget, verified."""

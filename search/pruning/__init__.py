@@ -1,0 +1,1 @@
+"""Pruning methods, one algorithm a file."""

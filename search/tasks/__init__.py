@@ -1,0 +1,1 @@
+"""Bundled tasks: a model, its data, its loss and its score."""

@@ -1,0 +1,1 @@
+"""What a sparse weight is, and how it multiplies."""

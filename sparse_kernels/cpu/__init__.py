@@ -1,0 +1,1 @@
+"""Numba kernels for CPUs, one file a pattern."""

@@ -1,0 +1,1 @@
+"""Packed sparse weights, one file a format."""
