@@ -1,0 +1,43 @@
+# Everything happens in .venv, which the first target that needs it makes. The README says what each target is for.
+.PHONY: demo test test-slow check clean
+.DELETE_ON_ERROR:
+SHELL := /bin/bash
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+DEMO := build/demo
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# torch first and by its exact version: an open range would take the newest build with several GB of CUDA.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("latbench needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[onnx,report,dev]'
+	touch $@
+
+# The main job on the embedded default. Each command is one a user would type for a model of their own.
+demo: $(READY)
+	$(BIN)/latbench trace digits -o $(DEMO)/workload.yaml
+	$(BIN)/latbench sweep --cpu --workload $(DEMO)/workload.yaml -o $(DEMO)/table
+	$(BIN)/latbench fit $(DEMO)/table -o $(DEMO)/cost_model.json
+	$(BIN)/latbench search digits --table $(DEMO)/table --model $(DEMO)/cost_model.json --target 2.0 --database $(DEMO)/database -o $(DEMO)/profile.json
+	$(BIN)/latbench prune digits --profile $(DEMO)/profile.json --database $(DEMO)/database -o $(DEMO)/pruned
+	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify
+	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json
+
+test: $(READY)
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(READY)
+	$(BIN)/pytest -m slow
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build .venv
