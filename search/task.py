@@ -1,0 +1,201 @@
+"""A task: the model to prune, the data that judges it, and the inputs that are timed.
+
+A user writes an object or a module with these members (batches are whatever `loss` and `train_batches` agree on):
+
+    model() -> torch.nn.Module             a fresh float32 model in eval mode, with its trained weights
+    example() -> tuple[torch.Tensor, ...]  the inputs that are timed; they fix the batch
+    calibration() -> list[batch]           data for layer errors, reconstruction and the search's loss
+    loss(model, batch) -> torch.Tensor     a scalar
+    score(model) -> float                  on held-out data, higher is better
+    train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
+    excluded: tuple[str, ...]              optional: layers that are never pruned
+    name, score_name: str                  optional: how reports call them
+
+`load` finds it and answers with a `Task`, which checks what the user's code returns and says what it raises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from latbench.errors import BadData, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+REQUIRED = ("model", "example", "calibration", "loss", "score")
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A user's task behind checks. `reference` loads it again in another process."""
+
+    reference: str
+    name: str
+    score_name: str
+    excluded: tuple[str, ...]
+    implementation: Any
+
+    def model(self) -> torch.nn.Module:
+        """A fresh model in eval mode. Raises BadData when a weight is not finite or not float32."""
+        import torch
+
+        model = self._call("model", self.implementation.model)
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"task {self.name}: model() returned {_kind(model)}, not a torch.nn.Module")
+        for name, tensor in model.named_parameters():
+            if tensor.dtype != torch.float32:
+                raise BadData(f"task {self.name}: parameter {name} is {tensor.dtype}; latbench prunes float32")
+            if not bool(torch.isfinite(tensor).all()):
+                raise BadData(f"task {self.name}: parameter {name} holds NaN or infinite values")
+        return model.eval()
+
+    def example(self) -> tuple[torch.Tensor, ...]:
+        """The inputs that are timed."""
+        import torch
+
+        inputs = self._call("example", self.implementation.example)
+        if not isinstance(inputs, tuple) or not inputs or not all(torch.is_tensor(x) for x in inputs):
+            raise UsageError(f"task {self.name}: example() must return a tuple of tensors, not {_kind(inputs)}")
+        return inputs
+
+    def calibration(self) -> list[Any]:
+        """The calibration batches, at least one."""
+        batches = list(self._call("calibration", self.implementation.calibration))
+        if not batches:
+            raise UsageError(f"task {self.name}: calibration() returned no batch")
+        return batches
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """The loss of one batch, a scalar tensor."""
+        import torch
+
+        loss = self._call("loss", lambda: self.implementation.loss(model, batch))
+        if not torch.is_tensor(loss) or loss.numel() != 1:
+            raise UsageError(f"task {self.name}: loss() must return a scalar tensor, not {_kind(loss)}")
+        return loss
+
+    def score(self, model: torch.nn.Module) -> float:
+        """The held-out score, higher is better."""
+        score = float(self._call("score", lambda: self.implementation.score(model)))
+        if not math.isfinite(score):
+            raise BadData(f"task {self.name}: score() returned {score}")
+        return score
+
+    @property
+    def can_train(self) -> bool:
+        """Whether the task offers training batches."""
+        return callable(getattr(self.implementation, "train_batches", None))
+
+    def train_batches(self, rng: np.random.Generator) -> Iterator[Any]:
+        """Training batches drawn with `rng`. Raises UsageError when the task offers none."""
+        if not self.can_train:
+            raise UsageError(f"task {self.name} has no train_batches(rng): fine-tuning needs training data")
+        return iter(self._call("train_batches", lambda: self.implementation.train_batches(rng)))
+
+    def _call(self, member: str, function: Callable[[], Result]) -> Result:
+        try:
+            return function()
+        except Exception as error:
+            where = _last_line(error)
+            raise UsageError(f"task {self.name}: {member}() raised {type(error).__name__}: {error}{where}") from error
+
+
+def load(reference: str) -> Task:
+    """The task called `reference`: a bundled name, a Python file, `package.module` or `package.module:attribute`.
+
+    Raises UsageError when there is none, when importing it fails, or when it lacks a member.
+    """
+    place, _, attribute = reference.partition(":")
+    if place in bundled():
+        module = importlib.import_module(f"search.tasks.{place}")
+    elif place.endswith(".py"):
+        place = str(Path(place).resolve())
+        module = _import(place, lambda: _module_of_file(Path(place)))
+    else:
+        module = _import(place, lambda: _module_of_name(place))
+    implementation = getattr(module, attribute, None) if attribute else module
+    if implementation is None:
+        raise UsageError(f"{place} has no {attribute!r} to be a task")
+    missing = [name for name in REQUIRED if not callable(getattr(implementation, name, None))]
+    if missing:
+        raise UsageError(f"task {reference} lacks {', '.join(f'{name}()' for name in missing)}")
+    return Task(
+        reference=f"{place}:{attribute}" if attribute else place,
+        name=str(getattr(implementation, "name", attribute or Path(place).stem.rpartition(".")[2])),
+        score_name=str(getattr(implementation, "score_name", "score")),
+        excluded=tuple(getattr(implementation, "excluded", ())),
+        implementation=implementation,
+    )
+
+
+def bundled() -> list[str]:
+    """The names of the tasks that come with latbench."""
+    package = importlib.import_module("search.tasks")
+    return [module.name for module in pkgutil.iter_modules(package.__path__)]
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"no task file {path}")
+    _make_importable(path.parent)
+    name = f"latbench_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py file always has both
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that its classes can be pickled and its dataclasses resolved
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module_of_name(name: str) -> ModuleType:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"no task {name!r}: bundled: {', '.join(bundled())}; your own: a file (my_task.py), "
+                "a module (package.module) or something in it (package.module:attribute)"
+            ) from error
+        raise
+
+
+def _make_importable(folder: Path) -> None:
+    """What Python does for a script: a task may import the files beside it."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _import(place: str, function: Callable[[], ModuleType]) -> ModuleType:
+    try:
+        return function()
+    except UsageError:
+        raise
+    except Exception as error:
+        message = f"importing the task {place} raised {type(error).__name__}: {error}{_last_line(error)}"
+        raise UsageError(message) from error
+
+
+def _last_line(error: BaseException) -> str:
+    """Where it was raised, as ` (file:line)`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
