@@ -1,1 +1,77 @@
-"""Packed sparse weights, one file a format."""
+"""How the kept weights of each pattern are stored: one file a format, NumPy only."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from sparse_kernels.formats import block, csr, dense, nm, vector
+from sparse_kernels.formats.block import BlockWeight
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, frozen
+from sparse_kernels.formats.csr import CSRWeight
+from sparse_kernels.formats.dense import DenseWeight
+from sparse_kernels.formats.nm import NMWeight
+from sparse_kernels.formats.vector import VectorWeight
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+
+Packed = DenseWeight | CSRWeight | NMWeight | BlockWeight | VectorWeight
+
+__all__ = [
+    "BlockWeight",
+    "CSRWeight",
+    "DenseWeight",
+    "NMWeight",
+    "NotOfPattern",
+    "Packed",
+    "VectorWeight",
+    "copied",
+    "pack",
+    "unpack",
+]
+
+
+def pack(weight: Weight, mask: Mask | None, pattern: Pattern) -> Packed:
+    """Store the elements of weight float32 (m, k) that mask bool (m, k) keeps, in the pattern's format.
+
+    mask None keeps everything. Kept zeros stay kept. Raises NotOfPattern (a ValueError) where the mask is not of the
+    pattern, ValueError or TypeError where weight or mask is not what is asked for, or a kept weight is not finite.
+    """
+    if mask is None:
+        mask = np.ones(np.shape(weight), bool)
+    match pattern:
+        case Dense():
+            return dense.pack(weight, mask, pattern)
+        case Unstructured():
+            return csr.pack(weight, mask, pattern)
+        case NM():
+            return nm.pack(weight, mask, pattern)
+        case BlockWise():
+            return block.pack(weight, mask, pattern)
+        case VectorWise() | ShflBW():
+            return vector.pack(weight, mask, pattern)
+    raise TypeError(f"a pattern such as patterns.VectorWise(32) is needed, not {pattern!r}")
+
+
+def unpack(packed: Packed) -> Weight:
+    """The weight, float32 (m, k), zero where dropped; the caller's own."""
+    match packed:
+        case DenseWeight():
+            return dense.unpack(packed)
+        case CSRWeight():
+            return csr.unpack(packed)
+        case NMWeight():
+            return nm.unpack(packed)
+        case BlockWeight():
+            return block.unpack(packed)
+        case VectorWeight():
+            return vector.unpack(packed)
+    raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
+
+
+def copied(packed: Packed) -> Packed:
+    """The same packed weight in arrays of its own, at other addresses."""
+    fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
+    own: dict[str, Any] = {name: frozen(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
+    return dataclasses.replace(packed, **own)

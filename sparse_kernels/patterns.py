@@ -1,0 +1,270 @@
+"""The sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
+
+A pattern is a frozen value. Its text form (`nm:2:4`, `block:32x32`, `vector:32`, `shflbw:32`) is what tables,
+profiles and the command line write; `parse` reads it back. A mask is bool (m, k), True = kept. Scores are floats
+(m, k), not negative: the larger, the more a weight matters (w**2, say). Sparsity is the share of elements dropped;
+every mask keeps as close to (1 - sparsity) * m * k elements as its pattern allows, and among such masks it is the one
+with the most score (Shfl-BW: for the row groups that were found). Edge units, smaller because m or k is no multiple,
+are chosen as `selection.top_units` says.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from sparse_kernels import shuffle
+from sparse_kernels.selection import Mask, Scores, check_scores, check_sparsity, top, top_units
+from sparse_kernels.shapes import Conv2dShape, Shape
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every weight is kept."""
+
+    format: ClassVar[str] = "dense"
+
+    def __str__(self) -> str:
+        return "dense"
+
+    def mask(self, scores: Scores, sparsity: float = 0.0) -> Mask:
+        """All True (m, k); ValueError for any sparsity but 0."""
+        _check(scores, sparsity)
+        if sparsity != 0:
+            raise ValueError(f"a dense layer drops nothing: its sparsity is 0, not {sparsity}")
+        return np.ones(scores.shape, bool)
+
+    def refuses(self, shape: Shape) -> str | None:
+        """None: any layer can be dense."""
+        return None
+
+
+@dataclass(frozen=True)
+class Unstructured:
+    """Any weight on its own; the mask keeps the largest scores of the whole layer."""
+
+    format: ClassVar[str] = "unstructured"
+
+    def __str__(self) -> str:
+        return "unstructured"
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
+        _check(scores, sparsity)
+        return top(scores.ravel(), math.floor(_wanted(scores, sparsity) + 0.5)).reshape(scores.shape)
+
+    def refuses(self, shape: Shape) -> str | None:
+        """None: any layer can be unstructured."""
+        return None
+
+
+@dataclass(frozen=True)
+class NM:
+    """At most `keep` of every `of` consecutive columns of a row (Mishra et al. 2021).
+
+    Where k is no multiple of `of`, the last group of a row has `length` < `of` columns and keeps at most
+    ceil(keep * length / of). A convolution's groups run along its input channels and must not cross from one tap to
+    the next, so one larger than 1x1 is refused unless its channels are a multiple of `of`.
+    """
+
+    keep: int
+    of: int
+
+    format: ClassVar[str] = "nm"
+
+    def __post_init__(self) -> None:
+        _check_whole("keep", self.keep)
+        _check_whole("of", self.of)
+        if not self.keep < self.of <= 256:
+            raise ValueError(
+                f"an N:M pattern keeps fewer than all of at most 256 columns, not {self.keep} of {self.of}"
+            )
+
+    def __str__(self) -> str:
+        return f"nm:{self.keep}:{self.of}"
+
+    @property
+    def sparsity(self) -> float:
+        """The one sparsity this pattern has."""
+        return 1 - self.keep / self.of
+
+    def keeps_of(self, length: int) -> int:
+        """How many of a group of `length` <= `of` columns are kept at most."""
+        return -(-self.keep * length // self.of)
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
+        _check(scores, sparsity)
+        if not math.isclose(sparsity, self.sparsity, abs_tol=1e-6):
+            raise ValueError(f"{self} has sparsity {self.sparsity:g} and no other, not {sparsity:g}")
+        m, k = scores.shape
+        groups = -(-k // self.of)
+        padded = np.full((m, groups * self.of), -1.0)
+        padded[:, :k] = scores
+        grouped = padded.reshape(m, groups, self.of)
+        best = np.argsort(-grouped, axis=2, kind="stable")[:, :, : self.keep]
+        mask = np.zeros(grouped.shape, bool)
+        np.put_along_axis(mask, best, True, axis=2)
+        last = k - (groups - 1) * self.of
+        mask[:, -1] = False
+        np.put_along_axis(mask[:, -1], best[:, -1, : self.keeps_of(last)], True, axis=1)
+        return mask.reshape(m, -1)[:, :k].copy()
+
+    def refuses(self, shape: Shape) -> str | None:
+        """A sentence where groups would cross from one tap of a convolution to the next."""
+        if isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1 and shape.c_in % self.of:
+            return (
+                f"{self} needs input channels in multiples of {self.of} so that no group crosses the taps of a "
+                f"{shape.kh}x{shape.kw} convolution, which has {shape.c_in} channels"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class BlockWise:
+    """Dense blocks of `rows` x `cols`; smaller ones at the lower and right edges where m or k is no multiple."""
+
+    rows: int
+    cols: int
+
+    format: ClassVar[str] = "block"
+
+    def __post_init__(self) -> None:
+        _check_whole("rows", self.rows)
+        _check_whole("cols", self.cols)
+
+    def __str__(self) -> str:
+        return f"block:{self.rows}x{self.cols}"
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The blocks of most score in the whole layer."""
+        _check(scores, sparsity)
+        m, k = scores.shape
+        top_rows, left_columns = np.arange(0, m, self.rows), np.arange(0, k, self.cols)
+        by_row = np.add.reduceat(scores, top_rows, axis=0, dtype=np.float64)
+        totals = np.add.reduceat(by_row, left_columns, axis=1)
+        heights = np.minimum(self.rows, m - top_rows)
+        widths = np.minimum(self.cols, k - left_columns)
+        kept = top_units(totals.ravel(), np.outer(heights, widths).ravel(), _wanted(scores, sparsity))
+        return kept.reshape(totals.shape).repeat(heights, axis=0).repeat(widths, axis=1)
+
+    def refuses(self, shape: Shape) -> str | None:
+        """A sentence where a single block covers the whole layer."""
+        if self.rows >= shape.m and self.cols >= shape.k:
+            return f"one block of {self} covers the whole {shape.m}x{shape.k} layer and could only be kept or dropped"
+        return None
+
+
+@dataclass(frozen=True)
+class VectorWise:
+    """Vectors of `v` consecutive rows x 1 column; each group of v rows shares its kept columns.
+
+    The vectors are chosen over the whole layer, so that groups may keep different numbers of them. Where m is no
+    multiple of v, the last group has fewer rows.
+    """
+
+    v: int
+
+    format: ClassVar[str] = "vector"
+
+    def __post_init__(self) -> None:
+        _check_whole("v", self.v)
+
+    def __str__(self) -> str:
+        return f"vector:{self.v}"
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The vectors of most score in the whole layer."""
+        _check(scores, sparsity)
+        first_rows = np.arange(0, scores.shape[0], self.v)
+        totals = np.add.reduceat(scores, first_rows, axis=0, dtype=np.float64)
+        heights = np.minimum(self.v, scores.shape[0] - first_rows)
+        sizes = np.broadcast_to(heights[:, None], totals.shape)
+        kept = top_units(totals.ravel(), sizes.ravel(), _wanted(scores, sparsity))
+        return kept.reshape(totals.shape).repeat(heights, axis=0)
+
+    def refuses(self, shape: Shape) -> str | None:
+        """None: a layer with fewer than v rows is one short group."""
+        return None
+
+
+@dataclass(frozen=True)
+class ShflBW:
+    """Vector-wise after a reordering of the rows, so that any v rows may form a group (Huang et al., DAC 2022).
+
+    The rows of a mask fall into groups of v with equal columns, one group smaller where m is no multiple of v. That
+    is all that `pack` needs to find the groups again.
+    """
+
+    v: int
+
+    format: ClassVar[str] = "shflbw"
+
+    def __post_init__(self) -> None:
+        _check_whole("v", self.v)
+
+    def __str__(self) -> str:
+        return f"shflbw:{self.v}"
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The vectors of most score among the row groups that `shuffle.group_rows` finds, or among consecutive rows.
+
+        The better of the two: so it never retains less score than VectorWise(v).
+        """
+        _check(scores, sparsity)
+        vectors = VectorWise(self.v)
+        plain = vectors.mask(scores, sparsity)
+        order = shuffle.group_rows(scores, self.v, sparsity)
+        shuffled = np.empty_like(plain)
+        shuffled[order] = vectors.mask(scores[order], sparsity)
+        if _retained(scores, plain) >= _retained(scores, shuffled):
+            return plain
+        return shuffled
+
+    def refuses(self, shape: Shape) -> str | None:
+        """None: a layer with fewer than v rows is one short group."""
+        return None
+
+
+Pattern = Dense | Unstructured | NM | BlockWise | VectorWise | ShflBW
+
+_FORMS = (
+    (re.compile(r"dense"), Dense),
+    (re.compile(r"unstructured"), Unstructured),
+    (re.compile(r"nm:(\d+):(\d+)"), NM),
+    (re.compile(r"block:(\d+)x(\d+)"), BlockWise),
+    (re.compile(r"vector:(\d+)"), VectorWise),
+    (re.compile(r"shflbw:(\d+)"), ShflBW),
+)
+
+
+def parse(text: str) -> Pattern:
+    """The pattern that str() wrote as `text`; ValueError lists what is known."""
+    for form, pattern in _FORMS:
+        if found := form.fullmatch(text):
+            return pattern(*map(int, found.groups()))
+    raise ValueError(
+        f"unknown pattern {text!r}: known are dense, unstructured, nm:KEEP:OF, block:ROWSxCOLS, vector:V, shflbw:V"
+    )
+
+
+def _check(scores: Scores, sparsity: float) -> None:
+    check_scores(scores)
+    check_sparsity(sparsity)
+
+
+def _wanted(scores: Scores, sparsity: float) -> float:
+    return (1 - sparsity) * scores.size
+
+
+def _retained(scores: Scores, mask: Mask) -> float:
+    return float(np.sum(scores, where=mask, dtype=np.float64))
+
+
+def _check_whole(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")

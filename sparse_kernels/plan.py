@@ -1,0 +1,113 @@
+"""A plan is a packed weight made ready to run: everything that can be done once is done in `prepare`.
+
+Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m). Convolution: `nchw`
+x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w). All float32. Activations: None, `relu`, `gelu` (the exact
+form, with erf).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels import registry
+from sparse_kernels.formats import Packed
+from sparse_kernels.shapes import Conv2dShape
+
+Array = NDArray[np.float32]
+
+LAYOUTS = ("feature_major", "token_major")
+CONV2D_LAYOUTS = ("nchw",)
+ACTIVATIONS = (None, "relu", "gelu")
+
+
+class Plan(Protocol):
+    """A weight ready to be multiplied. Prepared for n columns (or a batch), it runs any number of them."""
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel that really runs, such as numba.vector.tokens8x2."""
+
+    @property
+    def layout(self) -> str:
+        """How x and y lie: feature_major, token_major or nchw."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as this plan holds them."""
+
+    def __call__(
+        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
+    ) -> Array:
+        """activation(w @ x + bias) in the plan's layout; bias (m,); written to `out` where given, and returned."""
+
+    def copy(self) -> Self:
+        """A plan with weights of its own at another address."""
+
+
+def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
+    """Make a linear layer's packed weight (m, k) ready for about n columns, on `backend` (reference, numba).
+
+    Raises ValueError for an unknown layout or backend.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join(LAYOUTS)}")
+    if n < 0:
+        raise ValueError(f"n is a number of columns, not {n}")
+    return registry.find(packed.pattern.format, "linear", backend)(packed, layout, n)
+
+
+def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str = "nchw") -> Plan:
+    """Make a convolution's packed weight (c_out, kh*kw*c_in) ready for about shape.batch images, on `backend`.
+
+    Raises ValueError for an unknown layout or backend, or a weight that does not fit the shape.
+    """
+    if layout not in CONV2D_LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
+    if packed.shape != (shape.m, shape.k):
+        raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
+    return registry.find(packed.pattern.format, "conv2d", backend)(packed, shape, layout)
+
+
+def matmul(packed: Packed, x: Array, *, backend: str) -> Array:
+    """w (m, k) @ x float32 (k, n) -> y float32 (m, n): prepares and runs once."""
+    return prepare(packed, backend, "feature_major", x.shape[-1] if x.ndim else 0)(x)
+
+
+def check_call(
+    x: Array,
+    x_shape: tuple[int | None, ...],
+    bias: Array | None,
+    activation: str | None,
+    out: Array | None,
+    y_shape: tuple[int | None, ...],
+    features: int,
+) -> None:
+    """Refuse what a plan cannot run, in a sentence.
+
+    x_shape, y_shape: None stands for the free length (n tokens, batch), the same in both. features: the length of
+    the bias. x may have any strides; out must be C-contiguous, writable and no part of x. TypeError for another dtype
+    than float32.
+    """
+    for name, array in (("x", x), ("bias", bias), ("out", out)):
+        if array is not None and (not isinstance(array, np.ndarray) or array.dtype != np.float32):
+            found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"{name} must be a float32 array, not {found}")
+    if x.ndim != len(x_shape) or any(want not in (None, got) for want, got in zip(x_shape, x.shape, strict=True)):
+        wanted = ", ".join("any" if want is None else str(want) for want in x_shape)
+        raise ValueError(f"x must be of shape ({wanted}), not {x.shape}")
+    if bias is not None and bias.shape != (features,):
+        raise ValueError(f"bias must be of shape ({features},), not {bias.shape}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
+    if out is not None:
+        free = x.shape[x_shape.index(None)] if None in x_shape else None
+        wanted_out = tuple(free if want is None else want for want in y_shape)
+        if out.shape != wanted_out:
+            raise ValueError(f"out must be of shape {wanted_out}, not {out.shape}")
+        if not (out.flags.c_contiguous and out.flags.writeable):
+            raise ValueError("out must be C-contiguous and writable")
+        if np.may_share_memory(out, x):
+            raise ValueError("out must not share memory with x")

@@ -1,0 +1,68 @@
+"""Which function prepares which format, for which operation, on which backend; imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sparse_kernels.plan import Plan
+
+KERNELS = {
+    ("dense", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("unstructured", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("nm", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("block", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("vector", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("shflbw", "linear", "reference"): "sparse_kernels.reference:prepare",
+    ("dense", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("unstructured", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("nm", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("block", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("vector", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("shflbw", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
+    ("dense", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("unstructured", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("nm", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("block", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("vector", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("shflbw", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
+    ("dense", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("unstructured", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("nm", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("block", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("vector", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+}
+
+
+class UnknownKernel(ValueError):
+    """No kernel is registered for a format, operation and backend."""
+
+
+class MissingLibrary(ImportError):
+    """A backend needs a library that is not installed."""
+
+
+def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
+    """The function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
+
+    Raises UnknownKernel, which lists what is known, and MissingLibrary, which says what to install.
+    """
+    target = KERNELS.get((format, op, backend))
+    if target is None:
+        backends = sorted({known[2] for known in KERNELS if known[:2] == (format, op)})
+        if backends:
+            raise UnknownKernel(f"no backend {backend!r} for {format} {op}: known are {', '.join(backends)}")
+        known_pairs = ", ".join(sorted({f"{known[0]} {known[1]}" for known in KERNELS}))
+        raise UnknownKernel(f"no kernel for {format} {op}: known are {known_pairs}")
+    module, function = target.split(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.split(".")[0] == "sparse_kernels":
+            raise
+        raise MissingLibrary(
+            f"backend {backend!r} needs {error.name}, which is not installed: pip install {error.name}"
+        ) from error
