@@ -1,1 +1,5 @@
 """SPDY: which pattern at which sparsity in which layer, under a latency budget, verified."""
+
+from search.solve import BadProblem, Infeasible, Solution, solve
+
+__all__ = ["BadProblem", "Infeasible", "Solution", "solve"]
