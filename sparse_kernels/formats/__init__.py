@@ -36,7 +36,7 @@ def pack(weight: Weight, mask: Mask | None, pattern: Pattern) -> Packed:
     """Store the elements of weight float32 (m, k) that mask bool (m, k) keeps, in the pattern's format.
 
     mask None keeps everything. Kept zeros stay kept. Raises NotOfPattern (a ValueError) where the mask is not of the
-    pattern, ValueError or TypeError where weight or mask is not what is asked for, or a kept weight is not finite.
+    pattern, ValueError or TypeError where weight or mask is not what is asked for, or a weight is not finite.
     """
     if mask is None:
         mask = np.ones(np.shape(weight), bool)

@@ -20,7 +20,7 @@ class NotOfPattern(ValueError):
 def check_weight_and_mask(weight: Weight, mask: Mask) -> None:
     """Refuse what no format can pack.
 
-    weight: float32 (m, k), m and k at least 1, without NaN or infinity where it is kept. mask: bool (m, k).
+    weight: float32 (m, k), m and k at least 1, without NaN or infinity. mask: bool (m, k).
     """
     if not isinstance(weight, np.ndarray) or weight.dtype != np.float32:
         raise TypeError(f"a weight must be a float32 array, not {getattr(weight, 'dtype', type(weight).__name__)}")
@@ -30,11 +30,11 @@ def check_weight_and_mask(weight: Weight, mask: Mask) -> None:
         raise TypeError(f"a mask must be a bool array, not {getattr(mask, 'dtype', type(mask).__name__)}")
     if mask.shape != weight.shape:
         raise ValueError(f"the mask is {mask.shape} and the weight {weight.shape}: they must agree")
-    wrong = ~np.isfinite(weight) & mask
+    wrong = ~np.isfinite(weight)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"a weight must be finite: {np.count_nonzero(wrong)} kept ones are not, the first is "
+            f"a weight must be finite: {np.count_nonzero(wrong)} elements are not, the first is "
             f"{weight[row, column]} at row {row}, column {column}"
         )
 

@@ -1,0 +1,120 @@
+"""What a kernel's result must be, and how far from it float32 arithmetic may lead.
+
+The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms, added in any order, with
+or without fused multiply-add, is off by at most gamma_k * |w| @ |x|, where gamma_k = k*u / (1 - k*u) and u = 2**-24
+(Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so
+k is the largest number of nonzero weights in a row, plus 1 for a bias; products too small for a normal number may be
+flushed to zero. ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation
+may be off by 4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.formats import Packed, unpack
+from sparse_kernels.plan import ACTIVATIONS, LAYOUTS
+from sparse_kernels.reference import finish, patches
+from sparse_kernels.shapes import Conv2dShape
+
+Result = NDArray[np.float64]
+
+UNIT_ROUNDOFF = 2.0**-24
+SMALLEST_NORMAL = 2.0**-126
+GELU_SLOPE = 1.13
+GELU_EVALUATION = 4 * 2.0**-23
+
+
+class WrongResult(ValueError):
+    """A kernel's result is further from the oracle than float32 arithmetic can explain."""
+
+
+def check(
+    y: np.ndarray,
+    packed: Packed,
+    x: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    activation: str | None = None,
+    layout: str = "feature_major",
+) -> float:
+    """Raise WrongResult unless y is activation(w @ x + bias), for a linear layer in the given layout.
+
+    Returns the largest error relative to |w| @ |x| + |bias|, the scale on which float32 rounds.
+    Where the oracle is NaN (a dropped weight times infinity, say) any value passes; a NaN anywhere else does not.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join(LAYOUTS)}")
+    if layout == "token_major":
+        x, y = x.T, y.T
+    return _compare(y, *_expected(packed, x, bias, activation))
+
+
+def check_conv2d(
+    y: np.ndarray,
+    packed: Packed,
+    shape: Conv2dShape,
+    x: np.ndarray,
+    *,
+    bias: np.ndarray | None = None,
+    activation: str | None = None,
+) -> float:
+    """The same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
+    wanted = (len(x), shape.c_out, shape.out_h, shape.out_w)
+    if y.shape != wanted:
+        raise WrongResult(f"the result has shape {y.shape}, expected {wanted}")
+    columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
+    return _compare(columns, *_expected(packed, patches(x, shape), bias, activation))
+
+
+def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """A weight (m, k) and x (k, n), float32, whose product float32 holds exactly whatever the order of the sums.
+
+    Small whole numbers, with weights of 12 significant bits, one more than float16 and TF32 keep: a kernel that
+    drops, repeats or rounds anything is off by whole units. ValueError for k above 4096, where sums could pass 2**24.
+    """
+    if k > 4096:
+        raise ValueError(f"sums of {k} products would pass what float32 holds exactly: k is at most 4096")
+    most = min(4, 2**24 // (4095 * k))
+    weight = (2 * rng.integers(1024, 2048, (m, k)) + 1) * rng.choice([-1, 1], (m, k))
+    x = rng.integers(1, most + 1, (k, n)) * rng.choice([-1, 1], (k, n))
+    return weight.astype(np.float32), x.astype(np.float32)
+
+
+def _expected(
+    packed: Packed, x: np.ndarray, bias: np.ndarray | None, activation: str | None
+) -> tuple[Result, Result, Result]:
+    """What y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
+    weight = unpack(packed).astype(np.float64)
+    x = x.astype(np.float64)
+    bias = None if bias is None else bias.astype(np.float64)
+    terms = int(np.count_nonzero(weight, axis=1).max()) + (bias is not None)
+    with np.errstate(invalid="ignore"):
+        scale = finish(np.abs(weight) @ np.abs(x), None if bias is None else np.abs(bias), None)
+        before = finish(weight @ x, bias, None)
+        y = finish(before, None, activation)
+        bound = terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF) * scale + terms * SMALLEST_NORMAL
+        if activation == "gelu":
+            bound = GELU_SLOPE * bound + GELU_EVALUATION * (np.abs(before) + bound)
+    return y, bound, scale
+
+
+def _compare(y: np.ndarray, expected: Result, bound: Result, scale: Result) -> float:
+    if y.shape != expected.shape:
+        raise WrongResult(f"the result has {y.shape} rows and columns, expected {expected.shape}")
+    with np.errstate(invalid="ignore", divide="ignore"):
+        error = np.where((y == expected) | np.isnan(expected), 0.0, np.abs(y - expected))
+        excess = np.where(error > 0, error / bound, 0.0)  # NaN counts as infinitely far
+        excess[np.isnan(error) | np.isnan(excess)] = np.inf
+        relative = np.where(error > 0, error / scale, 0.0)
+    if (excess > 1).any():
+        row, column = np.unravel_index(np.argmax(excess), excess.shape)
+        raise WrongResult(
+            f"{np.count_nonzero(excess > 1)} of {excess.size} results are wrong; the worst is feature {row}, column "
+            f"{column}: expected {expected[row, column]:.9g}, got {y[row, column]:.9g}, which is off by "
+            f"{error[row, column]:.3g} where float32 explains {bound[row, column]:.3g}"
+        )
+    return float(relative.max(initial=0.0, where=np.isfinite(relative)))
