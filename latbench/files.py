@@ -30,19 +30,34 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             os.umask(umask)
             temporary.chmod(0o666 & ~umask)
             temporary.replace(path)
+            _sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path`, whole or not at all."""
+    write_atomically(path, lambda temporary: _write_bytes(temporary, content))
+
+
 def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` to `path` as UTF-8, whole or not at all."""
-    write_atomically(path, lambda temporary: _write(temporary, text))
+    write_bytes_atomically(path, text.encode("utf-8"))
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sha256(path: Path) -> str:

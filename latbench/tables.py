@@ -6,7 +6,26 @@ Units are in the column names, the identity of a point is in columns, raw sample
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 import pyarrow as pa
+from pyarrow import parquet
+
+from latbench import files
+from latbench.errors import BadData
+from sparse_kernels import patterns
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SCHEMA_VERSION = 1
 
@@ -93,7 +112,7 @@ TELEMETRY = [
 ]
 
 QUALITY = [
-    pa.field("stop_reason", _text),  # relative_error, budget, max_samples
+    pa.field("stop_reason", _text),  # relative_error, plateau, budget
     pa.field("status", _text),  # ok, noisy, throttled, unsupported, oom, incorrect, timeout, error
     pa.field("max_rel_err", _real),
     pa.field("flags", _text),
@@ -101,3 +120,279 @@ QUALITY = [
 ]
 
 SCHEMA = pa.schema([*IDENTITY, *KEY, *STRUCTURE, *TIME, *PHYSICS, *TELEMETRY, *QUALITY])
+
+STATUSES = ("ok", "noisy", "throttled", "unsupported", "oom", "incorrect", "timeout", "error")
+
+_ENVIRONMENTS = "env.parquet"
+# The name of a part tells its content, so that damage of any kind shows when it is read.
+_PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
+
+
+# Identity ---------------------------------------------------------------------------------------------------------
+
+
+def point_id(row: Mapping[str, Any]) -> str:
+    """The hash of the key columns of `row`: 16 hexadecimal digits, the same for a dict and for a row of a frame.
+
+    A missing value, None and NaN are the same; 3 and 3.0 are the same; reals count to nine digits.
+    """
+    key = [_canonical(field.type, row.get(field.name)) for field in KEY]
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+
+
+def _canonical(kind: pa.DataType, value: Any) -> str | int | None:
+    if value is None or value != value:
+        return None
+    if kind == _whole:
+        return int(value)
+    if kind == _real:
+        return f"{float(value) + 0.0:.9g}"
+    return str(value)
+
+
+def structure(pattern: str) -> dict[str, Any]:
+    """The structure columns that follow from a pattern's spec alone: format, block_h, block_w, v, nm_n, nm_m.
+
+    All are null for `profile`, the pattern of a model whose layers have one each.
+    """
+    empty: dict[str, Any] = dict.fromkeys(("format", "block_h", "block_w", "v", "nm_n", "nm_m"))
+    if pattern == "profile":
+        return empty
+    parsed = patterns.parse(pattern)
+    match parsed:
+        case patterns.BlockWise():
+            sizes = {"block_h": parsed.rows, "block_w": parsed.cols}
+        case patterns.VectorWise() | patterns.ShflBW():
+            sizes = {"v": parsed.v}
+        case patterns.NM():
+            sizes = {"nm_n": parsed.keep, "nm_m": parsed.of}
+        case _:
+            sizes = {}
+    return empty | {"format": parsed.format} | sizes
+
+
+# Time -------------------------------------------------------------------------------------------------------------
+
+
+def summarise(samples: Sequence[float]) -> dict[str, Any]:
+    """The time columns of `samples` (seconds a call): the only place where a median is computed.
+
+    low_seconds and high_seconds bound the median with 95% confidence by order statistics (Conover, Practical
+    Nonparametric Statistics, section 3.2), without an assumption on the distribution; they are None with fewer than
+    six samples, which cannot bound it. Raises ValueError for no samples or one that is not a positive finite number.
+    """
+    ordered = np.sort(np.asarray(samples, dtype=np.float64))
+    if ordered.size == 0 or not (np.isfinite(ordered).all() and ordered[0] > 0):
+        raise ValueError(f"samples must be positive finite seconds, at least one, not {list(samples)[:5]}")
+    low, high = median_interval(ordered)
+    q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95])
+    return {
+        "median_seconds": float(median),
+        "min_seconds": float(ordered[0]),
+        "mean_seconds": float(ordered.mean()),
+        "q25_seconds": float(q25),
+        "q75_seconds": float(q75),
+        "p95_seconds": float(p95),
+        "std_seconds": float(ordered.std(ddof=1)) if ordered.size > 1 else None,
+        "low_seconds": low,
+        "high_seconds": high,
+        "sample_count": int(ordered.size),
+    }
+
+
+def median_interval(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+    """The 95% interval of the median from rising samples; (None, None) with fewer than six."""
+    rank = _rank(len(ordered))
+    return (None, None) if rank is None else (float(ordered[rank]), float(ordered[-1 - rank]))
+
+
+@functools.cache
+def _rank(count: int) -> int | None:
+    """The largest rank r (from 0) such that the r-th smallest and r-th largest of `count` enclose the median in 95%.
+
+    They fail to where at most r samples fall on one side: P(Binomial(count, 1/2) <= r) <= 2.5% on each.
+    """
+    tail, rank = 0, -1
+    while (tail := tail + math.comb(count, rank + 1)) * 40 <= 2**count:
+        rank += 1
+    return rank if rank >= 0 else None
+
+
+# Writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_part(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write `rows` as a new part of the table in `folder` and return its path; a part is never changed afterwards.
+
+    A row gives its key, how it was measured, its status and, if that is ok, samples_seconds; what follows from these
+    (schema_version, point_id, structure and time columns) is filled in here. Missing columns are null.
+    Raises ValueError for an unknown column, a wrong type, an unknown status or an ok row without samples, and
+    EnvironmentUnusable where the disk refuses.
+    """
+    complete = [_complete(row) for row in rows]
+    if not complete:
+        raise ValueError("a part needs at least one row")
+    try:
+        return _write_table(Path(folder), pa.Table.from_pylist(complete, schema=SCHEMA))
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ValueError(f"a row does not fit the table: {error}") from error
+
+
+def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = set(row) - set(SCHEMA.names)
+    if unknown:
+        raise ValueError(f"a table has no column {', '.join(sorted(unknown))}")
+    if row.get("status") not in STATUSES:
+        raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {row.get('status')!r}")
+    filled = {"started_at": datetime.now(UTC), **structure(row["pattern"]), **row}
+    filled |= {"schema_version": SCHEMA_VERSION, "point_id": point_id(row)}
+    if row.get("samples_seconds") is not None:
+        filled |= summarise(row["samples_seconds"])
+    elif row["status"] == "ok":
+        raise ValueError("a row with status ok needs samples_seconds")
+    return filled
+
+
+def _write_table(folder: Path, table: pa.Table) -> Path:
+    sink = pa.BufferOutputStream()
+    parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    content = sink.getvalue().to_pybytes()
+    path = folder / f"part-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
+    files.write_bytes_atomically(path, content)
+    return path
+
+
+def write_environment(folder: Path, environment: Mapping[str, Any]) -> None:
+    """Add `environment` (one value a column, `env_id` among them) to the env.parquet of the table in `folder`.
+
+    An environment that is there already is left as it is. Raises EnvironmentUnusable where the disk refuses.
+    """
+    path = Path(folder) / _ENVIRONMENTS
+    known = parquet.read_table(path).to_pylist() if path.exists() else []
+    if any(row["env_id"] == environment["env_id"] for row in known):
+        return
+    _write_environments(path, [*known, dict(environment)])
+
+
+def _write_environments(path: Path, rows: list[dict[str, Any]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.table(columns), sink, compression="zstd", write_page_checksum=True)
+    files.write_bytes_atomically(path, sink.getvalue().to_pybytes())
+
+
+def merge(sources: Sequence[Path], folder: Path) -> Path:
+    """Write every row of the tables `sources`, equal rows once, as one part of a table in `folder`; with their
+    environments. Raises BadData as `read` does, and EnvironmentUnusable where the disk refuses.
+    """
+    rows = {_row_digest(row): row for source in sources for row in _load(Path(source)).to_pylist()}
+    environments = {row["env_id"]: row for source in sources for row in _environment_rows(Path(source))}
+    if environments:
+        _write_environments(Path(folder) / _ENVIRONMENTS, list(environments.values()))
+    ordered = sorted(rows.values(), key=lambda row: (row["started_at"], row["point_id"]))
+    return _write_table(Path(folder), pa.Table.from_pylist(ordered, schema=SCHEMA))
+
+
+# Reading ----------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> pd.DataFrame:
+    """The rows of the table at `path` (a folder or one Parquet file), with the columns of SCHEMA.
+
+    What is being written or describes the environment is left out. Raises BadData, naming the file, for one that is
+    missing, empty, foreign, damaged or of another schema version.
+    """
+    return _load(Path(path)).to_pandas()
+
+
+def read_env(path: Path) -> pd.DataFrame:
+    """The environments of the table at `path`, a row each with its env_id; empty where none are known."""
+    return pa.Table.from_pylist(_environment_rows(Path(path))).to_pandas()
+
+
+def parts(path: Path) -> list[Path]:
+    """The Parquet files with rows of the table at `path` (a folder or one file). Raises BadData if there are none."""
+    path = Path(path)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise BadData(f"{path}: no such table")
+    found = sorted(p for p in path.glob("*.parquet") if p.name != _ENVIRONMENTS and not p.name.startswith("."))
+    if not found:
+        raise BadData(f"{path}: an empty table, there is no part-*.parquet in it; `latbench sweep` measures one")
+    return found
+
+
+def read_part(path: Path) -> pa.Table:
+    """One file of a table, checked, with the columns of SCHEMA. Raises BadData, naming the file, as `read` does."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise BadData(f"{path}: {error.strerror or error}") from error
+    named = _PART_NAME.fullmatch(path.name)
+    if named and not hashlib.sha256(content).hexdigest().startswith(named[1]):
+        raise BadData(
+            f"{path}: damaged, truncated or edited, its content is not what its name promises; "
+            "delete it, and a sweep measures its points again"
+        )
+    try:
+        table = parquet.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadData(f"{path}: not a readable Parquet file ({reason})") from error
+    return _conform(path, table)
+
+
+def _load(path: Path) -> pa.Table:
+    return pa.concat_tables(read_part(part) for part in parts(path))
+
+
+def _conform(path: Path, table: pa.Table) -> pa.Table:
+    if "schema_version" not in table.column_names or "point_id" not in table.column_names:
+        columns = ", ".join(table.column_names[:4])
+        raise BadData(f"{path}: not a latbench table (its columns are {columns or 'none'} ...)")
+    versions = set(table["schema_version"].to_pylist())
+    for version in versions - {SCHEMA_VERSION}:
+        raise BadData(f"{path}: table version {version}, this latbench reads {SCHEMA_VERSION}")
+    missing = [name for name in SCHEMA.names if name not in table.column_names]
+    if missing:
+        raise BadData(f"{path}: not a whole latbench table, it has no column {', '.join(missing[:4])}")
+    for field in SCHEMA:
+        column = table.schema.get_field_index(field.name)
+        try:
+            table = table.set_column(column, field, table[field.name].cast(field.type))
+        except pa.ArrowException as error:
+            raise BadData(f"{path}: column {field.name} does not hold {field.type} ({error})") from error
+    table = table.select(SCHEMA.names)
+    untimed = [
+        row for row in table.select(["point_id", "status", "median_seconds"]).to_pylist()
+        if row["status"] == "ok" and not 0 < (row["median_seconds"] or 0) < math.inf
+    ]  # fmt: skip
+    if untimed:
+        raise BadData(f"{path}: point {untimed[0]['point_id']} has status ok and no positive time")
+    return table
+
+
+def _environment_rows(path: Path) -> list[dict[str, Any]]:
+    beside = (path.parent if path.is_file() else path) / _ENVIRONMENTS
+    try:
+        return parquet.read_table(beside).to_pylist() if beside.exists() else []
+    except (pa.ArrowException, OSError) as error:
+        raise BadData(f"{beside}: not a readable Parquet file") from error
+
+
+def ok(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold a valid time: status ok, and of a point measured several times the latest."""
+    valid = frame[frame["status"] == "ok"].sort_values("started_at", kind="stable")
+    return valid.drop_duplicates("point_id", keep="last").sort_index()
+
+
+def table_hash(path: Path) -> str:
+    """The hash of the rows of the table at `path`, whatever their order and however they are split into parts."""
+    digests = sorted(_row_digest(row) for row in _load(Path(path)).to_pylist())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _row_digest(row: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()

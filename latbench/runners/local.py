@@ -1,0 +1,215 @@
+"""A worker process on this machine: one engine each, with thread settings of its own, that may crash without harm.
+
+    with Worker(threads=2, name="torch") as worker:
+        layer = worker.prepare("latbench.backends:prepare", point)   # "module:function" returns a callable
+        samples = worker.sample(layer, 0.05)                         # seconds a call
+
+Engines are timed each in a process of its own, because spinning threads of one slow the next. A worker that crashes,
+hangs or is killed for memory is reported as `WorkerDied`; the next request starts a fresh one, in which everything
+has to be prepared again. Works on Linux; a worker dies with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Self
+
+import filelock
+import platformdirs
+
+from latbench.errors import EnvironmentUnusable, LatbenchError
+
+START_SECONDS = 120.0
+CALL_SECONDS = 600.0
+
+
+class WorkerDied(LatbenchError):
+    """The process is gone. `reason` is crash, timeout or oom."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TaskFailed(LatbenchError):
+    """The function raised; the process lives. `kind` is the exception's class name, `details` its traceback."""
+
+    def __init__(self, kind: str, message: str, details: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message, self.details = kind, message, details
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A callable that waits in a worker. `facts` is what the callable carries in its attribute of that name."""
+
+    key: int
+    generation: int
+    inner_loops: int
+    facts: dict[str, Any]
+
+
+class Worker:
+    """One process for one engine. `threads` bounds what OpenMP, MKL, OpenBLAS and Numba start in it.
+
+    `environment` adds variables to the process's own. The process starts with the first request.
+    """
+
+    _generations = itertools.count(1)
+    _keys = itertools.count(1)
+
+    def __init__(self, *, threads: int, name: str = "worker", environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.threads = threads
+        self.generation = 0  # of the process that runs now; 0 while none does
+        self._environment = environment or {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
+        """The result of "module:function" called in the worker. Arguments and result are pickled.
+
+        Raises TaskFailed if it raises, WorkerDied if the process crashes or gives no answer within `timeout` seconds.
+        """
+        return self._request(("call", function, args), timeout)
+
+    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Prepared:
+        """Call "module:function", which returns a callable without arguments; keep that in the worker, ready to time.
+
+        Raises as `call` does.
+        """
+        key = next(self._keys)
+        inner_loops, facts = self._request(("prepare", key, function, args), timeout)
+        return Prepared(key, self.generation, inner_loops, facts)
+
+    def holds(self, prepared: Prepared) -> bool:
+        """Whether `prepared` still waits in this worker: false once the process died."""
+        return prepared.generation == self.generation
+
+    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
+        """Time `prepared` for about `seconds`: seconds a call, one value a sample. Raises as `call` does."""
+        if not self.holds(prepared):
+            raise WorkerDied("crash", f"the {self.name} worker that had this prepared is gone")
+        samples: list[float] = self._request(("sample", prepared.key, seconds), timeout)
+        return samples
+
+    def drop(self, prepared: Iterable[Prepared]) -> None:
+        """Free what the worker still holds of these."""
+        keys = [item.key for item in prepared if self.holds(item)]
+        if keys:
+            self._request(("drop", keys), CALL_SECONDS)
+
+    def close(self) -> None:
+        """End the process; it is killed, nothing in it is worth a farewell."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        self.generation = 0
+
+    def _request(self, request: tuple[Any, ...], timeout: float) -> Any:
+        if self._process is None:
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+            if not self._connection.poll(timeout):
+                self.close()
+                raise WorkerDied("timeout", f"the {self.name} worker gave no answer for {timeout:g} s")
+            answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise self._obituary() from error
+        except KeyboardInterrupt:
+            # The answer to this request may still come: a later one must not take it for its own.
+            self.close()
+            raise
+        match answer:
+            case ("ok", value):
+                return value
+            case ("error", kind, message, details):
+                raise TaskFailed(kind, message, details)
+        raise AssertionError(f"the worker answered {answer!r}")
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile(prefix="latbench-worker-")  # noqa: SIM115 - closed by close()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "latbench.runners.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **thread_settings(self.threads), **self._environment},
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        self._connection = Connection(ours.detach())
+        self.generation = next(self._generations)
+        self._request(("call", "os:getpid", ()), START_SECONDS)
+
+    def _obituary(self) -> WorkerDied:
+        assert self._process is not None and self._log is not None
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        self.close()
+        if code == -signal.SIGKILL:
+            return WorkerDied("oom", f"the {self.name} worker was killed, most likely because memory ran out")
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return WorkerDied("crash", f"the {self.name} worker ended {how}" + (f": {last}" if last else ""))
+
+
+def thread_settings(threads: int) -> dict[str, str]:
+    """The environment variables that give every engine `threads` threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return dict.fromkeys(names, str(threads))
+
+
+@contextlib.contextmanager
+def device_lock(device: str, *, wait_seconds: float = -1) -> Iterator[None]:
+    """Have `device` for oneself: two measurements at a time would time each other.
+
+    Waits for another holder for `wait_seconds` (for ever if negative), then raises EnvironmentUnusable.
+    """
+    folder = Path(platformdirs.user_cache_dir("latbench")) / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / f"{device}.lock")
+        lock.acquire(timeout=wait_seconds)
+    except filelock.Timeout:
+        raise EnvironmentUnusable(
+            f"another latbench process measures on {device}; two at a time would time each other: wait for it"
+        ) from None
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot lock {device} in {folder}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()

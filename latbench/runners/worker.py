@@ -1,0 +1,97 @@
+"""The child's side of `latbench.runners.local`: obeys one parent over a socket, and dies with it.
+
+    python -m latbench.runners.worker DESCRIPTOR PARENT_PID
+
+A request is a pickled tuple (verb, ...), an answer ("ok", value) or ("error", kind, message, traceback). The socket
+is its own descriptor: libraries print to stdout and stderr as they like, into a log that the parent quotes if the
+worker dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from latbench import measure
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main() -> None:
+    """Serve requests until the parent closes the socket or is gone."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    connection = Connection(descriptor)
+    prepared: dict[int, tuple[Callable[[], object], int]] = {}
+    while True:
+        try:
+            request = pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        try:
+            answer = pickle.dumps(("ok", _serve(request, prepared)))
+        except BaseException as error:  # noqa: BLE001 - a task may raise anything, and the parent has to hear of it
+            answer = pickle.dumps(("error", type(error).__name__, str(error), traceback.format_exc()))
+        connection.send_bytes(answer)
+
+
+def _serve(request: tuple[Any, ...], prepared: dict[int, tuple[Callable[[], object], int]]) -> Any:
+    match request:
+        case ("call", function, args):
+            return resolve(function)(*args)
+        case ("prepare", key, function, args):
+            run = resolve(function)(*args)
+            prepared[key] = run, measure.calibrate(run)
+            return prepared[key][1], getattr(run, "facts", {})
+        case ("sample", key, seconds):
+            run, loops = prepared[key]
+            return measure.burst(run, seconds, loops)
+        case ("drop", keys):
+            for key in keys:
+                prepared.pop(key, None)
+            return None
+    raise ValueError(f"a worker knows call, prepare, sample and drop, not {request[0]!r}")
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" or "path/to/file.py:function" names."""
+    module, _, attribute = name.rpartition(":")
+    if module.endswith(".py"):
+        path = Path(module).resolve()
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a Python file")
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return _function(loaded, attribute)
+    return _function(importlib.import_module(module), attribute)
+
+
+def _function(module: ModuleType, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(module, name)
+    return function
+
+
+def _die_with(parent: int) -> None:
+    """Be killed with the parent, however it ends; and be the first to go when memory runs out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):  # a container may forbid it: then the kernel chooses by size
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    if os.getppid() != parent:
+        sys.exit("the parent is gone")
+
+
+if __name__ == "__main__":
+    main()
