@@ -1,0 +1,43 @@
+"""Every efficient trade-off between seconds and error: what `solve` answers for all budgets at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from search.solve import BadProblem, Floats, efficient_options, solve
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The efficient profiles by rising `seconds` and falling `errors`; `choice(i)` gives the options of one."""
+
+    seconds: Floats
+    errors: Floats
+    _problem: tuple[Sequence[ArrayLike], Sequence[ArrayLike]] = field(repr=False)
+
+    def choice(self, i: int) -> tuple[int, ...]:
+        """One option a layer. Solved for on demand: storing all would take layers x trade-offs."""
+        return solve(*self._problem, float(self.seconds[i])).choice
+
+
+def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_points: int = 2_000_000) -> Frontier:
+    """All efficient pairs of total seconds and total error, summed in layer order as `solve` sums them.
+
+    `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs; raises
+    BadProblem where there are more than `max_points`, and for what states no problem.
+    """
+    from search._merge import extend
+
+    spent, error = np.zeros(1), np.zeros(1)
+    for layer in efficient_options(seconds, errors):
+        spent, error = extend(spent, error, layer.seconds, layer.errors)
+        if len(spent) > max_points:
+            raise BadProblem(
+                f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be measured, "
+                "or ask `solve` for the budgets of interest"
+            )
+    return Frontier(spent, error, (seconds, errors))

@@ -1,0 +1,68 @@
+"""The frontier holds every efficient trade-off, and nothing else."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from search.frontier import frontier
+from search.solve import BadProblem, solve
+
+Arrays = list[np.ndarray]
+
+value = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0, 1 / 3])
+
+
+def total(values: Arrays, choice: tuple[int, ...]) -> float:
+    result = 0.0
+    for layer, option in zip(values, choice, strict=True):
+        result += float(layer[option])
+    return result
+
+
+def by_trying_all(seconds: Arrays, errors: Arrays) -> list[tuple[float, float]]:
+    profiles = itertools.product(*(range(len(layer)) for layer in seconds))
+    pairs = sorted((total(seconds, c), total(errors, c)) for c in profiles)
+    front: list[tuple[float, float]] = []
+    for pair in pairs:
+        if not front or pair[1] < front[-1][1]:
+            front.append(pair)
+    return front
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.lists(st.tuples(value, value), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_every_efficient_pair_is_there_and_no_other(layers: list[list[tuple[float, float]]]) -> None:
+    seconds = [np.array([t for t, _ in layer]) for layer in layers]
+    errors = [np.array([e for _, e in layer]) for layer in layers]
+    found = frontier(seconds, errors)
+    assert list(zip(found.seconds.tolist(), found.errors.tolist(), strict=True)) == by_trying_all(seconds, errors)
+
+
+def test_each_point_is_what_solve_answers_for_its_seconds(rng: np.random.Generator) -> None:
+    seconds = [rng.random(n) for n in rng.integers(1, 12, 13)]
+    errors = [rng.random(len(t)) for t in seconds]
+    found = frontier(seconds, errors)
+    assert len(found.seconds) > 100
+    for i in rng.integers(0, len(found.seconds), 20).tolist():
+        solution = solve(seconds, errors, float(found.seconds[i]))
+        assert (solution.seconds, solution.error) == (found.seconds[i], found.errors[i])
+        assert found.choice(i) == solution.choice
+
+
+def test_one_option_a_layer_is_one_point() -> None:
+    found = frontier([[2.0], [3.0]], [[0.5], [0.25]])
+    assert (found.seconds.tolist(), found.errors.tolist(), found.choice(0)) == ([5.0], [0.75], (0, 0))
+
+
+def test_more_points_than_wanted_are_refused_with_advice(rng: np.random.Generator) -> None:
+    seconds = [rng.random(9) for _ in range(9)]
+    with pytest.raises(BadProblem, match="more than 50 efficient trade-offs: round the seconds"):
+        frontier(seconds, [1 - t for t in seconds], max_points=50)
+
+
+def test_what_is_no_problem_is_refused() -> None:
+    with pytest.raises(BadProblem, match="NaN"):
+        frontier([[np.nan]], [[1.0]])
