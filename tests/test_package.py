@@ -24,7 +24,9 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_brings_four_names_and_its_workloads(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=ROOT, check=True
+    )
     (wheel,) = tmp_path.glob("*.whl")
     inside = {Path(name).parts[0] for name in zipfile.ZipFile(wheel).namelist()}
     assert {name for name in inside if not name.endswith(".dist-info")} == NAMES

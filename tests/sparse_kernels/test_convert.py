@@ -1,0 +1,172 @@
+"""A converted model is the masked model: whatever is folded, wherever a layer sits."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_kernels.convert import Choice, convert
+from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
+from sparse_kernels.patterns import Dense, Unstructured, VectorWise
+
+
+class Residual(nn.Module):
+    """conv-bn-relu, conv-bn, add, relu: only the first activation has a layer to go into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+class Untraceable(nn.Module):
+    """Python looks at a value: the whole resists torch.fx, the parts do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 1e9:
+            x = -x
+        return self.head(self.inner(x))
+
+
+class Shared(nn.Module):
+    """One layer called twice, once with an activation after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.relu(self.layer(x)))
+
+
+class ReadTwice(nn.Module):
+    """The layer's output is read before and after its activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y + F.relu(y)
+
+
+class NormOverTokens(nn.Module):
+    """BatchNorm1d after a Linear on (batch, tokens, features) normalises tokens, which no weight can take over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+MODELS = {
+    "residual": (nn.Sequential(Residual(), Residual()), (3, 8, 7, 5)),
+    "untraceable": (Untraceable(), (5, 16)),
+    "shared": (Shared(), (5, 16)),
+    "read twice": (ReadTwice(), (5, 16)),
+    "norm over tokens": (NormOverTokens(), (3, 16, 16)),
+    "linear and norm": (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), (5, 16)),
+    "a layer alone": (nn.Linear(16, 16), (5, 16)),
+}
+
+
+def _prepared(name: str, rng: np.random.Generator) -> tuple[nn.Module, Tensor]:
+    """The model with random weights and norm statistics, in eval mode, and an input."""
+    torch.manual_seed(int(rng.integers(2**31)))
+    model, shape = copy.deepcopy(MODELS[name][0]).eval(), MODELS[name][1]
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            for values in (module.running_mean, module.bias.data):
+                nn.init.normal_(values)
+            for values in (module.running_var, module.weight.data):
+                nn.init.uniform_(values, 0.5, 2)
+    return model, torch.randn(shape)
+
+
+def _choices(model: nn.Module) -> dict[str, Choice]:
+    return {
+        name: Choice(Unstructured(), Unstructured().mask(weight_matrix(module).abs().numpy(), 0.6))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d)
+    }
+
+
+def _masked(model: nn.Module, choices: dict[str, Choice]) -> nn.Module:
+    model = copy.deepcopy(model)
+    for name, choice in choices.items():
+        layer = model.get_submodule(name)
+        set_weight_matrix(layer, weight_matrix(layer) * torch.from_numpy(choice.mask))
+    return model.double()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_the_converted_model_is_the_masked_model(name: str, rng: np.random.Generator) -> None:
+    model, x = _prepared(name, rng)
+    choices = _choices(model)
+    converted = convert(model, choices, (x,), backend="reference")
+    torch.testing.assert_close(converted(x), _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
+    sparse = [module for module in converted.modules() if isinstance(module, SparseLinear | SparseConv2d)]
+    assert len(sparse) == len(choices)
+
+
+@torch.no_grad()
+def test_norms_and_the_activation_that_follows_are_folded(rng: np.random.Generator) -> None:
+    model, x = _prepared("residual", rng)
+    converted = convert(model, _choices(model), (x,))
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in converted.modules())
+    assert [converted.get_submodule(f"0.conv{i}").activation for i in (1, 2)] == ["relu", None]
+    partly = convert(*_prepared("untraceable", rng)[:1], {"inner.0": Choice(Dense())}, (torch.randn(5, 16),))
+    assert partly.inner.get_submodule("0").activation == "gelu"
+    assert isinstance(partly.head, nn.Linear)
+
+
+@torch.no_grad()
+def test_an_activation_that_is_not_the_only_reader_stays(rng: np.random.Generator) -> None:
+    model, x = _prepared("read twice", rng)
+    assert convert(model, _choices(model), (x,)).layer.activation is None
+
+
+@torch.no_grad()
+def test_the_model_given_is_left_as_it_was(rng: np.random.Generator) -> None:
+    model, x = _prepared("residual", rng)
+    before = copy.deepcopy(model.state_dict())
+    expected = model(x)
+    convert(model, _choices(model), (x,))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_a_converted_model_copies_and_saves_its_state(rng: np.random.Generator) -> None:
+    model, x = _prepared("residual", rng)
+    converted = convert(model, _choices(model), (x,))
+    again = convert(model, _choices(model), (x,))
+    again.load_state_dict(converted.state_dict())
+    for twin in (copy.deepcopy(converted), again):
+        assert torch.equal(twin(x), converted(x))
+
+
+def test_names_and_layers_that_cannot_be_are_refused_in_a_sentence() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 3))
+    x = (torch.randn(1, 4, 8, 8),)
+    with pytest.raises(ValueError, match="no layer 'fc9'"):
+        convert(model, {"fc9": Choice(Dense())}, x)
+    with pytest.raises(ValueError, match="layer '0': a convolution in 4 groups"):
+        convert(model, {"0": Choice(Dense())}, x)
+    with pytest.raises(ValueError, match="mask"):
+        convert(model, {"1": Choice(VectorWise(2), np.ones((2, 2), bool))}, x)

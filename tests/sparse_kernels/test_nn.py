@@ -1,0 +1,122 @@
+"""SparseLinear and SparseConv2d are the masked torch layers, and behave as torch modules do."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from sparse_kernels.nn import SparseConv2d, SparseLinear, refuses, set_weight_matrix, weight_matrix
+from sparse_kernels.patterns import Dense, VectorWise, parse
+
+PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
+
+
+def _mask(module: nn.Module, pattern: str) -> np.ndarray:
+    sparsity = 0.5 if pattern.startswith("nm") else 0.7
+    return parse(pattern).mask(weight_matrix(module).abs().numpy(), sparsity)
+
+
+def _masked(module: nn.Module, mask: np.ndarray) -> nn.Module:
+    """The oracle: torch's own layer in float64, the pruned weights set to zero."""
+    module = copy.deepcopy(module)
+    set_weight_matrix(module, weight_matrix(module) * torch.from_numpy(mask))
+    return module.double()
+
+
+def _close(y: torch.Tensor, oracle: torch.Tensor, k: int) -> None:
+    # Each output is a sum of at most k products of numbers around 1/sqrt(k) and 1; 8 eps sqrt(k) is generous for it.
+    torch.testing.assert_close(y.double(), oracle, rtol=0, atol=float(8 * np.finfo(np.float32).eps * np.sqrt(k)))
+
+
+@pytest.fixture(autouse=True)
+def _seed(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_sparse_linear_is_the_masked_linear(pattern: str, backend: str) -> None:
+    linear = nn.Linear(68, 48)
+    mask = _mask(linear, pattern)
+    sparse = SparseLinear.from_dense(linear, parse(pattern), mask, activation="gelu", backend=backend)
+    for shape in [(1, 68), (5, 7, 68), (0, 68), (68,)]:
+        x = torch.randn(shape)
+        _close(sparse(x), F.gelu(_masked(linear, mask)(x.double())), 68)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@torch.no_grad()
+def test_sparse_conv2d_is_the_masked_convolution(pattern: str, backend: str) -> None:
+    conv = nn.Conv2d(8, 32, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2))
+    mask = _mask(conv, pattern)
+    sparse = SparseConv2d.from_dense(conv, parse(pattern), mask, activation="relu", backend=backend)
+    for shape in [(2, 8, 9, 11), (1, 8, 5, 5)]:
+        x = torch.randn(shape)
+        _close(sparse(x), F.relu(_masked(conv, mask)(x.double())), 48)
+
+
+@torch.no_grad()
+def test_dense_pattern_keeps_every_weight() -> None:
+    linear, x = nn.Linear(33, 17, bias=False), torch.randn(3, 33)
+    _close(SparseLinear.from_dense(linear, Dense(), None)(x), linear.double()(x.double()), 33)
+
+
+def test_a_convolutions_matrix_has_channels_last() -> None:
+    conv = nn.Conv2d(3, 5, (2, 4))
+    matrix = weight_matrix(conv)
+    assert matrix[4, (1 * 4 + 2) * 3 + 0] == conv.weight[4, 0, 1, 2]
+    doubled = matrix * 2
+    set_weight_matrix(conv, doubled)
+    assert torch.equal(weight_matrix(conv), doubled)
+
+
+@torch.no_grad()
+def test_state_dict_carries_the_weights_to_a_layer_of_the_same_mask() -> None:
+    linear, x = nn.Linear(64, 32), torch.randn(4, 64)
+    mask = _mask(linear, "vector:16")
+    source = SparseLinear.from_dense(linear, VectorWise(16), mask)
+    target = SparseLinear.from_dense(nn.Linear(64, 32), VectorWise(16), mask)
+    target(x)  # a plan of the old weights exists and must not survive the load
+    target.load_state_dict(source.state_dict())
+    assert torch.equal(target(x), source(x))
+
+
+@torch.no_grad()
+def test_copies_and_pickles_compute_the_same() -> None:
+    linear, x = nn.Linear(64, 32), torch.randn(4, 64)
+    source = SparseLinear.from_dense(linear, VectorWise(16), _mask(linear, "vector:16"))
+    expected = source(x)
+    file = io.BytesIO()
+    torch.save(source, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(source), torch.load(file, weights_only=False)):
+        assert torch.equal(copied(x), expected)
+
+
+def test_gradients_other_types_and_other_widths_are_refused_in_a_sentence() -> None:
+    sparse = SparseLinear.from_dense(nn.Linear(8, 4), Dense(), None)
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
+        sparse(torch.randn(2, 8, requires_grad=True))
+    with pytest.raises(TypeError, match="float32"):
+        sparse(torch.randn(2, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="takes 8 features, the input has 7"):
+        sparse(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="activation 'tanh'"):
+        SparseLinear.from_dense(nn.Linear(8, 4), Dense(), None, activation="tanh")
+
+
+def test_what_has_no_kernel_says_why() -> None:
+    assert refuses(nn.Conv2d(4, 4, 3, padding="same")) is None
+    for module, reason in [
+        (nn.Conv2d(4, 4, 3, groups=4), "4 groups"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "reflect"),
+        (nn.Conv2d(4, 4, 2, padding="same"), "asymmetric"),
+        (nn.Embedding(3, 4), "Embedding"),
+    ]:
+        assert reason in str(refuses(module))
