@@ -1,4 +1,4 @@
-"""Compiled: the efficient states of one more layer. A state is (seconds, error); lists rise in seconds and fall in error.
+"""Compiled: the efficient states of one more layer. A state is (seconds, error); lists rise in one, fall in the other.
 
 Apart from `frontier`, which imports it when it is called, so that importing `search` compiles nothing.
 """
@@ -37,7 +37,7 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
     # What is left of either list lies above all of the other in seconds.
     for rest_spent, rest_error in ((spent_a[a:], error_a[a:]), (spent_b[b:], error_b[b:])):
         better = rest_error < least
-        more = np.count_nonzero(better)
+        more = int(np.count_nonzero(better))
         spent[count : count + more] = rest_spent[better]
         error[count : count + more] = rest_error[better]
         count += more

@@ -37,7 +37,7 @@ def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_p
         spent, error = extend(spent, error, layer.seconds, layer.errors)
         if len(spent) > max_points:
             raise BadProblem(
-                f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be measured, "
-                "or ask `solve` for the budgets of interest"
+                f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
+                "measured, or ask `solve` for the budgets of interest"
             )
     return Frontier(spent, error, (seconds, errors))

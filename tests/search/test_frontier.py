@@ -42,8 +42,8 @@ def test_every_efficient_pair_is_there_and_no_other(layers: list[list[tuple[floa
 
 
 def test_each_point_is_what_solve_answers_for_its_seconds(rng: np.random.Generator) -> None:
-    seconds = [rng.random(n) for n in rng.integers(1, 12, 13)]
-    errors = [rng.random(len(t)) for t in seconds]
+    seconds = [np.sort(rng.random(n)) for n in rng.integers(1, 12, 13)]
+    errors = [np.sort(rng.random(len(t)))[::-1] for t in seconds]
     found = frontier(seconds, errors)
     assert len(found.seconds) > 100
     for i in rng.integers(0, len(found.seconds), 20).tolist():
