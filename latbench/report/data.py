@@ -1,0 +1,238 @@
+"""From a table's rows to what a report shows. Every function is pure: a DataFrame in, a tidy DataFrame out.
+
+A point is one timed row, the latest of its key. Its `shape` and `setting` are labels that stand for the layer's
+shape columns and for how it was measured (device, threads, dtype, cache mode, ...): two times are compared only within
+one setting and one shape. Times are in seconds, `low` and `high` bound the 95% interval of the median.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+SHAPE = [
+    "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
+    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
+]  # fmt: skip
+SETTING = [
+    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "layout", "epilogue", "context", "cache_mode", "launch_mode",
+]  # fmt: skip
+LAYERS = ("linear", "conv2d")
+TIMED = ("ok", "noisy")  # a throttled or incorrect time is no time
+PLACE = ["setting", "shape"]
+
+
+def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows that time one layer, failures included: whole-model rows and verifications are left out."""
+    return table[table["op"].isin(LAYERS) & (table["purpose"] != "verify")]
+
+
+def timed_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The layer rows that hold a time, of a point measured several times the latest; noisy (bool) is added."""
+    rows = layer_rows(table)
+    rows = rows[rows["status"].isin(TIMED) & (rows["median_seconds"] > 0)].sort_values("started_at", kind="stable")
+    return rows.drop_duplicates("point_id", keep="last").assign(noisy=lambda found: found["status"] == "noisy")
+
+
+def points(table: pd.DataFrame) -> pd.DataFrame:
+    """One row a timed point, sorted by setting, shape, pattern, sparsity and kernel.
+
+    Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine, kernel,
+    seconds, low, high (the median itself where too few samples bound it), noisy (bool).
+    """
+    rows = timed_rows(table)
+    tidy = rows[["op", "m", "k", "n", "pattern", "format", "sparsity_actual", "backend", "noisy"]].copy()
+    tidy["sparsity"] = rows["sparsity_target"].fillna(rows["sparsity_actual"]).fillna(0.0).round(6)
+    tidy["engine"] = _engines(rows)
+    tidy["kernel"] = rows["kernel_used"].replace("", pd.NA).fillna(tidy["engine"])
+    tidy["seconds"] = rows["median_seconds"]
+    tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
+    tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
+    tidy["shape"] = _labels(rows, SHAPE, _shape_label)
+    tidy["setting"] = _labels(rows, SETTING, _setting_label(rows))
+    order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
+    return tidy.sort_values(order).reset_index(drop=True)
+
+
+def settings(table: pd.DataFrame) -> dict[str, str]:
+    """How every layer row was measured: setting column -> its value, or its values joined by commas."""
+    rows = layer_rows(table)
+    return {name: ", ".join(sorted({str(value) for value in rows[name].dropna()})) for name in SETTING}
+
+
+def fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
+    """The fastest dense engine of each setting and shape.
+
+    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high.
+    """
+    dense = _fastest(points[points["pattern"] == "dense"], PLACE)
+    names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
+    return dense[[*PLACE, *names]].rename(columns=names)
+
+
+def speedup(points: pd.DataFrame) -> pd.DataFrame:
+    """The fastest kernel of each setting, shape, pattern and sparsity against the fastest dense engine there.
+
+    Columns: those of `points` and `fastest_dense`, speedup (above 1 is a gain), speedup_low, speedup_high (both
+    intervals at their worst and at their best). Points of a shape that has no dense time are left out.
+    """
+    sparse = _fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
+    joined = sparse.merge(fastest_dense(points), on=PLACE, how="inner")
+    joined["speedup"] = joined["dense_seconds"] / joined["seconds"]
+    joined["speedup_low"] = joined["dense_low"] / joined["high"]
+    joined["speedup_high"] = joined["dense_high"] / joined["low"]
+    return joined
+
+
+def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
+    """From which sparsity on each pattern is faster than dense, per setting and shape.
+
+    Columns: setting, shape, pattern, format, break_even (NaN: never), at_lowest (it pays already at the lowest sparsity
+    measured, so the true value is that or less), best (the highest speedup), best_sparsity, sparsities (how many).
+    See `crossing` for the definition.
+    """
+    found = []
+    for (setting, shape, pattern), group in speedups.groupby([*PLACE, "pattern"], sort=False):
+        ordered = group.sort_values("sparsity")
+        sparsity, gain = ordered["sparsity"].to_numpy(float), ordered["speedup"].to_numpy(float)
+        value = crossing(sparsity, gain)
+        found.append({
+            "setting": setting, "shape": shape, "pattern": pattern, "format": ordered["format"].iloc[0],
+            "break_even": value, "at_lowest": bool(gain[0] >= 1 and value == sparsity[0]),
+            "best": gain.max(), "best_sparsity": sparsity[gain.argmax()], "sparsities": len(gain),
+        })  # fmt: skip
+    columns = ["setting", "shape", "pattern", "format", "break_even", "at_lowest", "best", "best_sparsity", "sparsities"]
+    return pd.DataFrame(found, columns=columns)
+
+
+def crossing(sparsity: np.ndarray, gain: np.ndarray) -> float:
+    """The sparsity from which `gain` stays at 1 or above up to the highest sparsity measured; NaN if it does not.
+
+    `sparsity` (p,) rises. Between two points log(gain) is taken as linear. Speedups are not monotone (a kernel may
+    switch), so the last crossing counts: below it there may be isolated gains, above it there are no losses.
+    """
+    losses = np.flatnonzero(gain < 1)
+    if losses.size == 0:
+        return float(sparsity[0])
+    last = losses[-1]
+    if last == len(gain) - 1:
+        return float("nan")
+    below, above = np.log(gain[last]), np.log(gain[last + 1])
+    return float(sparsity[last] + (sparsity[last + 1] - sparsity[last]) * below / (below - above))
+
+
+def fastest_pattern(speedups: pd.DataFrame) -> pd.DataFrame:
+    """The row of `speedups` with the highest speedup of each setting, shape and sparsity."""
+    best = speedups.groupby([*PLACE, "sparsity"], sort=False)["speedup"].idxmax()
+    return speedups.loc[best].sort_values([*PLACE, "sparsity"]).reset_index(drop=True)
+
+
+def levels(speedups: pd.DataFrame, at_most: int = 5) -> list[float]:
+    """The sparsities to show side by side: of those measured at most shapes, the nearest to 50, 75, 90, 95, 98%."""
+    shapes = speedups.groupby("sparsity")["shape"].nunique()
+    common = shapes[shapes >= shapes.max() / 2].index.to_numpy(float) if len(shapes) else np.array([])
+    if len(common) <= at_most:
+        return sorted(common.tolist())
+    wanted = np.array([0.5, 0.75, 0.9, 0.95, 0.98])[:at_most]
+    return sorted({float(common[np.abs(common - value).argmin()]) for value in wanted})
+
+
+def noise(table: pd.DataFrame) -> pd.DataFrame:
+    """How wide the 95% interval of the median is, relative to it, by backend and format.
+
+    Columns: backend, format, rows, median, p90, largest (shares of one), noisy (rows that did not converge).
+    """
+    rows = _with_width(table)
+    grouped = rows.groupby(["backend", "format"])
+    tidy = grouped["width"].agg(rows="size", median="median", p90=lambda w: w.quantile(0.9), largest="max")
+    tidy["noisy"] = grouped["noisy"].sum().astype(int)
+    return tidy.reset_index()
+
+
+def noise_curve(table: pd.DataFrame, steps: int = 101) -> pd.DataFrame:
+    """The share of rows whose relative interval is at most `width`, per backend: columns backend, width, share."""
+    shares = np.linspace(0, 1, steps)
+    parts = [
+        pd.DataFrame({"backend": backend, "width": rows["width"].quantile(shares).to_numpy(), "share": shares})
+        for backend, rows in _with_width(table).groupby("backend")
+    ]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["backend", "width", "share"])
+
+
+def statuses(table: pd.DataFrame) -> pd.DataFrame:
+    """How many layer rows ended how: one row a backend, one column a status, a column `rows` with the sum."""
+    rows = layer_rows(table)
+    counted = rows.groupby(["backend", "status"]).size().unstack(fill_value=0)
+    counted.columns.name = None
+    counted.insert(0, "rows", counted.sum(axis=1))
+    return counted.reset_index()
+
+
+def failures(table: pd.DataFrame) -> pd.DataFrame:
+    """The layer rows with no time to use, by reason, most frequent first: backend, pattern, status, reason, rows."""
+    rows = layer_rows(table)
+    rows = rows[~rows["status"].isin(TIMED)]
+    reason = rows["error"].replace("", pd.NA).fillna(rows["flags"]).replace("", pd.NA).fillna("no reason recorded")
+    grouped = rows.assign(reason=reason).groupby(["backend", "pattern", "status", "reason"], dropna=False).size()
+    tidy = grouped.rename("rows").reset_index()
+    return tidy.sort_values(["rows", "backend", "pattern"], ascending=[False, True, True]).reset_index(drop=True)
+
+
+def without_dense(points: pd.DataFrame) -> int:
+    """How many sparse points stand at a shape where no dense engine was timed in the same setting."""
+    sparse = points[points["pattern"] != "dense"]
+    known = sparse.merge(fastest_dense(points)[PLACE], on=PLACE)
+    return len(sparse) - len(known)
+
+
+def _fastest(points: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    return points.loc[points.groupby(by, sort=False)["seconds"].idxmin()].reset_index(drop=True)
+
+
+def _with_width(table: pd.DataFrame) -> pd.DataFrame:
+    rows = timed_rows(table)
+    width = (rows["high_seconds"] - rows["low_seconds"]) / rows["median_seconds"]
+    return rows.assign(width=width).dropna(subset="width")
+
+
+def _engines(rows: pd.DataFrame) -> pd.Series:
+    """`torch mkldnn`, or the backend's name alone where the kernel was left to it."""
+    kernel = rows["kernel_requested"].fillna("").astype(str)
+    plain = kernel.isin(["", "auto"]) | (kernel == rows["backend"])
+    return rows["backend"].where(plain, rows["backend"] + " " + kernel)
+
+
+def _labels(rows: pd.DataFrame, columns: list[str], label) -> pd.Series:  # type: ignore[no-untyped-def]
+    """`label(row)` of each distinct combination of `columns`, spread over the rows."""
+    group = rows.groupby(columns, dropna=False, sort=False).ngroup()
+    first = rows[~group.duplicated()]
+    names = {group.loc[key]: label(row) for key, row in zip(first.index, first.to_dict("records"), strict=True)}
+    return group.map(names).astype(object)
+
+
+def _shape_label(row: dict[str, object]) -> str:
+    if row["op"] == "linear":
+        return f"linear {_whole(row['k'])} → {_whole(row['m'])}, n = {_whole(row['n'])}"
+    kh, kw, h, w = (_whole(row[name]) for name in ("kh", "kw", "h", "w"))
+    text = f"conv {kh}×{kw}, {_whole(row['c_in'])} → {_whole(row['c_out'])}, {h}×{w}, batch {_whole(row['batch'])}"
+    usual = {"stride": (1, 1), "padding": (kh // 2, kw // 2), "dilation": (1, 1)}
+    for name, expected in usual.items():
+        pair = (_whole(row[f"{name}_h"]), _whole(row[f"{name}_w"]))
+        if pair != expected:
+            text += f", {name} {pair[0]}" if pair[0] == pair[1] else f", {name} {pair[0]}×{pair[1]}"
+    return text
+
+
+def _setting_label(rows: pd.DataFrame):  # type: ignore[no-untyped-def]
+    """A function that names what differs between the settings of `rows`; the layout that follows from op does not."""
+    distinct = rows.groupby("op")[SETTING].nunique(dropna=False)
+    differing = [name for name in SETTING if len(distinct) and distinct[name].max() > 1]
+
+    def label(row: dict[str, object]) -> str:
+        return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in differing)
+
+    return label
+
+
+def _whole(value: object) -> int:
+    return int(value)  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,249 @@
+"""The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
+
+Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols and dashes repeat what the
+colour says. A colour that depends on the reader's light or dark theme is a token (`@ink`, `@muted`, `@grid`, `@panel`)
+that report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `_plain`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from typing import Any
+
+import pandas as pd
+
+from latbench.report import units
+
+Figure = dict[str, Any]
+
+COLOURS = {
+    "unstructured": "#0072B2",
+    "nm": "#E69F00",
+    "vector": "#D55E00",
+    "shflbw": "#CC79A7",
+    "block": "#009E73",
+    "dense": "#8C8C8C",
+}
+OTHER_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "star", "hexagon")
+DASHES = ("solid", "dash", "dot", "dashdot")
+LOSS, GAIN = "#D55E00", "#0072B2"
+CELL_TEXT_COLUMNS = 9  # wider heat maps carry their numbers in the tooltip only
+
+
+def shape_view(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
+    """Speedup over sparsity, one line a pattern, of one setting and shape, and the same as a heat map.
+
+    Both frames hold the rows of that shape alone. Returns {lines: figure, heat: figure}.
+    """
+    return {"lines": _lines(speedups, break_evens), "heat": _heat(speedups)}
+
+
+def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
+    starts = break_evens.set_index("pattern")
+    data: list[Figure] = []
+    seen: dict[str, int] = {}
+    for pattern, rows in speedups.groupby("pattern", sort=True):
+        family = str(rows["format"].iloc[0])
+        index = seen[family] = seen.get(family, -1) + 1
+        colour = COLOURS.get(family, OTHER_COLOURS[0])
+        name = _plain(pattern)
+        gain = rows["speedup"]
+        data.append({
+            "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
+            "x": _short(rows["sparsity"] * 100), "y": _short(gain),
+            "error_y": {
+                "type": "data", "array": _short(rows["speedup_high"] - gain),
+                "arrayminus": _short(gain - rows["speedup_low"]), "thickness": 1, "width": 2,
+            },
+            "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
+            "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[index % len(SYMBOLS)]},
+            "text": [_point_text(row) for row in rows.to_dict("records")],
+            "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}% sparsity<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
+        })  # fmt: skip
+        start = starts.loc[pattern]
+        if not math.isnan(start["break_even"]) and not start["at_lowest"]:
+            data.append({
+                "type": "scatter", "mode": "markers", "name": f"{name} break-even", "legendgroup": name,
+                "showlegend": False, "x": [round(100 * float(start["break_even"]), 2)], "y": [1],
+                "marker": {"symbol": "circle-open", "size": 13, "color": colour, "line": {"width": 3}},
+                "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
+            })  # fmt: skip
+    first = speedups.iloc[0]
+    dense = f"dense: {_plain(first['dense_engine'])}, {units.seconds(first['dense_seconds'])}"
+    highest = max(float(speedups["speedup_high"].max()), 1.2)
+    lowest = min(float(speedups["speedup_low"].min()), 0.9)
+    layout = {
+        "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
+        "yaxis": {
+            "title": {"text": "speedup over dense"}, "type": "log",
+            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **_log_ticks(lowest, highest),
+        },
+        "shapes": [_line_at(y=1)],
+        "annotations": [{
+            "text": dense, "xref": "paper", "x": 0, "y": 0, "yref": "y", "xanchor": "left", "yanchor": "bottom",
+            "showarrow": False, "font": {"size": 12, "color": "@muted"},
+        }],
+        "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
+        "height": 460,
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def _heat(speedups: pd.DataFrame) -> Figure:
+    grid = speedups.pivot_table(index="pattern", columns="sparsity", values="speedup").sort_index(ascending=False)
+    values = [[None if math.isnan(gain) else float(gain) for gain in row] for row in grid.to_numpy(float)]
+    limit = max((abs(math.log2(gain)) for row in values for gain in row if gain), default=1.0)
+    narrow = grid.shape[1] <= CELL_TEXT_COLUMNS
+    heat = {
+        "type": "heatmap",
+        "x": [units.percent(float(sparsity)) for sparsity in grid.columns],
+        "y": [_plain(pattern) for pattern in grid.index],
+        "z": [[None if gain is None else round(math.log2(gain), 3) for gain in row] for row in values],
+        "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in values],
+        "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
+        "colorscale": [[0, LOSS], [0.5, "@panel"], [1, GAIN]],
+        "hovertemplate": "<b>%{y}</b> at %{x}<br>%{text} dense<extra></extra>",
+    }  # fmt: skip
+    if narrow:
+        heat |= {"texttemplate": "%{text}", "textfont": {"size": 12}}
+    layout = {
+        "xaxis": {"type": "category", "title": {"text": "sparsity"}, "showgrid": False},
+        "yaxis": {"type": "category", "showgrid": False},
+        "height": 120 + 34 * len(grid),
+    }
+    return {"data": [heat], "layout": layout}
+
+
+def noise(curve: pd.DataFrame) -> Figure:
+    """The share of rows whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
+    data = []
+    for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
+        name = _plain(backend)
+        data.append({
+            "type": "scatter", "mode": "lines", "name": name,
+            "x": _short(100 * rows["width"].clip(lower=1e-5)), "y": _short(100 * rows["share"]),
+            "line": {"color": OTHER_COLOURS[index % len(OTHER_COLOURS)], "width": 2, "dash": DASHES[index % len(DASHES)]},
+            "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the rows within %{{x:.2~r}}%<extra></extra>",
+        })  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
+                  "ticksuffix": "%", "dtick": 1},
+        "yaxis": {"title": {"text": "rows"}, "ticksuffix": "%", "range": [0, 102]},
+        "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
+        "height": 340,
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def predictions(pairs: pd.DataFrame) -> Figure:
+    """Predicted against measured seconds of held-out points. Columns: measured, predicted, label."""
+    scale, unit = units.axis(float(pairs["measured"].median()))
+    low = float(pairs[["measured", "predicted"]].min().min()) / scale
+    high = float(pairs[["measured", "predicted"]].max().max()) / scale
+    data = [
+        {"type": "scatter", "mode": "lines", "x": [low, high], "y": [low, high], "hoverinfo": "skip",
+         "line": {"color": "@muted", "width": 1, "dash": "dash"}, "showlegend": False},
+        {"type": "scatter", "mode": "markers", "x": _short(pairs["measured"] / scale),
+         "y": _short(pairs["predicted"] / scale), "text": [_plain(label) for label in pairs["label"]],
+         "marker": {"color": GAIN, "size": 6, "opacity": 0.6}, "showlegend": False,
+         "hovertemplate": f"%{{text}}<br>measured %{{x:.3~r}} {unit}<br>predicted %{{y:.3~r}} {unit}<extra></extra>"},
+    ]  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": f"measured, {unit}"}, "type": "log"},
+        "yaxis": {"title": {"text": f"predicted, {unit}"}, "type": "log"},
+        "height": 420,
+    }
+    return {"data": data, "layout": layout}
+
+
+def profile(layers: pd.DataFrame) -> Figure:
+    """The predicted seconds of each layer, a bar with its interval, coloured by pattern; the first layer on top.
+
+    Columns: name, pattern, sparsity, seconds, low, high.
+    """
+    scale, unit = units.axis(float(layers["seconds"].max()))
+    data = []
+    for pattern, rows in layers.groupby("pattern", sort=True):
+        name = _plain(pattern)
+        family = str(pattern).split(":")[0]
+        data.append({
+            "type": "bar", "orientation": "h", "name": name, "y": [_plain(layer) for layer in rows["name"]],
+            "x": _short(rows["seconds"] / scale),
+            "error_x": {
+                "type": "data", "array": _short((rows["high"] - rows["seconds"]) / scale),
+                "arrayminus": _short((rows["seconds"] - rows["low"]) / scale), "color": "@ink", "thickness": 1, "width": 3,
+            },
+            "marker": {"color": COLOURS.get(family, OTHER_COLOURS[0])},
+            "text": [units.percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
+            "textposition": "inside", "insidetextanchor": "start", "textfont": {"color": "#ffffff"},
+            "hovertemplate": f"<b>%{{y}}</b><br>{name}, %{{text}}<br>%{{x:.3~r}} {unit}<extra></extra>",
+        })  # fmt: skip
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": f"predicted time, {unit}"}, "rangemode": "tozero"},
+        "yaxis": {"type": "category", "categoryorder": "array", "showgrid": False,
+                  "categoryarray": [_plain(name) for name in reversed(layers["name"].tolist())]},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        "height": 150 + 26 * len(layers),
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
+    """Dense engines, prediction and measurement side by side, with the time that the target allows.
+
+    Columns: name, kind (dense, predicted, measured), seconds, low, high.
+    """
+    scale, unit = units.axis(float(times["seconds"].max()))
+    colours = {"dense": "@muted", "predicted": "#56B4E9", "measured": GAIN}
+    data = [{
+        "type": "bar", "orientation": "h", "y": [_plain(name) for name in times["name"]],
+        "x": _short(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
+        "error_x": {
+            "type": "data", "array": _short((times["high"] - times["seconds"]) / scale),
+            "arrayminus": _short((times["seconds"] - times["low"]) / scale), "color": "@ink", "thickness": 1.5, "width": 5,
+        },
+        "text": [units.seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
+        "textposition": "none", "hovertemplate": "<b>%{y}</b><br>%{text}<extra></extra>", "showlegend": False,
+    }]  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": f"whole model, {unit}"}, "rangemode": "tozero"},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+        "shapes": [_line_at(x=budget_seconds / scale)],
+        "annotations": [{
+            "text": "target", "x": budget_seconds / scale, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
+            "showarrow": False, "font": {"size": 12, "color": "@ink"},
+        }],
+        "height": 130 + 40 * len(times),
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def _point_text(row: dict[str, Any]) -> str:
+    text = f"{units.seconds(row['seconds'], row['low'], row['high'])}<br>{_plain(row['kernel'])}"
+    return text + "<br>noisy" if row["noisy"] else text
+
+
+def _line_at(x: float | None = None, y: float | None = None) -> Figure:
+    place = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} if y is None else {
+        "y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1,
+    }  # fmt: skip
+    return {"type": "line", "line": {"color": "@ink", "width": 1.5, "dash": "dash"}, **place}
+
+
+def _log_ticks(low: float, high: float) -> Figure:
+    """1, 2, 5 in every decade that the axis shows."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}×" for tick in ticks]}
+
+
+def _short(values: pd.Series) -> list[float]:
+    """Four significant digits: what a screen can show, at a third of the bytes."""
+    return [float(f"{value:.4g}") for value in values]
+
+
+def _plain(name: object) -> str:
+    return html.escape(str(name), quote=False)

@@ -1,0 +1,68 @@
+"""Numbers as people read them: times in microseconds to seconds, ratios with a multiplication sign, shares in percent."""
+
+from __future__ import annotations
+
+import math
+
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+NOTHING = "–"
+
+
+def seconds(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """`412 µs`, or `412 µs (405–420)` when an interval is given; three significant digits, `–` for no value."""
+    if not _is_number(value):
+        return NOTHING
+    scale, unit = _unit(value)
+    text = f"{_digits(value / scale)} {unit}"
+    if _is_number(low) and _is_number(high):
+        text += f" ({_digits(low / scale)}–{_digits(high / scale)})"
+    return text
+
+
+def ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
+    """`2.31×`, or `2.31× (2.25–2.37)` when an interval is given."""
+    if not _is_number(value):
+        return NOTHING
+    text = f"{_digits(value)}×"
+    if _is_number(low) and _is_number(high):
+        text += f" ({_digits(low)}–{_digits(high)})"
+    return text
+
+
+def percent(value: float | None) -> str:
+    """`75%`, `97.5%`, `0.42%`: a share of one, with at most three significant digits."""
+    if not _is_number(value):
+        return NOTHING
+    points = 100 * value
+    decimals = 1 if abs(points) >= 10 or points == 0 else 2
+    text = f"{points:.{decimals}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + "%"
+
+
+def count(value: float | None) -> str:
+    """`12 345`, with a thin space between thousands."""
+    return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _unit(value: float) -> tuple[float, str]:
+    for scale, unit in _UNITS:
+        if abs(value) >= scale:
+            return scale, unit
+    return _UNITS[-1]
+
+
+def _digits(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.2e}")))))
+    return f"{value:.{decimals}f}"
+
+
+def axis(value: float) -> tuple[float, str]:
+    """The unit for an axis around `value` seconds: its size in seconds and its name."""
+    return _unit(value)

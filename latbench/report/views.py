@@ -1,0 +1,75 @@
+"""The pieces a section is made of: tables, tiles and charts, as values without any HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One table cell. The column sorts by `value`; `tint` in [-1, 1] colours a loss (below 0) or a gain."""
+
+    text: str
+    value: float | str | None = None
+    detail: str = ""
+    tint: float = 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's heading; numbers are set flush right."""
+
+    title: str
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that the reader can sort by any column."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure of the first page, and what it means."""
+
+    label: str
+    value: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One section: a heading, sentences, tables with captions and charts by the name report.js finds them under."""
+
+    anchor: str
+    title: str
+    sentences: Sequence[str] = ()
+    charts: Sequence[Chart] = ()
+    tables: Sequence[tuple[str, Table]] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart and its caption. One with `choices` shows one of several figures, chosen by the reader."""
+
+    name: str
+    caption: str
+    figure: dict[str, Any] | None = None
+    choices: Sequence[tuple[str, dict[str, Any]]] = ()
+    label: str = ""
+
+
+def table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
+    """A table from titles and cells; a title that starts with `#` heads a column of numbers, a text is its own cell."""
+    heads = [Column(title.removeprefix("#"), title.startswith("#")) for title in columns]
+    return Table(heads, [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows])
+
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Table:
+    """A two-column table of names and values."""
+    return table(["what", "value"], [[name, str(value)] for name, value in pairs])

@@ -1,0 +1,136 @@
+"""A made-up but lifelike table with the files of the later steps, for the report's tests. Times follow a plain formula."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from latbench import tables
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
+
+OVERHEAD_SECONDS = 4e-6
+DENSE_FLOP_PER_SECOND = {("torch", "linear"): 62e9, ("torch", "mkldnn"): 112e9, ("onnxruntime", "auto"): 131e9}
+SPARSE_FLOP_PER_SECOND = {
+    "unstructured": 46e9, "nm:2:4": 61e9, "vector:8": 84e9, "vector:32": 104e9, "shflbw:32": 98e9, "block:32x32": 90e9,
+}  # fmt: skip
+SPARSITIES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98)
+SHAPES: tuple[Shape, ...] = (
+    LinearShape(768, 768, 128), LinearShape(3072, 768, 128), LinearShape(768, 3072, 128), LinearShape(10, 256, 64),
+    LinearShape(512, 64, 64), LinearShape(1024, 512, 1), Conv2dShape(16, 16, 32, 32, 16, 3, 3, padding=(1, 1)),
+    Conv2dShape(16, 32, 32, 32, 64, 3, 3, (2, 2), (1, 1)), Conv2dShape(1, 64, 56, 56, 256, 1, 1),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """Where the files lie."""
+
+    table: Path
+    model: Path
+    profile: Path
+    pruned: Path
+    verify: Path
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The optional inputs of a report, by name."""
+        return {"model": self.model, "profile": self.profile, "pruned": self.pruned, "verify": self.verify}
+
+
+def row(
+    shape: Shape, backend: str, pattern: str, sparsity: float, seconds: float | None, rng: np.random.Generator, **given: Any
+) -> dict[str, Any]:
+    """A table row of one layer; `seconds` None makes it a failure, which `given` then explains."""
+    found: dict[str, Any] = {
+        "purpose": "sweep", "device": "amd-epyc-example", "backend": backend, "backend_version": "1.0", "model": "",
+        "op": shape.op, "m": shape.m, "k": shape.k, "n": shape.n, "pattern": pattern, "sparsity_target": sparsity,
+        "sparsity_actual": sparsity, "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32",
+        "layout": "token_major" if shape.op == "linear" else "nchw", "epilogue": "bias", "kernel_requested": "auto",
+        "context": "isolated", "cache_mode": "rotated", "launch_mode": "call", "threads": 2, "status": "ok",
+        "kernel_used": f"{backend}.{pattern.split(':')[0]}", "env_id": "example", "run_id": "example", "inner_loops": 1,
+        "started_at": datetime(2026, 3, 2, 9, 0, tzinfo=UTC) + timedelta(seconds=int(rng.integers(3600))),
+    }  # fmt: skip
+    if isinstance(shape, Conv2dShape):
+        found |= {name: getattr(shape, name) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw")}
+        for name in ("stride", "padding", "dilation"):
+            found[f"{name}_h"], found[f"{name}_w"] = getattr(shape, name)
+    if seconds is not None:
+        noise = rng.gamma(2.0, rng.gamma(2.0, 0.004), size=15)
+        found["samples_seconds"] = (seconds * (1 + noise)).tolist()
+    return found | given
+
+
+def rows(rng: np.random.Generator) -> list[dict[str, Any]]:
+    """All layer rows of the example, some failed."""
+    found = []
+    for shape in SHAPES:
+        for (backend, kernel), rate in DENSE_FLOP_PER_SECOND.items():
+            seconds = OVERHEAD_SECONDS * (1 + (backend == "onnxruntime")) + shape.flop / rate
+            found.append(row(shape, backend, "dense", 0.0, seconds, rng, kernel_requested=kernel))
+        for pattern, rate in SPARSE_FLOP_PER_SECOND.items():
+            if pattern == "block:32x32" and shape.m % 32:
+                reason = f"block:32x32 needs m divisible by 32, not {shape.m}"
+                found.append(row(shape, "numba", pattern, 0.75, None, rng, status="unsupported", error=reason))
+                continue
+            for sparsity in (0.5,) if pattern.startswith("nm") else SPARSITIES:
+                seconds = OVERHEAD_SECONDS + shape.flop * (1 - sparsity + 0.01) / rate
+                status = "noisy" if rng.random() < 0.03 else "ok"
+                found.append(row(shape, "numba", pattern, sparsity, seconds, rng, status=status))
+    return found
+
+
+def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Example:
+    """Write the example's files into `folder`."""
+    example = Example(
+        folder / "table", folder / "cost_model.json", folder / "profile.json", folder / "pruned", folder / "verify"
+    )
+    tables.write_part(example.table, rows(rng))
+    environment = {
+        "env_id": "example", "cpu": "AMD EPYC example", "cores": 2, "memory_bytes": 8_000_000_000, "os": "Debian 12",
+        "python": "3.11.9", "numba": "0.68.1", "torch": "2.13.0",
+    }  # fmt: skip
+    tables.write_environment(example.table, environment)
+    table_hash = tables.table_hash(example.table)
+    layers = {}
+    for index, (pattern, sparsity) in enumerate(
+        [("dense", 0.0), ("vector:32", 0.75), ("shflbw:32", 0.85), ("unstructured", 0.9), ("vector:32", 0.6), ("dense", 0.0)]
+    ):
+        seconds = (120 - 15 * index) * 1e-6
+        layers[f"blocks.{index}.linear"] = {
+            "pattern": pattern, "sparsity": sparsity, "seconds": seconds, "seconds_low": 0.96 * seconds,
+            "seconds_high": 1.05 * seconds, "error": 0.01 * index,
+        }  # fmt: skip
+    predicted = {"predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4, "predicted_high": 5.6e-4}
+    promise = {"task": task, "target": 2.0, "dense_engine": "onnxruntime", **predicted}
+    example.profile.write_text(json.dumps({
+        "version": 1, **promise, "layers": layers, "backend": "numba", "threads": 2, "dense_seconds": 1.13e-3,
+        "fixed_seconds": 3.9e-5, "error": 0.15, "bound": 0.15, "table_hash": table_hash, "ceiling": 9.4, "seed": 0,
+    }))  # fmt: skip
+    validation = {"median": 0.021, "p90": 0.064, "mape": 0.031, "within_5": 0.83, "within_10": 0.96, "coverage": 0.91,
+                  "width": 0.11, "noise_floor": 0.008}  # fmt: skip
+    example.model.write_text(json.dumps({"version": 1, "table_hash": table_hash, "validation": validation}))
+    example.pruned.mkdir()
+    (example.pruned / "manifest.json").write_text(json.dumps({"version": 1, "task": task, "strategy": "one-shot"}))
+    tables.write_part(example.verify, whole_model_rows(task, rng))
+    (example.verify / "verify.json").write_text(json.dumps({
+        **promise, "met": True, "measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4,
+        "measured_speedup": 2.17, "score_name": "accuracy", "score_dense": 0.9806, "score_pruned": 0.975,
+    }))  # fmt: skip
+    return example
+
+
+def whole_model_rows(task: str, rng: np.random.Generator) -> list[dict[str, Any]]:
+    """The verification's rows: the dense engines and the pruned model, end to end."""
+    shape = LinearShape(1, 1, 1)
+    seconds = {("torch", "linear"): 2.1e-3, ("torch", "mkldnn"): 1.3e-3, ("onnxruntime", "auto"): 1.13e-3}
+    whole = {"purpose": "verify", "op": "model", "model": task, "m": None, "k": None, "n": None}
+    found = [
+        row(shape, backend, "dense", 0.0, time, rng, kernel_requested=kernel, **whole)
+        for (backend, kernel), time in seconds.items()
+    ]
+    return [*found, row(shape, "numba", "profile", 0.7, 5.2e-4, rng, **whole)]
