@@ -1,0 +1,40 @@
+"""Batch-norm tuning: a pruned network's activations have other means and variances than the dense one's.
+
+The running statistics are forgotten and estimated anew on calibration batches, all batches weighing the same
+(Hubara et al. 2021, section 4.2; Frantar & Alistarh 2022, appendix). Weights do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from search.task import Task
+
+
+def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> int:
+    """Re-estimate the statistics of every batch norm, in place; the model is in eval mode afterwards.
+
+    Returns how many norms were tuned. Norms without running statistics use each batch's own and are left alone.
+    """
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    model.eval()
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # torch: the plain average over batches
+        norm.train()
+    try:
+        if norms:
+            with torch.no_grad():
+                for batch in batches:
+                    task.loss(model, batch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        model.eval()
+    return len(norms)
