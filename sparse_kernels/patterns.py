@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparse_kernels import shuffle
-from sparse_kernels.selection import Mask, Scores, check_scores, check_sparsity, top, top_units
+from sparse_kernels.selection import Mask, Scores, check_scores, check_sparsity, top, top_units, top_vectors
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 
@@ -180,12 +180,8 @@ class VectorWise:
     def mask(self, scores: Scores, sparsity: float) -> Mask:
         """The vectors of most score in the whole layer."""
         _check(scores, sparsity)
-        first_rows = np.arange(0, scores.shape[0], self.v)
-        totals = np.add.reduceat(scores, first_rows, axis=0, dtype=np.float64)
-        heights = np.minimum(self.v, scores.shape[0] - first_rows)
-        sizes = np.broadcast_to(heights[:, None], totals.shape)
-        kept = top_units(totals.ravel(), sizes.ravel(), _wanted(scores, sparsity))
-        return kept.reshape(totals.shape).repeat(heights, axis=0)
+        kept, _, heights = top_vectors(scores, self.v, sparsity)
+        return kept.repeat(heights, axis=0)
 
     def refuses(self, shape: Shape) -> str | None:
         """None: a layer with fewer than v rows is one short group."""
@@ -211,19 +207,17 @@ class ShflBW:
         return f"shflbw:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score among the row groups that `shuffle.group_rows` finds, or among consecutive rows.
+        """The vectors of most score among the row groups that `shuffle.group_rows` finds.
 
-        The better of the two: so it never retains less score than VectorWise(v).
+        Consecutive rows are among the groupings it compares, so this never retains less score than VectorWise(v). The
+        same scores always give the same mask.
         """
         _check(scores, sparsity)
-        vectors = VectorWise(self.v)
-        plain = vectors.mask(scores, sparsity)
-        order = shuffle.group_rows(scores, self.v, sparsity)
-        shuffled = np.empty_like(plain)
-        shuffled[order] = vectors.mask(scores[order], sparsity)
-        if _retained(scores, plain) >= _retained(scores, shuffled):
-            return plain
-        return shuffled
+        order = shuffle.group_rows(scores, self.v, sparsity, np.random.default_rng(0))
+        kept, _, heights = top_vectors(scores[order], self.v, sparsity)
+        mask = np.empty(scores.shape, bool)
+        mask[order] = kept.repeat(heights, axis=0)
+        return mask
 
     def refuses(self, shape: Shape) -> str | None:
         """None: a layer with fewer than v rows is one short group."""
@@ -259,10 +253,6 @@ def _check(scores: Scores, sparsity: float) -> None:
 
 def _wanted(scores: Scores, sparsity: float) -> float:
     return (1 - sparsity) * scores.size
-
-
-def _retained(scores: Scores, mask: Mask) -> float:
-    return float(np.sum(scores, where=mask, dtype=np.float64))
 
 
 def _check_whole(name: str, value: int) -> None:

@@ -80,6 +80,20 @@ def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
     return kept
 
 
+def top_vectors(scores: Scores, v: int, sparsity: float) -> tuple[Mask, NDArray[np.float64], NDArray[np.int64]]:
+    """The vectors of v consecutive rows x 1 column to keep of scores (m, k), chosen over the whole matrix.
+
+    Returns kept bool (groups, k), the scores of all vectors float64 (groups, k), and the rows int64 (groups,) of each
+    group: v, fewer in the last where m is no multiple of v.
+    """
+    first_rows = np.arange(0, scores.shape[0], v)
+    totals = np.add.reduceat(scores, first_rows, axis=0, dtype=np.float64)
+    heights = np.minimum(v, scores.shape[0] - first_rows)
+    sizes = np.broadcast_to(heights[:, None], totals.shape)
+    kept = top_units(totals.ravel(), sizes.ravel(), (1 - sparsity) * scores.size)
+    return kept.reshape(totals.shape), totals, heights
+
+
 def _best_sums(totals: Scores) -> NDArray[np.float64]:
     """(units + 1,): the sum of the i largest totals, at i."""
     return np.concatenate([[0.0], np.cumsum(np.sort(totals)[::-1], dtype=np.float64)])
