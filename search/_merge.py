@@ -1,4 +1,4 @@
-"""Compiled: the efficient states of one more layer. A state is (seconds, error); lists rise in one, fall in the other.
+"""Compiled: efficient states of one more layer. A state is (seconds, error); lists rise in one, fall in the other.
 
 Apart from `frontier`, which imports it when it is called, so that importing `search` compiles nothing.
 """
