@@ -78,7 +78,7 @@ class Database:
         return Entry(weight, mask, _error(path, metadata))
 
     def put(self, layer: str, pattern: str, sparsity: float, weight: Tensor, mask: Tensor, error: float) -> None:
-        """Store an entry; weight (m, k) float32, mask (m, k) bool. Raises EnvironmentUnusable when the disk refuses."""
+        """Store an entry: weight (m, k) float32, mask (m, k) bool. Raises EnvironmentUnusable if the disk refuses."""
         if weight.shape != mask.shape or mask.dtype != torch.bool or weight.dtype != torch.float32:
             raise TypeError(
                 "an entry is a float32 weight and a bool mask of one shape, "
