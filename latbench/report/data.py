@@ -1,11 +1,14 @@
 """From a table's rows to what a report shows. Every function is pure: a DataFrame in, a tidy DataFrame out.
 
 A point is one timed row, the latest of its key. Its `shape` and `setting` are labels that stand for the layer's
-shape columns and for how it was measured (device, threads, dtype, cache mode, ...): two times are compared only within
-one setting and one shape. Times are in seconds, `low` and `high` bound the 95% interval of the median.
+shape columns and for how it was measured (device, threads, dtype, cache mode, ...): two times are compared only
+within one setting and one shape. Times are in seconds, `low` and `high` bound the 95% interval of the median.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,8 +18,11 @@ SHAPE = [
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
 ]  # fmt: skip
 SETTING = [
-    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "layout", "epilogue", "context", "cache_mode", "launch_mode",
+    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "layout", "epilogue", "context", "cache_mode",
+    "launch_mode",
 ]  # fmt: skip
+Label = Callable[[Mapping[Any, Any]], str]
+
 LAYERS = ("linear", "conv2d")
 TIMED = ("ok", "noisy")  # a throttled or incorrect time is no time
 PLACE = ["setting", "shape"]
@@ -27,9 +33,8 @@ def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["op"].isin(LAYERS) & (table["purpose"] != "verify")]
 
 
-def timed_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The layer rows that hold a time, of a point measured several times the latest; noisy (bool) is added."""
-    rows = layer_rows(table)
+def timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The table rows that hold a time, of a point measured several times the latest; noisy (bool) is added."""
     rows = rows[rows["status"].isin(TIMED) & (rows["median_seconds"] > 0)].sort_values("started_at", kind="stable")
     return rows.drop_duplicates("point_id", keep="last").assign(noisy=lambda found: found["status"] == "noisy")
 
@@ -37,13 +42,14 @@ def timed_rows(table: pd.DataFrame) -> pd.DataFrame:
 def points(table: pd.DataFrame) -> pd.DataFrame:
     """One row a timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
-    Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine, kernel,
-    seconds, low, high (the median itself where too few samples bound it), noisy (bool).
+    Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
+    kernel, seconds, low, high (the median itself where too few samples bound it), noisy (bool).
     """
-    rows = timed_rows(table)
+    rows = timed_rows(layer_rows(table))
     tidy = rows[["op", "m", "k", "n", "pattern", "format", "sparsity_actual", "backend", "noisy"]].copy()
     tidy["sparsity"] = rows["sparsity_target"].fillna(rows["sparsity_actual"]).fillna(0.0).round(6)
-    tidy["engine"] = _engines(rows)
+    names = zip(rows["backend"], rows["kernel_requested"].fillna(""), strict=True)
+    tidy["engine"] = pd.Series([engine_name(*pair) for pair in names], index=rows.index, dtype=object)
     tidy["kernel"] = rows["kernel_used"].replace("", pd.NA).fillna(tidy["engine"])
     tidy["seconds"] = rows["median_seconds"]
     tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
@@ -52,6 +58,11 @@ def points(table: pd.DataFrame) -> pd.DataFrame:
     tidy["setting"] = _labels(rows, SETTING, _setting_label(rows))
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
+
+
+def engine_name(backend: str, kernel_requested: str) -> str:
+    """`torch mkldnn`, or the backend's name alone where the kernel was left to it."""
+    return backend if kernel_requested in ("", "auto", backend) else f"{backend} {kernel_requested}"
 
 
 def settings(table: pd.DataFrame) -> dict[str, str]:
@@ -87,9 +98,9 @@ def speedup(points: pd.DataFrame) -> pd.DataFrame:
 def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     """From which sparsity on each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never), at_lowest (it pays already at the lowest sparsity
-    measured, so the true value is that or less), best (the highest speedup), best_sparsity, sparsities (how many).
-    See `crossing` for the definition.
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossing`), at_lowest (it pays already at
+    the lowest sparsity measured, so the true value is that or less), best (the highest speedup), best_sparsity,
+    sparsities (how many).
     """
     found = []
     for (setting, shape, pattern), group in speedups.groupby([*PLACE, "pattern"], sort=False):
@@ -101,8 +112,7 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
             "break_even": value, "at_lowest": bool(gain[0] >= 1 and value == sparsity[0]),
             "best": gain.max(), "best_sparsity": sparsity[gain.argmax()], "sparsities": len(gain),
         })  # fmt: skip
-    columns = ["setting", "shape", "pattern", "format", "break_even", "at_lowest", "best", "best_sparsity", "sparsities"]
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(found)
 
 
 def crossing(sparsity: np.ndarray, gain: np.ndarray) -> float:
@@ -125,6 +135,17 @@ def fastest_pattern(speedups: pd.DataFrame) -> pd.DataFrame:
     """The row of `speedups` with the highest speedup of each setting, shape and sparsity."""
     best = speedups.groupby([*PLACE, "sparsity"], sort=False)["speedup"].idxmax()
     return speedups.loc[best].sort_values([*PLACE, "sparsity"]).reset_index(drop=True)
+
+
+def places(speedups: pd.DataFrame) -> list[tuple[str, str]]:
+    """The (setting, shape) pairs, the one with the longest dense time first."""
+    dense = speedups.groupby(PLACE)["dense_seconds"].first()
+    return list(dense.sort_values(ascending=False, kind="stable").index)
+
+
+def place_label(setting: str, shape: str) -> str:
+    """A shape with its setting, which is empty where all rows share one."""
+    return f"{shape} ({setting})" if setting else shape
 
 
 def levels(speedups: pd.DataFrame, at_most: int = 5) -> list[float]:
@@ -190,19 +211,12 @@ def _fastest(points: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def _with_width(table: pd.DataFrame) -> pd.DataFrame:
-    rows = timed_rows(table)
+    rows = timed_rows(layer_rows(table))
     width = (rows["high_seconds"] - rows["low_seconds"]) / rows["median_seconds"]
     return rows.assign(width=width).dropna(subset="width")
 
 
-def _engines(rows: pd.DataFrame) -> pd.Series:
-    """`torch mkldnn`, or the backend's name alone where the kernel was left to it."""
-    kernel = rows["kernel_requested"].fillna("").astype(str)
-    plain = kernel.isin(["", "auto"]) | (kernel == rows["backend"])
-    return rows["backend"].where(plain, rows["backend"] + " " + kernel)
-
-
-def _labels(rows: pd.DataFrame, columns: list[str], label) -> pd.Series:  # type: ignore[no-untyped-def]
+def _labels(rows: pd.DataFrame, columns: list[str], label: Label) -> pd.Series:
     """`label(row)` of each distinct combination of `columns`, spread over the rows."""
     group = rows.groupby(columns, dropna=False, sort=False).ngroup()
     first = rows[~group.duplicated()]
@@ -210,29 +224,25 @@ def _labels(rows: pd.DataFrame, columns: list[str], label) -> pd.Series:  # type
     return group.map(names).astype(object)
 
 
-def _shape_label(row: dict[str, object]) -> str:
+def _shape_label(row: Mapping[Any, Any]) -> str:
     if row["op"] == "linear":
-        return f"linear {_whole(row['k'])} → {_whole(row['m'])}, n = {_whole(row['n'])}"
-    kh, kw, h, w = (_whole(row[name]) for name in ("kh", "kw", "h", "w"))
-    text = f"conv {kh}×{kw}, {_whole(row['c_in'])} → {_whole(row['c_out'])}, {h}×{w}, batch {_whole(row['batch'])}"
+        return f"linear {int(row['k'])} → {int(row['m'])}, n={int(row['n'])}"
+    kh, kw, h, w = (int(row[name]) for name in ("kh", "kw", "h", "w"))
+    text = f"conv {kh}×{kw}, {int(row['c_in'])} → {int(row['c_out'])}, {h}×{w}, batch {int(row['batch'])}"
     usual = {"stride": (1, 1), "padding": (kh // 2, kw // 2), "dilation": (1, 1)}
     for name, expected in usual.items():
-        pair = (_whole(row[f"{name}_h"]), _whole(row[f"{name}_w"]))
+        pair = (int(row[f"{name}_h"]), int(row[f"{name}_w"]))
         if pair != expected:
             text += f", {name} {pair[0]}" if pair[0] == pair[1] else f", {name} {pair[0]}×{pair[1]}"
     return text
 
 
-def _setting_label(rows: pd.DataFrame):  # type: ignore[no-untyped-def]
+def _setting_label(rows: pd.DataFrame) -> Label:
     """A function that names what differs between the settings of `rows`; the layout that follows from op does not."""
     distinct = rows.groupby("op")[SETTING].nunique(dropna=False)
     differing = [name for name in SETTING if len(distinct) and distinct[name].max() > 1]
 
-    def label(row: dict[str, object]) -> str:
+    def label(row: Mapping[Any, Any]) -> str:
         return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in differing)
 
     return label
-
-
-def _whole(value: object) -> int:
-    return int(value)  # type: ignore[call-overload, no-any-return]

@@ -1,8 +1,8 @@
 """The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
 
 Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols and dashes repeat what the
-colour says. A colour that depends on the reader's light or dark theme is a token (`@ink`, `@muted`, `@grid`, `@panel`)
-that report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `_plain`.
+colour says. A colour that depends on the reader's light or dark theme is a token (`@ink`, `@muted`, `@panel`) that
+report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `_plain`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ COLOURS = {
 OTHER_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "star", "hexagon")
 DASHES = ("solid", "dash", "dot", "dashdot")
+WHITE_ON = ("unstructured", "vector", "block")  # where white text reads better than black
 LOSS, GAIN = "#D55E00", "#0072B2"
-CELL_TEXT_COLUMNS = 9  # wider heat maps carry their numbers in the tooltip only
 
 
 def shape_view(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
@@ -60,7 +60,7 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[index % len(SYMBOLS)]},
             "text": [_point_text(row) for row in rows.to_dict("records")],
-            "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}% sparsity<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
+            "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}%<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
         })  # fmt: skip
         start = starts.loc[pattern]
         if not math.isnan(start["break_even"]) and not start["at_lowest"]:
@@ -71,7 +71,7 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
     first = speedups.iloc[0]
-    dense = f"dense: {_plain(first['dense_engine'])}, {units.seconds(first['dense_seconds'])}"
+    dense = f"1× = fastest dense: {_plain(first['dense_engine'])}, {units.seconds(first['dense_seconds'])}"
     highest = max(float(speedups["speedup_high"].max()), 1.2)
     lowest = min(float(speedups["speedup_low"].min()), 0.9)
     layout = {
@@ -82,11 +82,11 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
         },
         "shapes": [_line_at(y=1)],
         "annotations": [{
-            "text": dense, "xref": "paper", "x": 0, "y": 0, "yref": "y", "xanchor": "left", "yanchor": "bottom",
+            "text": dense, "xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@muted"},
         }],
-        "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
-        "height": 460,
+        "legend": {"orientation": "h", "y": -0.16, "yanchor": "top"},
+        "height": 480,
     }  # fmt: skip
     return {"data": data, "layout": layout}
 
@@ -94,8 +94,8 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
 def _heat(speedups: pd.DataFrame) -> Figure:
     grid = speedups.pivot_table(index="pattern", columns="sparsity", values="speedup").sort_index(ascending=False)
     values = [[None if math.isnan(gain) else float(gain) for gain in row] for row in grid.to_numpy(float)]
-    limit = max((abs(math.log2(gain)) for row in values for gain in row if gain), default=1.0)
-    narrow = grid.shape[1] <= CELL_TEXT_COLUMNS
+    limit = max((abs(math.log2(gain)) for row in values for gain in row if gain), default=0.0)
+    limit = max(limit, 0.1)  # a range even where nothing differs from dense
     heat = {
         "type": "heatmap",
         "x": [units.percent(float(sparsity)) for sparsity in grid.columns],
@@ -104,14 +104,13 @@ def _heat(speedups: pd.DataFrame) -> Figure:
         "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in values],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
         "colorscale": [[0, LOSS], [0.5, "@panel"], [1, GAIN]],
+        "texttemplate": "%{text}", "textfont": {"size": 12},
         "hovertemplate": "<b>%{y}</b> at %{x}<br>%{text} dense<extra></extra>",
     }  # fmt: skip
-    if narrow:
-        heat |= {"texttemplate": "%{text}", "textfont": {"size": 12}}
     layout = {
-        "xaxis": {"type": "category", "title": {"text": "sparsity"}, "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False},
         "yaxis": {"type": "category", "showgrid": False},
-        "height": 120 + 34 * len(grid),
+        "height": 76 + 34 * len(grid),
     }
     return {"data": [heat], "layout": layout}
 
@@ -120,11 +119,11 @@ def noise(curve: pd.DataFrame) -> Figure:
     """The share of rows whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
     data = []
     for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
-        name = _plain(backend)
+        name, colour = _plain(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
         data.append({
             "type": "scatter", "mode": "lines", "name": name,
             "x": _short(100 * rows["width"].clip(lower=1e-5)), "y": _short(100 * rows["share"]),
-            "line": {"color": OTHER_COLOURS[index % len(OTHER_COLOURS)], "width": 2, "dash": DASHES[index % len(DASHES)]},
+            "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the rows within %{{x:.2~r}}%<extra></extra>",
         })  # fmt: skip
     layout = {
@@ -173,11 +172,13 @@ def profile(layers: pd.DataFrame) -> Figure:
             "x": _short(rows["seconds"] / scale),
             "error_x": {
                 "type": "data", "array": _short((rows["high"] - rows["seconds"]) / scale),
-                "arrayminus": _short((rows["seconds"] - rows["low"]) / scale), "color": "@ink", "thickness": 1, "width": 3,
+                "arrayminus": _short((rows["seconds"] - rows["low"]) / scale),
+                "color": "@ink", "thickness": 1, "width": 3,
             },
             "marker": {"color": COLOURS.get(family, OTHER_COLOURS[0])},
             "text": [units.percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
-            "textposition": "inside", "insidetextanchor": "start", "textfont": {"color": "#ffffff"},
+            "textposition": "inside", "insidetextanchor": "start",
+            "textfont": {"color": "#ffffff" if family in WHITE_ON else "#000000"},
             "hovertemplate": f"<b>%{{y}}</b><br>{name}, %{{text}}<br>%{{x:.3~r}} {unit}<extra></extra>",
         })  # fmt: skip
     layout = {
@@ -197,13 +198,14 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
     Columns: name, kind (dense, predicted, measured), seconds, low, high.
     """
     scale, unit = units.axis(float(times["seconds"].max()))
-    colours = {"dense": "@muted", "predicted": "#56B4E9", "measured": GAIN}
+    colours = {"dense": COLOURS["dense"], "predicted": "#56B4E9", "measured": GAIN}
     data = [{
         "type": "bar", "orientation": "h", "y": [_plain(name) for name in times["name"]],
         "x": _short(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
         "error_x": {
             "type": "data", "array": _short((times["high"] - times["seconds"]) / scale),
-            "arrayminus": _short((times["seconds"] - times["low"]) / scale), "color": "@ink", "thickness": 1.5, "width": 5,
+            "arrayminus": _short((times["seconds"] - times["low"]) / scale),
+            "color": "@ink", "thickness": 1.5, "width": 5,
         },
         "text": [units.seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
         "textposition": "none", "hovertemplate": "<b>%{y}</b><br>%{text}<extra></extra>", "showlegend": False,

@@ -1,5 +1,5 @@
-"""One HTML file without any request: sections, styles, script, data and plotly in one text, under a policy that forbids
-the network. The page's templates are Jinja files beside this module, with autoescape on.
+"""One HTML file without any request: sections, styles, script, data and plotly in one text, under a policy that
+forbids the network. The template, the styles and the script are files beside this module; autoescape is on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.report import data, sections
+from latbench.report import data, overview, sections
 from latbench.report.inputs import Inputs
 from latbench.report.views import Chart, Section
 
@@ -41,10 +41,10 @@ def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = Non
 
 
 def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
-    """The page as values: title, lead, badge, tiles, verdicts and sections, ready for the template."""
+    """The page as values, ready for the template: headline, verdicts, warnings and sections."""
     points = data.points(inputs.table)
     if points.empty:
-        raise BadData("the table holds no timed layer: every row failed, or it has whole-model rows only; sweep again")
+        raise BadData("the table holds no timed layer: its rows are failures or whole models; sweep layers first")
     speedups = data.speedup(points)
     if speedups.empty:
         raise BadData(
@@ -52,22 +52,8 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
             "sweep a dense engine and a pattern at the same shapes"
         )
     starts = data.break_even(speedups)
-    what_pays, tiles = sections.overview(speedups, starts, data.noise(inputs.table))
-    devices = data.settings(inputs.table)
-    page: dict[str, Any] = {
-        "title": f"What sparsity pays on {devices['device']}",
-        "lead": what_pays,
-        "what_pays": "",
-        "badge": None,
-        "promise_tiles": [],
-        "tiles": tiles,
-        "subtitle": _subtitle(devices, speedups, len(inputs.table)),
-        "warnings": [line for line in sections.belonging(inputs) if "another table" in line],
-        "verdicts": sections.verdicts(speedups, starts),
-    }
-    if inputs.verification:
-        title, lead, badge, promise_tiles = sections.promise_overview(inputs)
-        page |= {"title": title, "lead": lead, "badge": badge, "promise_tiles": promise_tiles, "what_pays": what_pays}
+    settings = data.settings(inputs.table)
+    pays = overview.what_pays(speedups, starts, data.noise(inputs.table), settings["device"])
     parts = [
         sections.promise(inputs) if inputs.verification else None,
         sections.profile(inputs.profile) if inputs.profile else None,
@@ -77,8 +63,16 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
         sections.environment(inputs),
         sections.provenance(inputs, command),
     ]
-    page["sections"] = [part for part in parts if part is not None]
-    return page
+    facts = [settings["device"], f"{settings['threads']} threads", settings["dtype_w"],
+             f"{len(data.places(speedups))} layer shapes", f"{len(inputs.table)} rows"]  # fmt: skip
+    return {
+        "headline": overview.promise(inputs) if inputs.verification else pays,
+        "pays": pays if inputs.verification else None,
+        "subtitle": " · ".join(facts),
+        "warnings": [sentence for sentence, belongs in sections.belonging(inputs) if not belongs],
+        "verdicts": overview.verdicts(speedups, starts),
+        "sections": [part for part in parts if part is not None],
+    }
 
 
 def charts(parts: Sequence[Section]) -> dict[str, Any]:
@@ -101,16 +95,12 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def _subtitle(settings: dict[str, str], speedups: Any, rows: int) -> str:
-    shapes = speedups["shape"].nunique()
-    return f"{settings['device']} · {settings['threads']} threads · {settings['dtype_w']} · {shapes} layer shapes · {rows} rows"
-
-
 def _policy(scripts: Sequence[str]) -> str:
     """Content-Security-Policy: nothing is loaded from anywhere, and only these very scripts run."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'"
+    rest = "style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; base-uri 'none'"
+    return f"default-src 'none'; script-src {allowed}; {rest}"
 
 
 def _asset(name: str) -> str:
@@ -125,5 +115,3 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-
-

@@ -1,4 +1,4 @@
-"""What a report is made from: a table, and the files of the steps that were done after it. All are read here and only here."""
+"""What a report is made from: a table, and the files of the steps done after it. All are read here and only here."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(
     return Inputs(
         table=frame,
         table_hash=table_hash,
-        environments=tables.read_env(table).to_dict("records"),  # type: ignore[arg-type]
+        environments=tables.read_env(table).to_dict("records"),
         model=document("cost model", model, "fit", ("validation",)),
         profile=document("profile", profile, "search", PROFILE_KEYS),
         manifest=document("pruned model", pruned and pruned / "manifest.json", "prune", ()),

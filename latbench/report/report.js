@@ -18,7 +18,12 @@
 
   const axis = (given = {}) => ({
     gridcolor: "@grid", linecolor: "@line", zeroline: false, automargin: true, fixedrange: narrow.matches, ...given,
+    title: { font: { size: 13 }, standoff: 10, ...given.title },
   });
+
+  // The numbers in the cells of a map are left to the tooltip where they would run into each other.
+  const fitting = (trace, width) =>
+    trace.texttemplate && (width - 120) / trace.x.length < 46 ? { ...trace, texttemplate: "" } : trace;
 
   const draw = (place) => {
     const entry = figures[place.dataset.chart];
@@ -37,9 +42,10 @@
       margin: { l: 56, r: 16, t: 28, b: 48 },
       width: printing.matches ? 660 : undefined,
     };
+    const data = figure.data.map((trace) => fitting(trace, layout.width ?? place.clientWidth));
     const config = { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
-    return Plotly.react(place, themed(figure.data, style), themed(layout, style), config);
+    return Plotly.react(place, themed(data, style), themed(layout, style), config);
   };
 
   const places = [...document.querySelectorAll("[data-chart]")];

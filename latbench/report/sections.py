@@ -12,7 +12,7 @@ import pandas as pd
 
 from latbench.report import data, figures, units
 from latbench.report.inputs import Inputs
-from latbench.report.views import Cell, Chart, Section, Table, Tile, facts, table
+from latbench.report.views import Cell, Chart, Section, Table, facts, table
 
 CHART_POINTS = 30_000  # points that the interactive chart of all shapes carries, some 100 bytes each
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
@@ -20,25 +20,26 @@ FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover al
 
 def shapes(speedups: pd.DataFrame, break_evens: pd.DataFrame, left_out: int) -> Section:
     """Speedup over the fastest dense engine: chart and heat map a shape, break-even sparsities of all shapes."""
-    choices, points = [], 0
-    largest = speedups.groupby(data.PLACE)["dense_seconds"].first().sort_values(ascending=False)
+    choices: list[tuple[str, figures.Figure]] = []
+    points = 0
+    places = data.places(speedups)
     by_place = dict(iter(speedups.groupby(data.PLACE)))
     starts = dict(iter(break_evens.groupby(data.PLACE)))
-    for place in largest.index:
+    for place in places:
         rows = by_place[place]
         points += len(rows)
         if choices and points > CHART_POINTS:
             break
-        choices.append((place_label(*place), figures.shape_view(rows, starts[place])))
+        choices.append((data.place_label(*place), figures.shape_view(rows, starts[place])))
     sentences = [
         "Every sparse kernel is set against the fastest dense engine timed at the same shape in the same way; that "
         "engine is named in each chart. Above the line at 1× sparse is faster. A ring marks the break-even sparsity, "
         "above which a pattern stays faster up to the highest sparsity measured (log speedup is interpolated between "
         "measured points). Bars are 95% intervals, both times at their worst and at their best."
     ]
-    if len(choices) < len(largest):
+    if len(choices) < len(places):
         sentences.append(
-            f"The chart carries the {len(choices)} shapes with the longest dense time of {len(largest)}; "
+            f"The chart carries the {len(choices)} shapes with the longest dense time of {len(places)}; "
             "the tables carry all."
         )
     if left_out:
@@ -51,22 +52,18 @@ def shapes(speedups: pd.DataFrame, break_evens: pd.DataFrame, left_out: int) -> 
         "Speedup by pattern, sparsity and shape",
         sentences,
         [Chart("shapes", "Speedup over sparsity, and the same as a map", choices=choices, label="Layer shape")],
-        [("Break-even sparsity of each pattern: from there on it is faster than dense", _break_even(break_evens))],
+        [("Break-even sparsity: from there on the pattern is faster than dense", _break_even(break_evens, places))],
     )
 
 
-def place_label(setting: str, shape: str) -> str:
-    """A shape with its setting, which is empty when all rows share one."""
-    return f"{shape} ({setting})" if setting else shape
-
-
-def _break_even(break_evens: pd.DataFrame) -> Table:
+def _break_even(break_evens: pd.DataFrame, places: Sequence[tuple[str, str]]) -> Table:
     patterns = sorted(break_evens["pattern"].unique())
+    by_place = dict(iter(break_evens.groupby(data.PLACE)))
     rows = []
-    for place, group in break_evens.groupby(data.PLACE, sort=False):
-        starts = group.set_index("pattern").to_dict("index")
+    for place in places:
+        starts = by_place[place].set_index("pattern").to_dict("index")
         cells = [_start_cell(starts[pattern]) if pattern in starts else Cell(units.NOTHING) for pattern in patterns]
-        rows.append([Cell(place_label(*place)), *cells])
+        rows.append([Cell(data.place_label(*place)), *cells])
     return table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
 
 
@@ -78,155 +75,20 @@ def _start_cell(start: Mapping[str, Any]) -> Cell:
     return Cell(f"≤ {text}" if start["at_lowest"] else text, start["break_even"], best, 1 - start["break_even"])
 
 
-def verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Table:
-    """One row a shape: what to use in a sentence, the fastest pattern at the common sparsities, the dense time."""
-    shown = data.levels(speedups)
-    best = data.fastest_pattern(speedups)
-    ceiling = max(math.log2(max(best["speedup"].max(), 1.01)), 1.0)
-    starts = dict(iter(break_evens.groupby(data.PLACE)))
-    rows = []
-    for place, group in best.groupby(data.PLACE, sort=False):
-        at = {row["sparsity"]: row for row in group.to_dict("records")}
-        cells = [_gain_cell(at[level], ceiling) if level in at else Cell(units.NOTHING) for level in shown]
-        first = group.iloc[0]
-        dense = Cell(units.seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
-        start = starts[place]["break_even"].min()
-        verdict = Cell(verdict_sentence(starts[place], group), 2.0 if math.isnan(start) else start)
-        rows.append([Cell(place_label(*place)), verdict, *cells, dense])
-    headings = [f"#at {units.percent(level)}" for level in shown]
-    return table(["layer shape", "verdict", *headings, "#fastest dense"], rows)
-
-
-def _gain_cell(row: Mapping[str, Any], ceiling: float) -> Cell:
-    gain, pattern = float(row["speedup"]), str(row["pattern"])
-    unsure = row["speedup_low"] <= 1 <= row["speedup_high"]
-    tint = max(-1.0, min(1.0, math.log2(gain) / ceiling))
-    return Cell(("≈ " if unsure else "") + units.ratio(gain), gain, pattern, 0.0 if unsure else tint)
-
-
-def verdict_sentence(break_evens: pd.DataFrame, best: pd.DataFrame) -> str:
-    """What to use at one shape. `best`: the fastest pattern at each sparsity, `break_evens`: of each pattern there."""
-    paying = break_evens.dropna(subset="break_even").sort_values("break_even")
-    if paying.empty:
-        top = best.loc[best["speedup"].idxmax()]
-        if top["speedup"] <= 1:
-            return "Stay dense: nothing measured is faster."
-        gain, at = units.ratio(top["speedup"]), units.percent(top["sparsity"])
-        return f"No lasting gain: {gain} with {top['pattern']} at {at}, lost again above."
-    earliest = paying.iloc[0]
-    start = units.percent(round(float(earliest["break_even"]), 2))
-    sentence = f"{earliest['pattern']} pays from {'' if not earliest['at_lowest'] else 'at most '}{start}"
-    top = best.iloc[-1]
-    if top["pattern"] != earliest["pattern"]:
-        sentence += f"; {top['pattern']} is fastest at {units.percent(top['sparsity'])}"
-    free = paying[paying["pattern"] == "unstructured"]
-    if earliest["pattern"] != "unstructured" and "unstructured" in set(break_evens["pattern"]):
-        sentence += (
-            "; unstructured never"
-            if free.empty
-            else f"; unstructured from {units.percent(round(float(free['break_even'].iloc[0]), 2))}"
-        )
-    return sentence + "."
-
-
-def overview(speedups: pd.DataFrame, break_evens: pd.DataFrame, noise: pd.DataFrame) -> tuple[str, list[Tile]]:
-    """What the table alone answers: a sentence and tiles."""
-    count = len(speedups.groupby(data.PLACE))
-    best = data.fastest_pattern(speedups)
-    starts = break_evens.groupby(data.PLACE)["break_even"].min()
-    paying = int(starts.notna().sum())
-    level = min(data.levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
-    at_level = best[best["sparsity"] == level]
-    gains, favourite = at_level["speedup"], at_level["pattern"].mode().iloc[0]
-    lead = (
-        f"{paying} of {count} layer shapes run faster sparse than on the fastest dense engine. "
-        f"At {units.percent(level)} the pattern that wins most often is {favourite}; the fastest pattern gives "
-        f"{units.ratio(gains.median())} at the median shape ({units.ratio(gains.min())} to {units.ratio(gains.max())})."
-    )
-    width = noise["median"].median() if len(noise) else None
-    tiles = [
-        Tile("Shapes that gain", f"{paying} of {count}", "some pattern is faster than the fastest dense engine"),
-        Tile(f"Gain at {units.percent(level)}", units.ratio(gains.median()), f"median shape; {favourite} wins most often"),
-        Tile(
-            "Pays from",
-            units.percent(round(float(starts.median()), 2)) if paying else "never",
-            "median break-even sparsity of the best pattern",
-        ),
-        Tile("Noise", units.percent(width), "typical width of a time's 95% interval"),
-    ]
-    return lead, tiles
-
-
-def promise_overview(inputs: Inputs) -> tuple[str, str, tuple[str, str], list[Tile]]:
-    """Title, lead sentence, badge (kind, text) and tiles of a verified promise."""
-    found = inputs.verification or {}
-    profile = inputs.profile or {}
-    task = task_name(inputs)
-    target, gain = units.ratio(found["target"]), units.ratio(found["measured_speedup"])
-    met = bool(found["met"])
-    dense = found["measured_seconds"] * found["measured_speedup"]
-    engine = dense_engine(inputs)
-    inside = found["predicted_low"] <= found["measured_seconds"] <= found["predicted_high"]
-    off = found["measured_seconds"] / found["predicted_seconds"] - 1
-    title = f"{task} runs {gain} faster" + (", as promised" if met else f", not the {target} promised")
-    lead = (
-        f"{target} over the fastest dense engine was the target. Measured end to end, dense and pruned in turn, the "
-        f"pruned model takes {units.seconds(found['measured_seconds'])} where {engine} takes {units.seconds(dense)}: "
-        f"{gain}. The prediction was {units.seconds(found['predicted_seconds'])}; the measurement lies "
-        f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it, {'inside' if inside else 'outside'} the interval."
-    )
-    low, high = units.seconds(found["predicted_low"]), units.seconds(found["predicted_high"])
-    tiles = [
-        Tile("Target", target, "over the fastest dense engine, end to end"),
-        Tile("Measured", gain, f"{units.seconds(found['measured_seconds'])} instead of {units.seconds(dense)} ({engine})"),
-        Tile("Predicted", units.seconds(found["predicted_seconds"]), f"interval {low} to {high}"),
-        score_tile(found),
-    ]
-    if profile.get("ceiling"):
-        tiles.append(Tile("Ceiling", units.ratio(profile["ceiling"]), "if every pruned layer took no time at all"))
-    return title, lead, ("kept", "promise kept") if met else ("missed", "promise missed"), tiles
-
-
-def score_tile(found: Mapping[str, Any]) -> Tile:
-    """The task's score before and after."""
-    name, dense, pruned = str(found.get("score_name") or "score"), found["score_dense"], found["score_pruned"]
-    return Tile(name.capitalize(), score(pruned, name), f"pruned; {score(dense, name)} dense")
-
-
-def score(value: float | None, name: str = "") -> str:
-    """A score as text: a percentage where its name says that it is a share, else four significant digits."""
-    if value is None:
-        return units.NOTHING
-    is_share = 0 <= value <= 1 and any(word in name.lower() for word in ("accuracy", "share", "fraction"))
-    return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"
-
-
-def task_name(inputs: Inputs) -> str:
-    """The task as the profile names it."""
-    for source in (inputs.verification, inputs.profile, inputs.manifest):
-        if source and source.get("task"):
-            return str(source["task"])
-    return "the model"
-
-
-def dense_engine(inputs: Inputs) -> str:
-    """The fastest dense engine of the verification, or the one the profile was searched against."""
-    for source in (inputs.verification, inputs.profile):
-        if source and source.get("dense_engine"):
-            return str(source["dense_engine"])
-    return "the fastest dense engine"
-
-
 def environment(inputs: Inputs) -> Section:
     """The device, the software, and how every row was measured."""
     frame = inputs.table
     rows = data.layer_rows(frame)
     tables = [("How it was measured: one value holds for all rows, several are kept apart", _method(frame))]
     backends = [
-        [str(backend), ", ".join(sorted(set(part["backend_version"].dropna()))), Cell(units.count(len(part)), len(part)),
-         ", ".join(sorted(set(part["kernel_used"].dropna()) - {""})[:12])]
+        [
+            Cell(str(backend)),
+            Cell(_names(part["backend_version"])),
+            _count_cell(len(part)),
+            Cell(_names(part["kernel_used"])),
+        ]
         for backend, part in rows.groupby("backend")
-    ]  # fmt: skip
+    ]
     tables.append(("Engines", table(["backend", "version", "#rows", "kernels used"], backends)))
     for number, record in enumerate(inputs.environments, start=1):
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
@@ -242,14 +104,23 @@ def _method(frame: pd.DataFrame) -> Table:
         "isolated": "isolated (one layer alone, in its engine's own process)",
         "call": "call (one call at a time from the host)",
     }
-    pairs = [(name.replace("_", " "), meanings.get(value, value)) for name, value in data.settings(frame).items()]
+    titles = {"dtype_w": "weight type", "dtype_a": "activation type", "dtype_out": "output type"}
+    pairs = [
+        (titles.get(name, name.replace("_", " ")), meanings.get(value, value))
+        for name, value in data.settings(frame).items()
+    ]
     counts = rows["sample_count"].dropna()
     if len(counts):
-        pairs.append(("samples a point", f"{int(counts.median())} at the median, {int(counts.min())} to {int(counts.max())}"))
+        middle, fewest, most = (int(counts.agg(how)) for how in ("median", "min", "max"))
+        pairs.append(("samples a point", f"{middle} at the median, {fewest} to {most}"))
     first, last = rows["started_at"].min(), rows["started_at"].max()
     if pd.notna(first):
         pairs.append(("measured", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
     return facts(pairs)
+
+
+def _names(column: pd.Series) -> str:
+    return ", ".join(sorted(set(column.dropna()) - {""}))
 
 
 def _says_something(value: object) -> bool:
@@ -261,22 +132,23 @@ def noise(inputs: Inputs) -> Section:
     frame = inputs.table
     widths, ends, failed = data.noise(frame), data.statuses(frame), data.failures(frame)
     sentences = [
-        "The width of the 95% interval of each row's median, relative to the median: differences smaller than this are noise."
+        "The width of the 95% interval of each row's median, relative to the median. "
+        "Differences smaller than this are noise."
     ]
     if len(failed) > FAILURE_REASONS:
         sentences.append(f"The {FAILURE_REASONS} most frequent of {len(failed)} reasons for failures are listed.")
-    tables = [
-        ("Noise by engine and format", table(
-            ["backend", "format", "#rows", "#median width", "#90% below", "#widest", "#noisy rows"],
-            [[row["backend"], row["format"], _count_cell(row["rows"]), _share_cell(row["median"]), _share_cell(row["p90"]),
-              _share_cell(row["largest"]), _count_cell(row["noisy"])] for row in widths.to_dict("records")],
-        )),
-        ("How the rows ended", table(
-            [name if name == "backend" else f"#{name}" for name in ends.columns],
-            [[_count_cell(value) if isinstance(value, int) else str(value) for value in row.values()]
-             for row in ends.to_dict("records")],
-        )),
+    shares = ["median", "p90", "largest"]
+    spread = [
+        [row["backend"], row["format"], _count_cell(row["rows"]), *(_share_cell(row[name]) for name in shares),
+         _count_cell(row["noisy"])]
+        for row in widths.to_dict("records")
     ]  # fmt: skip
+    ended = [[row.pop("backend"), *(_count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
+    heads = ["backend", "format", "#rows", "#median width", "#90% below", "#widest", "#noisy rows"]
+    tables = [
+        ("Noise by engine and format", table(heads, spread)),
+        ("How the rows ended", table(["backend", *(f"#{name}" for name in ends.columns[1:])], ended)),
+    ]
     if len(failed):
         rows = [
             [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), _count_cell(row["rows"])]
@@ -293,7 +165,7 @@ def _count_cell(value: int) -> Cell:
     return Cell(units.count(value), value)
 
 
-def _share_cell(value: float) -> Cell:
+def _share_cell(value: float | None) -> Cell:
     return Cell(units.percent(value), value)
 
 
@@ -301,20 +173,20 @@ def profile(content: Mapping[str, Any]) -> Section:
     """Layer by layer: pattern, sparsity, predicted time."""
     layers = profile_layers(content)
     total = float(layers["seconds"].sum()) + float(content.get("fixed_seconds") or 0)
+    predicted = units.seconds(*(content.get(f"predicted_{which}") for which in ("seconds", "low", "high")))
     sentences = [
-        f"Predicted for the whole model: {units.seconds(content['predicted_seconds'], content.get('predicted_low'), content.get('predicted_high'))}"
-        f" for a target of {units.ratio(content['target'])} over {content['dense_engine']} at "
-        f"{units.seconds(content['dense_seconds'])}."
+        f"Predicted for the whole model: {predicted}, for a target of {units.ratio(content['target'])} over "
+        f"{content['dense_engine']} at {units.seconds(content['dense_seconds'])}."
     ]
     if content.get("fixed_seconds") is not None:
         share = content["fixed_seconds"] / total if total else 0
         sentences.append(
-            f"{units.seconds(content['fixed_seconds'])} ({units.percent(share)}) is fixed: layers and overhead that are not pruned."
+            f"{units.seconds(content['fixed_seconds'])} ({units.percent(share)}) is fixed: "
+            "layers and overhead that are not searched."
         )
     if content.get("ceiling"):
-        sentences.append(
-            f"The ceiling is {units.ratio(content['ceiling'])}: the speedup if every searched layer took no time at all."
-        )
+        ceiling = units.ratio(content["ceiling"])
+        sentences.append(f"The ceiling is {ceiling}: the speedup if every searched layer took no time at all.")
     rows = [
         [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
          Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
@@ -344,7 +216,8 @@ def promise(inputs: Inputs) -> Section:
     """Promised and measured, beside the dense engines it was measured against."""
     found = inputs.verification or {}
     times = promise_times(inputs)
-    budget = float(found["measured_seconds"] * found["measured_speedup"] / found["target"])
+    dense = float(found["measured_seconds"] * found["measured_speedup"])
+    budget = dense / found["target"]
     sentences = [
         "Dense engines and pruned model were timed end to end, each in a process of its own, in alternating blocks. "
         f"The target of {units.ratio(found['target'])} leaves {units.seconds(budget)}."
@@ -357,7 +230,7 @@ def promise(inputs: Inputs) -> Section:
         )
     rows = [
         [row["name"], row["kind"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         _ratio_cell(budget * found["target"] / row["seconds"])]
+         Cell(units.ratio(dense / row["seconds"]), dense / row["seconds"])]
         for row in times.to_dict("records")
     ]  # fmt: skip
     heads = ["what", "kind", "#time", "#speedup"]
@@ -365,22 +238,22 @@ def promise(inputs: Inputs) -> Section:
         "promise",
         "Promised and measured",
         sentences,
-        [Chart("promise", "Whole-model times; the dashed line is what the target allows", figures.promise(times, budget))],
+        [Chart("promise", "Whole-model times; the dashed line is the target", figures.promise(times, budget))],
         [("Times", table(heads, rows))],
     )
 
 
 def promise_times(inputs: Inputs) -> pd.DataFrame:
-    """Whole-model seconds: the dense engines, the prediction, the measurement. Columns as figures.promise wants them."""
+    """Whole-model seconds of dense engines, prediction and measurement: name, kind, seconds, low, high."""
     found = inputs.verification or {}
     rows = []
     if inputs.model_rows is not None and len(inputs.model_rows):
-        timed = inputs.model_rows[inputs.model_rows["status"].isin(data.TIMED)]
+        timed = data.timed_rows(inputs.model_rows)
         dense = timed[timed["pattern"] == "dense"]
-        for (backend, kernel), group in dense.groupby(["backend", "kernel_requested"], dropna=False, sort=True):
-            name = str(backend) if kernel in ("", "auto", backend) or pd.isna(kernel) else f"{backend} {kernel}"
-            middle = float(group["median_seconds"].median())
-            low, high = float(group["low_seconds"].min()), float(group["high_seconds"].max())
+        for record in dense.sort_values("median_seconds", ascending=False).to_dict("records"):
+            name, middle = data.engine_name(record["backend"], record["kernel_requested"]), record["median_seconds"]
+            ends = (record["low_seconds"], record["high_seconds"])
+            low, high = (middle if pd.isna(end) else end for end in ends)  # too few samples have no interval
             rows.append({"name": f"dense, {name}", "kind": "dense", "seconds": middle, "low": low, "high": high})
     rows.append({
         "name": "pruned, predicted", "kind": "predicted", "seconds": found["predicted_seconds"],
@@ -394,40 +267,30 @@ def promise_times(inputs: Inputs) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _ratio_cell(value: float) -> Cell:
-    return Cell(units.ratio(value), value)
-
-
 def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
-    """Where it all comes from: files with their hashes, versions, the command; and whether the files belong together."""
-    origin = table(
-        ["what", "file", "hash"], [[source.role, str(source.path), source.digest] for source in inputs.sources]
-    )
-    sentences = [*belonging(inputs)]
+    """Where it all comes from: files with their hashes, versions, the command; whether the files belong together."""
+    files = [[source.role, str(source.path), source.digest[:16]] for source in inputs.sources]
     versions = [(name, _version(name)) for name in ("latbench", "plotly", "pandas", "numpy", "torch", "numba")]
     tables = [
-        ("Files", origin),
+        ("Files", table(["what", "file", "hash"], files)),
         ("Versions that wrote this report", facts([*versions, ("python", platform.python_version())])),
         ("Command", facts([("this report", " ".join(command))])),
     ]
     if inputs.manifest:
-        plain = [(key.replace("_", " "), value) for key, value in inputs.manifest.items() if not isinstance(value, dict | list)]
-        tables.append(("The pruned model", facts(plain)))
-    return Section("provenance", "Provenance", sentences, [], tables)
+        plain = {key: value for key, value in inputs.manifest.items() if not isinstance(value, dict | list)}
+        tables.append(("The pruned model", facts((key.replace("_", " "), value) for key, value in plain.items())))
+    return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
 
 
-def belonging(inputs: Inputs) -> list[str]:
-    """Sentences that say whether the cost model and the profile were made from this table."""
-    sentences = []
+def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
+    """Sentences that say whether the cost model and the profile were made from this table, and whether they were."""
+    found = []
     for role, content in (("cost model", inputs.model), ("profile", inputs.profile)):
         if content and content.get("table_hash"):
             same = content["table_hash"] == inputs.table_hash
-            sentences.append(
-                f"The {role} was made from this very table."
-                if same
-                else f"The {role} was made from another table or an earlier state of it: its figures may differ from these."
-            )
-    return sentences
+            origin = "this very table" if same else "another table, or an earlier state of it: its figures may differ"
+            found.append((f"The {role} was made from {origin}.", same))
+    return found
 
 
 def _version(package: str) -> str:
@@ -438,14 +301,14 @@ def _version(package: str) -> str:
 
 
 VALIDATION = {
-    "median": "half of the held-out points are predicted within",
+    "median": "half of the points are predicted within",
     "p90": "nine of ten within",
     "mape": "mean absolute error",
-    "within_5": "share within 5%",
-    "within_10": "share within 10%",
-    "coverage": "share inside the interval",
+    "within_5": "points within 5%",
+    "within_10": "points within 10%",
+    "coverage": "points inside their interval",
     "width": "width of the interval",
-    "noise_floor": "noise floor: width of the measurements' own intervals",
+    "noise_floor": "noise floor, the measurements' own intervals",
 }
 
 
@@ -453,10 +316,10 @@ def cost_model(content: Mapping[str, Any]) -> Section:
     """How well the cost model predicts shapes it has not seen, beside the noise of the measurements themselves."""
     found = content["validation"]
     methods = found if all(isinstance(value, Mapping) for value in found.values()) else {"held-out shapes": found}
-    heads = ["figure", *(f"#{method}" for method in methods)]
     rows = [
-        [meaning, *(_share_cell(values[key]) if values.get(key) is not None else Cell(units.NOTHING) for values in methods.values())]
+        [Cell(meaning), *(_share_cell(values.get(key)) for values in methods.values())]
         for key, meaning in VALIDATION.items()
-    ]  # fmt: skip
-    sentences = ["Each shape was predicted by a model that had not seen it. No prediction can be better than the noise floor."]
-    return Section("model", "How well the cost model predicts", sentences, [], [("Errors on held-out shapes", table(heads, rows))])
+    ]
+    sentence = "Each shape was predicted by a model that had not seen it. No prediction can beat the noise floor."
+    tables = [("Errors on held-out shapes", table(["figure", *(f"#{method}" for method in methods)], rows))]
+    return Section("model", "How well the cost model predicts", [sentence], [], tables)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import rich.table
+from rich.markup import escape
 
-from latbench.report import sections, units
+from latbench.report import overview, units
 from latbench.report.inputs import Inputs
 
 KEYS = (
@@ -24,19 +25,22 @@ def summarise(inputs: Inputs) -> dict[str, Any]:
 def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
     """The summary as rows of name and value; only what is known gets a row."""
     found = summarise(inputs)
-    name = str((inputs.verification or {}).get("score_name") or "score")
     shown = rich.table.Table(box=None, show_header=False, pad_edge=False)
     shown.add_column(style="bold")
     shown.add_column(overflow="fold")
-    if inputs.profile or inputs.verification:
-        shown.add_row("task", sections.task_name(inputs))
+    if found["target"] is not None:
+        shown.add_row("task", escape(overview.task_name(inputs)))
         shown.add_row("target", units.ratio(found["target"]))
     if found["score_dense"] is not None:
-        shown.add_row(name, f"{sections.score(found['score_dense'], name)} dense, {sections.score(found['score_pruned'], name)} pruned")
+        name = str((inputs.verification or {}).get("score_name") or "score")
+        dense, pruned = (overview.score(found[f"score_{which}"], name) for which in ("dense", "pruned"))
+        shown.add_row(escape(name), f"{dense} dense, {pruned} pruned")
     if found["predicted_seconds"] is not None:
-        shown.add_row("predicted", units.seconds(found["predicted_seconds"], found["predicted_low"], found["predicted_high"]))
+        predicted = (found[f"predicted_{which}"] for which in ("seconds", "low", "high"))
+        shown.add_row("predicted", units.seconds(*predicted))
     if found["measured_seconds"] is not None:
-        shown.add_row("measured", f"{units.seconds(found['measured_seconds'])}, {units.ratio(found['measured_speedup'])} faster")
+        gain = units.ratio(found["measured_speedup"])
+        shown.add_row("measured", f"{units.seconds(found['measured_seconds'])}, {gain} faster")
         shown.add_row("promise", "[green]met[/]" if found["met"] else "[red]missed[/]")
-    shown.add_row("report", path)
+    shown.add_row("report", escape(path))
     return shown

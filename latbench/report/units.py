@@ -1,8 +1,9 @@
-"""Numbers as people read them: times in microseconds to seconds, ratios with a multiplication sign, shares in percent."""
+"""Numbers as people read them: times in microseconds to seconds, ratios with a times sign, shares in percent."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 NOTHING = "–"
@@ -30,13 +31,12 @@ def ratio(value: float | None, low: float | None = None, high: float | None = No
 
 
 def percent(value: float | None) -> str:
-    """`75%`, `97.5%`, `0.42%`: a share of one, with at most three significant digits."""
+    """`75%`, `97.5%`, `0.42%`: a share of one, to a tenth of a percent or two digits below one percent."""
     if not _is_number(value):
         return NOTHING
     points = 100 * value
-    decimals = 1 if abs(points) >= 10 or points == 0 else 2
-    text = f"{points:.{decimals}f}"
-    return (text.rstrip("0").rstrip(".") if "." in text else text) + "%"
+    text = f"{points:.1f}" if abs(points) >= 1 or points == 0 else f"{points:.2g}"
+    return text.removesuffix(".0") + "%"
 
 
 def count(value: float | None) -> str:
@@ -44,7 +44,7 @@ def count(value: float | None) -> str:
     return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -27,10 +27,11 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that the reader can sort by any column."""
+    """A table that the reader can sort by any column. One of plain facts has no heading."""
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+    heading: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Chart:
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
-    """A table from titles and cells; a title that starts with `#` heads a column of numbers, a text is its own cell."""
+    """A table from titles and cells; a title that starts with `#` heads a column of numbers, a text is a cell."""
     heads = [Column(title.removeprefix("#"), title.startswith("#")) for title in columns]
     return Table(heads, [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows])
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """A two-column table of names and values."""
-    return table(["what", "value"], [[name, str(value)] for name, value in pairs])
+    """Names and values, without a heading."""
+    return replace(table(["what", "value"], [[name, str(value)] for name, value in pairs]), heading=False)
