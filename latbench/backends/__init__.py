@@ -1,1 +1,163 @@
-"""How a point is prepared and run: one file an engine."""
+"""How a point is prepared and run: one module an engine, each imported only in the process that runs it.
+
+An engine's module has one function, `prepare(point, layer) -> Engine`: the weights are built into whatever the engine
+runs, and `Engine.calls` holds one call a copy of them. Here is what all engines share: the synthetic layer, the check
+against the oracle, and taking the copies in turn so that weights come from where they come from in a real network,
+not from the cache that the last call filled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from latbench import devices
+from latbench.plan import Point
+from sparse_kernels import oracle
+from sparse_kernels.formats import Packed, pack
+from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
+from sparse_kernels.shapes import Conv2dShape, Shape
+
+# Each engine: its module, and the packages it cannot run without; the first one's version stands in the table.
+BACKENDS = {
+    "torch": ("latbench.backends.torch", ("torch",)),
+    "onnxruntime": ("latbench.backends.onnxruntime", ("onnxruntime", "onnx")),
+    "numba": ("latbench.backends.numba", ("numba",)),
+}
+
+ROTATED_BYTES = 32 * 2**20
+MOST_COPIES = 8
+_CHECKED_IMAGES = 2
+
+
+class Unsupported(Exception):
+    """The engine does not do this; the message says why."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with synthetic weights: what every engine is given.
+
+    weight float32 (m, k) with zeros where mask bool (m, k) drops, packed in the point's pattern; bias float32 (m,);
+    x float32, (n, k) for a linear layer and (batch, c_in, h, w) for a convolution.
+    """
+
+    weight: NDArray[np.float32]
+    packed: Packed
+    bias: NDArray[np.float32]
+    x: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A layer built into an engine: `calls` do the same work with weights of their own, `output` makes a NumPy array
+    of what they return.
+    """
+
+    kernel: str
+    weight_bytes: int
+    calls: Sequence[Callable[[], Any]]
+    output: Callable[[Any], np.ndarray] = np.asarray
+
+
+class Rotation:
+    """Calls taken in turn, one each time it is called; `facts` are columns of the point's row."""
+
+    def __init__(self, calls: Sequence[Callable[[], Any]], facts: dict[str, Any]) -> None:
+        self.facts = facts
+        self._next = itertools.cycle(calls).__next__
+
+    def __call__(self) -> Any:
+        """The result of the next call."""
+        return self._next()()
+
+
+def available() -> dict[str, str | None]:
+    """Every engine with the version that is installed here; None where a package is missing."""
+    return {name: version(name) for name in BACKENDS}
+
+
+def version(name: str) -> str | None:
+    """The version of an engine; None unless all of its packages are installed."""
+    versions = [devices.version(package) for package in BACKENDS[name][1]]
+    return versions[0] if all(versions) else None
+
+
+def copies_for(weight_bytes: int) -> int:
+    """How many copies of a weight together pass the caches (32 MiB), at most 8."""
+    return max(1, min(MOST_COPIES, -(-ROTATED_BYTES // max(1, weight_bytes))))
+
+
+def prepare(point: Point) -> Rotation:
+    """Build `point` in this process and check what it computes.
+
+    Raises Unsupported where the pattern or the engine does not do it, and oracle.WrongResult where any copy's result
+    is further from the float64 product than float32 arithmetic explains.
+    """
+    if (reason := point.pattern.refuses(point.shape)) is not None:
+        raise Unsupported(reason)
+    layer = synthetic_layer(point)
+    engine = importlib.import_module(BACKENDS[point.backend][0]).prepare(point, layer)
+    first, *others = (engine.output(call()) for call in engine.calls)
+    error = _check(point.shape, layer, first)
+    for y in others:
+        if not np.array_equal(y, first):
+            error = max(error, _check(point.shape, layer, y))
+    nnz = layer.packed.nnz
+    m, k, n = point.shape.m, point.shape.k, point.shape.n
+    facts = {
+        "kernel_used": engine.kernel,
+        "sparsity_actual": 1 - nnz / (m * k),
+        "nnz": nnz,
+        "flop_dense": 2 * m * k * n,
+        "flop_nnz": 2 * nnz * n,
+        "bytes_min": engine.weight_bytes + layer.bias.nbytes + layer.x.nbytes + 4 * m * n,
+        "max_rel_err": error,
+    }
+    return Rotation(engine.calls, facts)
+
+
+def synthetic_layer(point: Point) -> Layer:
+    """Random weights, bias and activations for `point`; the same point always gets the same."""
+    shape = point.shape
+    rng = np.random.default_rng([point.seed, zlib.crc32(f"{shape} {point.pattern} {point.sparsity}".encode())])
+    weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
+    mask = synthetic_mask(rng, point.pattern, (shape.m, shape.k), point.sparsity)
+    weight *= mask
+    size = (shape.batch, shape.c_in, shape.h, shape.w) if isinstance(shape, Conv2dShape) else (shape.n, shape.k)
+    return Layer(
+        weight=weight,
+        packed=pack(weight, mask, point.pattern),
+        bias=rng.standard_normal(shape.m, np.float32),
+        x=rng.standard_normal(size, np.float32),
+    )
+
+
+def synthetic_mask(
+    rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float
+) -> NDArray[np.bool_]:
+    """A random mask bool (m, k) of `pattern`.
+
+    Shfl-BW needs no search for row groups here: random rows make a group, which is what a kernel has to cope with.
+    """
+    scores = rng.random(size)
+    if not isinstance(pattern, ShflBW):
+        return pattern.mask(scores, sparsity)
+    mask = np.empty(size, bool)
+    mask[rng.permutation(size[0])] = VectorWise(pattern.v).mask(scores, sparsity)
+    return mask
+
+
+def _check(shape: Shape, layer: Layer, y: np.ndarray) -> float:
+    """The largest relative error of `y`; a large batch is checked by its first and last image."""
+    if not isinstance(shape, Conv2dShape):
+        return oracle.check(y, layer.packed, layer.x, bias=layer.bias, layout="token_major")
+    images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
+    return oracle.check_conv2d(y[images], layer.packed, shape, layer.x[images], bias=layer.bias)

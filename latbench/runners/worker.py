@@ -42,7 +42,8 @@ def main() -> None:
         try:
             answer = pickle.dumps(("ok", _serve(request, prepared)))
         except BaseException as error:  # noqa: BLE001 - a task may raise anything, and the parent has to hear of it
-            answer = pickle.dumps(("error", type(error).__name__, str(error), traceback.format_exc()))
+            kind = "MemoryError" if _is_out_of_memory(error) else type(error).__name__
+            answer = pickle.dumps(("error", kind, str(error), traceback.format_exc()))
         connection.send_bytes(answer)
 
 
@@ -81,6 +82,11 @@ def resolve(name: str) -> Callable[..., Any]:
 def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(module, name)
     return function
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch raises a RuntimeError for it, NumPy a MemoryError of its own."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _die_with(parent: int) -> None:

@@ -1,0 +1,32 @@
+"""Numba: the project's own kernels, every pattern, through the plans of `sparse_kernels`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+import sparse_kernels
+from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.plan import Point
+from sparse_kernels.plan import Plan
+from sparse_kernels.shapes import Conv2dShape
+
+
+def prepare(point: Point, layer: Layer) -> Engine:
+    """The layer as a Numba plan, whatever its pattern."""
+    plan: Plan
+    try:
+        if isinstance(point.shape, Conv2dShape):
+            plan = sparse_kernels.prepare_conv2d(layer.packed, point.shape, "numba", point.layout)
+        else:
+            plan = sparse_kernels.prepare(layer.packed, "numba", point.layout, point.shape.n)
+    except sparse_kernels.UnknownKernel as error:
+        raise Unsupported(str(error)) from error
+    plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))]
+    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans])
+
+
+def _call(plan: Plan, layer: Layer) -> Callable[[], np.ndarray]:
+    x, bias = layer.x, layer.bias
+    return lambda: plan(x, bias)

@@ -1,0 +1,75 @@
+"""ONNX Runtime: a model of one node, Gemm or Conv, on its CPU provider.
+
+Its threads must not spin while they wait: they would slow whatever runs in other processes meanwhile.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
+
+from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.plan import Point
+from sparse_kernels.shapes import Conv2dShape, Shape
+
+_OPSET, _IR_VERSION = 17, 8  # old enough for every ONNX Runtime since 2022
+
+
+def prepare(point: Point, layer: Layer) -> Engine:
+    """The dense layer in ONNX Runtime; Unsupported for any other pattern."""
+    if str(point.pattern) != "dense":
+        raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
+    model = one_node_model(point.shape, layer)
+    copies = copies_for(layer.weight.nbytes)
+    calls = [_call(_session(model, point.threads), layer.x) for _ in range(copies)]
+    name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm"
+    return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0])
+
+
+def one_node_model(shape: Shape, layer: Layer) -> bytes:
+    """The layer as a serialised ONNX model: input x, output y, weight and bias inside."""
+    if isinstance(shape, Conv2dShape):
+        weight = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+        pads = [*shape.padding, *shape.padding]
+        node = helper.make_node(
+            "Conv", ["x", "weight", "bias"], ["y"],
+            kernel_shape=[shape.kh, shape.kw], strides=shape.stride, pads=pads, dilations=shape.dilation,
+        )  # fmt: skip
+        y_size = [shape.batch, shape.c_out, shape.out_h, shape.out_w]
+    else:
+        weight = layer.weight
+        node = helper.make_node("Gemm", ["x", "weight", "bias"], ["y"], transB=1)
+        y_size = [shape.n, shape.m]
+    graph = helper.make_graph(
+        [node],
+        "layer",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, layer.x.shape)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, y_size)],
+        [
+            numpy_helper.from_array(np.ascontiguousarray(weight), "weight"),
+            numpy_helper.from_array(layer.bias, "bias"),
+        ],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR_VERSION)
+    serialised = io.BytesIO()
+    onnx.save(model, serialised)
+    return serialised.getvalue()
+
+
+def _session(model: bytes, threads: int) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def _call(session: onnxruntime.InferenceSession, x: np.ndarray) -> Callable[[], list[np.ndarray]]:
+    feed = {"x": x}
+    return lambda: session.run(None, feed)

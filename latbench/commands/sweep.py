@@ -1,0 +1,168 @@
+"""`latbench sweep`: measure a device and keep the table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    import pandas as pd
+    from rich.table import Table
+
+    from latbench.sweep import Progress
+
+
+def sweep(
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure this machine's CPU.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder of the table; default latbench-tables/<device>.")
+    ] = None,
+    time_budget: Annotated[float | None, typer.Option(min=0, help="Stop after about so many seconds.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
+    patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
+    sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
+) -> None:
+    """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
+    from latbench import devices, plan
+    from latbench.errors import EnvironmentUnusable, UsageError
+
+    if gpu is not None:
+        if cpu:
+            raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
+        found = devices.demand_gpu(gpu)
+        raise EnvironmentUnusable(
+            f'found "{found.name}", but this version of latbench has no kernels for GPUs yet: it measures CPUs, --cpu'
+        )
+    if not cpu:
+        raise UsageError("say what to measure: --cpu, or --gpu NAME")
+    device, threads = devices.cpu_device(), threads or devices.cores()
+    folder = output or Path("latbench-tables") / device
+    points = plan.select(
+        workload or [], patterns or [], sparsities or [],
+        device=device, threads=threads, backends=installed_backends(), seed=seed,
+    )  # fmt: skip
+    if dry_run:
+        for point in points:
+            typer.echo(str(point))
+        return
+    _measure(folder, points, threads, seed, time_budget)
+
+
+def installed_backends() -> list[str]:
+    """The engines that can run here; stderr hears of those that cannot, because the fastest dense may be one."""
+    from latbench import backends
+
+    versions = backends.available()
+    for name, version in versions.items():
+        if version is None:
+            needed = " ".join(backends.BACKENDS[name][1])
+            typer.echo(f"latbench: {name} is left out, it is not installed here: pip install {needed}", err=True)
+    return [name for name, version in versions.items() if version is not None]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words short enough for a column."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: float | None) -> None:
+    import signal
+
+    from rich.console import Console
+
+    from latbench import sweep as sweeping
+    from latbench import tables
+
+    # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with _progress() as report:
+        summary = sweeping.run(
+            folder, lambda table: points, threads=threads, seed=seed, time_budget=time_budget, report=report
+        )
+    frame = tables.read(folder)
+    console = Console()
+    fresh = ", ".join(f"{count} {status}" for status, count in sorted(summary.measured.items()))
+    known = f"{summary.skipped} were there already" if summary.skipped else ""
+    console.print(f"{folder}: " + "; ".join(part for part in (fresh, known) if part), highlight=False, soft_wrap=True)
+    keys = {point.id for point in points}
+    failed = frame[frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect"])]
+    for (status, error), rows in failed.groupby(["status", "error"], sort=False):
+        console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
+    speedups = speedup_table(frame[frame["point_id"].isin(keys)])
+    if speedups is not None:
+        console.print(speedups)
+
+
+def speedup_table(frame: pd.DataFrame) -> Table | None:
+    """Rows patterns, columns sparsities: the median over layer shapes of the speedup over the fastest dense engine.
+
+    None where no sparse point has a dense one beside it.
+    """
+    from rich.table import Table
+
+    from latbench import tables
+
+    timed = tables.ok(frame)
+    layer = [
+        "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw",
+        "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w", "threads",
+    ]  # fmt: skip
+    fastest = timed[timed["pattern"] == "dense"].groupby(layer, dropna=False)["median_seconds"].min()
+    sparse = timed[timed["pattern"] != "dense"].join(fastest.rename("dense_seconds"), on=layer)
+    sparse = sparse.assign(speedup=sparse["dense_seconds"] / sparse["median_seconds"]).dropna(subset="speedup")
+    if sparse.empty:
+        return None
+    medians = sparse.pivot_table(index="pattern", columns="sparsity_target", values="speedup", aggfunc="median")
+    table = Table(title="speedup over the fastest dense engine, median of layers", title_justify="left", box=None)
+    table.add_column("pattern")
+    for sparsity in medians.columns:
+        table.add_column(f"{sparsity:.0%}", justify="right")
+    for pattern, row in medians.sort_index().iterrows():
+        table.add_row(str(pattern), *("" if value != value else f"{value:.2f}x" for value in row))
+    return table
+
+
+def _progress() -> AbstractContextManager[Callable[[Progress], None]]:
+    """Shows a sweep's progress on stderr: live on a terminal, a line now and then elsewhere."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+
+    console = Console(stderr=True)
+
+    @contextmanager
+    def live() -> Iterator[Callable[[Progress], None]]:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        with Bar(*columns, console=console, speed_estimate_period=120) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda now: bar.update(task, completed=now.done, total=now.total or None, description=now.activity)
+
+    @contextmanager
+    def lines() -> Iterator[Callable[[Progress], None]]:
+        import time
+
+        last = -60.0
+
+        def report(now: Progress) -> None:
+            nonlocal last
+            if time.monotonic() - last >= 15:
+                last = time.monotonic()
+                console.print(f"{now.done}/{now.total} points, {now.activity}", highlight=False, soft_wrap=True)
+
+        yield report
+
+    return live() if console.is_terminal else lines()

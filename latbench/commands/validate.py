@@ -1,0 +1,27 @@
+"""`latbench validate`: is this table whole, and does it say what its samples say?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def validate(path: Annotated[Path, typer.Argument(help="A table: a folder of parts or one Parquet file.")]) -> None:
+    """Check every file of a table: damage, identities, medians against samples, units; exit 5 if any is corrupt."""
+    from collections import Counter
+
+    from latbench import tables
+    from latbench.errors import BadData
+    from latbench.validation import findings
+
+    counts: Counter[str] = Counter()
+    files = len(tables.parts(path))
+    for finding in findings(path):
+        counts[finding.severity] += 1
+        typer.echo(f"{finding.severity}: {finding.path}: {finding.text}")
+    said = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "nothing to complain of"
+    typer.echo(f"{path}: {files} file{'s' if files != 1 else ''}: {said}")
+    if counts["corrupt"]:
+        raise BadData(f"{path}: {counts['corrupt']} findings are corruption; see above")

@@ -1,0 +1,229 @@
+"""What is to be measured: points, and how long they take.
+
+A point is the key of a table row: a layer's shape, a pattern at a sparsity, an engine with its settings. Linear
+layers are timed token-major (torch's own order), convolutions NCHW, both with a bias: as a model runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from latbench import tables, workloads
+from latbench.errors import UsageError
+from latbench.workloads import Workload
+from sparse_kernels import patterns
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.shapes import Conv2dShape, Shape
+
+# The kernels that each engine is asked for, by operation; all of them run dense layers, only numba the sparse ones.
+KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "torch": {"linear": ("linear", "mkldnn"), "conv2d": ("conv2d", "mkldnn")},
+    "onnxruntime": {"linear": ("auto",), "conv2d": ("auto",)},
+    "numba": {"linear": ("auto",), "conv2d": ("auto",)},
+}
+SPARSE_BACKENDS = ("numba",)
+
+# Anchors first: a look-up that interpolates over sparsity needs them, the others make it sharper.
+SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
+
+# What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
+_PREPARE_SECONDS = {"torch": 0.1, "onnxruntime": 0.15, "numba": 0.6}
+_TIMING_SECONDS = 0.25
+_ROW_BYTES = 1_000
+
+
+@dataclass(frozen=True)
+class Point:
+    """One thing to measure; equal points have equal `id`."""
+
+    device: str
+    backend: str
+    kernel: str
+    shape: Shape
+    pattern: Pattern
+    sparsity: float
+    threads: int
+    seed: int = 0
+    purpose: str = "sweep"
+    epilogue: str = "bias"
+    context: str = "isolated"
+    cache_mode: str = "rotated"
+    launch_mode: str = "call"
+
+    @property
+    def layout(self) -> str:
+        """How the activations lie."""
+        return "nchw" if isinstance(self.shape, Conv2dShape) else "token_major"
+
+    def key(self) -> dict[str, Any]:
+        """The key columns of this point's row."""
+        return {
+            "purpose": self.purpose,
+            "device": self.device,
+            "backend": self.backend,
+            "model": "",
+            **shape_columns(self.shape),
+            "pattern": str(self.pattern),
+            "sparsity_target": self.sparsity,
+            "pattern_seed": self.seed,
+            "dtype_w": "float32",
+            "dtype_a": "float32",
+            "dtype_out": "float32",
+            "layout": self.layout,
+            "epilogue": self.epilogue,
+            "kernel_requested": self.kernel,
+            "context": self.context,
+            "cache_mode": self.cache_mode,
+            "launch_mode": self.launch_mode,
+            "threads": self.threads,
+        }
+
+    @property
+    def id(self) -> str:
+        """The point_id of this point's row."""
+        return tables.point_id(self.key())
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.kernel} {self.pattern} {self.sparsity:g} {describe(self.shape)}"
+
+
+def shape_columns(shape: Shape) -> dict[str, Any]:
+    """The key columns that say the operation and its shape; a linear layer has no convolution columns."""
+    columns: dict[str, Any] = {"op": shape.op, "m": shape.m, "k": shape.k, "n": shape.n}
+    if isinstance(shape, Conv2dShape):
+        columns |= {name: getattr(shape, name) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw")}
+        pairs: dict[str, tuple[int, int]] = {
+            "stride": shape.stride,
+            "padding": shape.padding,
+            "dilation": shape.dilation,
+        }
+        columns |= {f"{name}_{axis}": pair[i] for name, pair in pairs.items() for i, axis in enumerate("hw")}
+    return columns
+
+
+def describe(shape: Shape) -> str:
+    """A shape in few characters, for people."""
+    if isinstance(shape, Conv2dShape):
+        stride = f"/{shape.stride[0]}" if shape.stride != (1, 1) else ""
+        return f"conv {shape.c_out}x{shape.c_in}x{shape.kh}x{shape.kw}{stride} on {shape.batch}x{shape.h}x{shape.w}"
+    return f"linear {shape.m}x{shape.k} on {shape.n}"
+
+
+def points(
+    chosen: Iterable[Workload],
+    *,
+    device: str,
+    threads: int,
+    backends: Sequence[str] = tuple(KERNELS),
+    wanted: Sequence[Pattern] | None = None,
+    sparsities: Sequence[float] = SPARSITIES,
+    seed: int = 0,
+) -> list[Point]:
+    """Every point of every distinct shape of the workloads `chosen`, in their order.
+
+    `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
+    whose sparsity is given by its name is measured at that one only.
+    """
+    found: dict[Point, None] = {}
+    for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
+        for pattern in default_patterns(shape) if wanted is None else wanted:
+            engines = [name for name in backends if isinstance(pattern, Dense) or name in SPARSE_BACKENDS]
+            for backend in engines:
+                for kernel in KERNELS[backend][shape.op]:
+                    for sparsity in sparsities_of(pattern, sparsities):
+                        found[Point(device, backend, kernel, shape, pattern, sparsity, threads, seed)] = None
+    return list(found)
+
+
+def default_patterns(shape: Shape) -> list[Pattern]:
+    """The patterns worth measuring for a layer: vectors as long as its rows allow, and short for convolutions.
+
+    A convolution has few output features and its accuracy suffers more from long vectors than a linear layer's does.
+    """
+    if isinstance(shape, Conv2dShape):
+        v = 16 if shape.m >= 64 else 8
+    else:
+        v = 32 if shape.m >= 128 else 16 if shape.m >= 32 else 8
+    every: list[Pattern] = [Dense(), VectorWise(v), ShflBW(v), BlockWise(v, v), Unstructured(), NM(2, 4), NM(1, 4)]
+    return [pattern for pattern in every if pattern.refuses(shape) is None]
+
+
+def sparsities_of(pattern: Pattern, sparsities: Sequence[float]) -> Sequence[float]:
+    """The sparsities at which `pattern` is measured: those asked for, unless it has only one."""
+    if isinstance(pattern, Dense):
+        return (0.0,)
+    return (pattern.sparsity,) if isinstance(pattern, NM) else sparsities
+
+
+def parse_patterns(texts: Sequence[str]) -> list[Pattern]:
+    """Patterns from their specs, several in one text separated by commas. Raises UsageError for an unknown one."""
+    try:
+        return [patterns.parse(text.strip()) for given in texts for text in given.split(",")]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def parse_sparsities(texts: Sequence[str]) -> list[float]:
+    """Sparsities, several in one text separated by commas. Raises UsageError for one outside 0 < sparsity < 1."""
+    values = []
+    for text in (part.strip() for given in texts for part in given.split(",")):
+        try:
+            value = float(text)
+        except ValueError:
+            raise UsageError(f"a sparsity is a number such as 0.75, not {text!r}") from None
+        if not 0 < value < 1:
+            raise UsageError(f"a sparsity lies between 0 and 1 (0.9 drops nine of ten weights), not {text}")
+        values.append(value)
+    return values
+
+
+def blocks(wanted: Iterable[Point], seed: int) -> list[list[Point]]:
+    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood."""
+    by_shape: dict[Shape, list[Point]] = {}
+    for point in wanted:
+        by_shape.setdefault(point.shape, []).append(point)
+
+    def lot(shape: Shape) -> bytes:
+        # By hash, not by a generator: a rerun with fewer points left keeps the order.
+        return hashlib.sha256(f"{seed} {shape}".encode()).digest()
+
+    return [by_shape[shape] for shape in sorted(by_shape, key=lot)]
+
+
+def estimated_seconds(wanted: Iterable[Point]) -> float:
+    """About how long measuring takes, within a factor of two or so."""
+    return sum(_PREPARE_SECONDS[point.backend] + _TIMING_SECONDS for point in wanted)
+
+
+def estimated_bytes(wanted: Iterable[Point]) -> int:
+    """About how much disk the table takes."""
+    return sum(_ROW_BYTES for _ in wanted)
+
+
+def select(
+    names: Sequence[str],
+    pattern_specs: Sequence[str],
+    sparsity_texts: Sequence[str],
+    *,
+    device: str,
+    threads: int,
+    backends: Sequence[str] = tuple(KERNELS),
+    seed: int = 0,
+) -> list[Point]:
+    """The points that a command line asks for; where it is silent, all bundled workloads and the defaults.
+
+    Raises UsageError for an unknown workload, pattern or sparsity, BadData for a file that is no workload.
+    """
+    chosen = [workloads.load(name) for name in names or workloads.bundled()]
+    return points(
+        chosen,
+        device=device,
+        threads=threads,
+        backends=backends,
+        wanted=parse_patterns(pattern_specs) if pattern_specs else None,
+        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else SPARSITIES,
+        seed=seed,
+    )

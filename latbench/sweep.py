@@ -1,0 +1,315 @@
+"""A sweep: measures points block by block and writes each finished block to the table at once.
+
+A block is a layer's shape. Each engine has a process of its own; all points of a block are prepared and checked
+first, and then sampled in turn. What fails is a row as well. A point that the table has already is skipped, so that
+the same sweep goes on where it was stopped, in whatever way it was.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from latbench import backends, devices, measure, plan, tables
+from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
+from latbench.plan import Point
+from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
+"""What to measure next, given the table so far (None while there is none); called until it names nothing new."""
+
+# A rerun measures a point again if its last row says otherwise: an error may be gone, an oom needs a quieter machine.
+FINISHED = ("ok", "noisy", "throttled", "unsupported", "incorrect")
+
+PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
+SAMPLE_SECONDS = 120.0  # for a burst of SETTINGS.round_seconds
+
+_FAILURES = {"Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`."""
+
+    rel_error: float = 0.01
+    max_seconds: float = 0.5
+    round_seconds: float = 0.03
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a sweep is: `done` of `total` points have a row; `activity` says what it does now."""
+
+    done: int
+    total: int
+    activity: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a sweep did: points measured now by status, and points that the table had before."""
+
+    measured: dict[str, int]
+    skipped: int
+
+
+def run(
+    folder: Path,
+    choose: Choose,
+    *,
+    threads: int,
+    seed: int = 0,
+    settings: Settings = Settings(),
+    time_budget: float | None = None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Summary:
+    """Measure what `choose` names and write it to the table in `folder`.
+
+    Raises Incomplete, with everything finished written, when interrupted or when `time_budget` seconds are over
+    before the points are; UsageError if the table is of another device, BadData if it cannot be read;
+    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
+    """
+    device = devices.cpu_device()
+    report(Progress(0, 0, f"waiting for {device}"))
+    with device_lock(device), _Engines(threads) as engines:
+        _remove_leftovers(folder)
+        sweep = _Sweep(folder, device, engines, seed, settings, report, time_budget)
+        try:
+            while todo := sweep.remaining(choose(sweep.table())):
+                sweep.measure_all(todo)
+        except KeyboardInterrupt:
+            raise Incomplete(
+                f"interrupted; {sweep.done} points are in {folder}, and the same command goes on from there"
+            ) from None
+        return Summary(sweep.measured, len(sweep.skipped))
+
+
+class _Sweep:
+    """The state of one run: what has a row by now, and where time goes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        engines: _Engines,
+        seed: int,
+        settings: Settings,
+        report: Callable[[Progress], None],
+        time_budget: float | None,
+    ) -> None:
+        self.folder, self.device, self.seed, self.settings = folder, device, seed, settings
+        self.engines, self.report = engines, report
+        self.measured: dict[str, int] = {}
+        self.skipped: set[str] = set()
+        self.run_id = uuid.uuid4().hex[:12]
+        self.environment = devices.environment(engines.threads)
+        self.end = None if time_budget is None else time.monotonic() + time_budget
+        self.attempted: set[str] = set()
+        self.total = 0
+        self.block = 0
+
+    @property
+    def done(self) -> int:
+        return sum(self.measured.values()) + len(self.skipped)
+
+    def table(self) -> pd.DataFrame | None:
+        """The table so far; None while there is none."""
+        if not any(self.folder.glob("part-*.parquet")):
+            return None
+        table = tables.read(self.folder)
+        others = set(table["device"]) - {self.device}
+        if others:
+            raise UsageError(
+                f"{self.folder} is a table of {', '.join(sorted(others))}, and this machine is {self.device}: "
+                "give another folder with -o"
+            )
+        return table
+
+    def remaining(self, points: Iterable[Point]) -> list[Point]:
+        """Of `points` those without a finished row that this run has not tried yet."""
+        wanted = {point.id: point for point in points}
+        table = self.table()
+        finished = set() if table is None else set(table["point_id"][table["status"].isin(FINISHED)])
+        self.skipped |= (wanted.keys() & finished) - self.attempted
+        return [point for key, point in wanted.items() if key not in finished | self.attempted]
+
+    def measure_all(self, points: Sequence[Point]) -> None:
+        """Measure `points` block by block."""
+        self.total = self.done + len(points)
+        tables.write_environment(self.folder, self.environment)
+        for block in plan.blocks(points, self.seed):
+            for chunk in _fitting(block, psutil.virtual_memory().available / 4):
+                if self.end is not None and time.monotonic() >= self.end:
+                    raise Incomplete(
+                        f"the time budget is used up: {self.done} of {self.total} points are in {self.folder}, and "
+                        "the same command goes on from there"
+                    )
+                self._measure_block(chunk)
+
+    def _measure_block(self, points: list[Point]) -> None:
+        self.attempted |= {point.id for point in points}
+        rows: list[dict[str, Any]] = []
+        started, before = datetime.now(UTC), devices.cpu_times()
+        try:
+            for point, outcome in self._outcomes(points):
+                rows.append(self._row(point, outcome, len(rows), started))
+        finally:
+            # Also on the way out of an interruption: what is finished is written.
+            if rows:
+                state = devices.telemetry(before)
+                tables.write_part(self.folder, [{**row, **state} for row in rows])
+                for row in rows:
+                    self.measured[row["status"]] = self.measured.get(row["status"], 0) + 1
+        self.block += 1
+        self.engines.drop()
+
+    def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
+        """Each point with its timing, or with how it failed; as they finish."""
+        ready: dict[str, Point] = {}
+        for number, point in enumerate(points):
+            self.report(Progress(self.done, self.total, f"preparing {point}"))
+            try:
+                self.engines.prepare(point)
+                ready[str(number)] = point
+            except (TaskFailed, WorkerDied) as failure:
+                yield point, _failed(failure)
+        failures: dict[str, _Outcome] = {}
+
+        def sampler(name: str) -> measure.Sampler:
+            def sample(seconds: float) -> list[float]:
+                try:
+                    return self.engines.sample(ready[name], seconds)
+                except (TaskFailed, WorkerDied) as failure:
+                    failures[name] = _failed(failure)
+                    return []
+
+            return sample
+
+        self.report(Progress(self.done, self.total, f"timing {plan.describe(points[0].shape)}"))
+        finished = measure.interleave(
+            {name: sampler(name) for name in ready},
+            rel_error=self.settings.rel_error,
+            max_seconds=self.settings.max_seconds,
+            round_seconds=self.settings.round_seconds,
+            order=random.Random(f"{self.seed} {self.block}"),
+        )
+        for count, (name, timing) in enumerate(finished):
+            self.report(
+                Progress(self.done + len(points) - len(ready) + count + 1, self.total, f"timing {ready[name]}")
+            )
+            yield ready[name], failures.get(name) or self._timed(ready[name], timing)
+
+    def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
+        prepared = self.engines.prepare(point)
+        return {
+            "status": "ok" if timing.relative_error <= measure.NOISY_ERROR else "noisy",
+            "stop_reason": timing.stop_reason,
+            "samples_seconds": timing.samples,
+            "inner_loops": prepared.inner_loops,
+            "drift_ratio": timing.drift(),
+            **prepared.facts,
+        }
+
+    def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
+        return {
+            **point.key(),
+            "run_id": self.run_id,
+            "env_id": self.environment["env_id"],
+            "block": self.block,
+            "seq": seq,
+            "started_at": started,
+            "backend_version": backends.version(point.backend),
+            "device_uuid_hash": self.environment["device_uuid_hash"],
+            "timer": "perf_counter",
+            "pinning": "none",
+            **outcome,
+        }
+
+
+_Outcome = dict[str, Any]
+
+
+def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
+    if isinstance(failure, WorkerDied):
+        status = failure.reason if failure.reason in ("timeout", "oom") else "error"
+        return {"status": status, "error": str(failure)}
+    status = _FAILURES.get(failure.kind, "error")
+    return {"status": status, "error": failure.message if status in ("unsupported", "incorrect") else str(failure)}
+
+
+class _Engines:
+    """One worker for each engine, and in it the points of the block; those of a worker that died are built again."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._workers: dict[str, Worker] = {}
+        self._prepared: dict[Point, Prepared] = {}
+
+    def __enter__(self) -> _Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+    def prepare(self, point: Point) -> Prepared:
+        """The point, ready in the worker of its engine."""
+        worker = self._worker(point.backend)
+        prepared = self._prepared.get(point)
+        if prepared is None or not worker.holds(prepared):
+            prepared = worker.prepare("latbench.backends:prepare", point, timeout=PREPARE_SECONDS)
+            self._prepared[point] = prepared
+        return prepared
+
+    def sample(self, point: Point, seconds: float) -> list[float]:
+        """Samples of the point, in seconds a call."""
+        prepared = self.prepare(point)
+        return self._worker(point.backend).sample(prepared, seconds, timeout=SAMPLE_SECONDS)
+
+    def drop(self) -> None:
+        """Free all points; the workers stay, with what they imported and compiled."""
+        for worker in self._workers.values():
+            worker.drop(self._prepared.values())
+        self._prepared.clear()
+
+    def _worker(self, backend: str) -> Worker:
+        if backend not in self._workers:
+            self._workers[backend] = Worker(threads=self.threads, name=backend)
+        return self._workers[backend]
+
+
+def _fitting(points: list[Point], available: float) -> Iterator[list[Point]]:
+    """`points` in parts that together need no more than `available` bytes, one point at least."""
+    part: list[Point] = []
+    total = 0.0
+    for point in points:
+        shape = point.shape
+        weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
+        needed = 3 * weight + 2 * backends.ROTATED_BYTES + 2 * activations
+        if part and total + needed > available:
+            yield part
+            part, total = [], 0.0
+        part.append(point)
+        total += needed
+    if part:
+        yield part
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """What a killed sweep was writing; nothing else writes here while the device is locked."""
+    for leftover in folder.glob(".*.parquet.*.tmp"):
+        try:
+            leftover.unlink(missing_ok=True)
+        except OSError as error:
+            raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
