@@ -1,0 +1,89 @@
+"""The rows a cost model learns from, and how a row says which curve it belongs to.
+
+X is a pandas frame with the columns of `latbench.tables.KEY` (others are welcome), one row a point; y is seconds. A
+curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of measuring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from latbench import tables
+from latbench.errors import BadData
+
+KEY = [field.name for field in tables.KEY]
+CURVE = [name for name in KEY if name != "sparsity_target"]
+
+Array = npt.NDArray[np.float64]
+
+
+def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
+    """The layers of a table that a cost model learns from: X, one row a point (the latest), y their median seconds.
+
+    A noisy time is one of them: its own interval says how noisy. Whole-model rows and verifications are left out;
+    `backend` narrows the rest to one. Raises BadData where nothing is left.
+    """
+    timed = table["status"].isin(("ok", "noisy")) & table["op"].ne("model") & table["purpose"].ne("verify")
+    rows = table[timed if backend is None else timed & table["backend"].eq(backend)]
+    if rows.empty:
+        raise BadData(f"the table holds no time of a layer{f' on {backend}' if backend else ''}; sweep one first")
+    rows = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
+    rows = rows.sort_index().reset_index(drop=True)
+    return rows, rows["median_seconds"].to_numpy(np.float64)
+
+
+def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
+    """`y` as float64 (rows of X,). Raises ValueError unless it is positive, finite and as long as X, at least one."""
+    seconds = np.asarray(y, dtype=np.float64)
+    if seconds.shape != (len(X),) or seconds.size == 0:
+        raise ValueError(
+            f"X has {len(X)} rows and y the shape {seconds.shape}: one time a row is needed, at least one"
+        )
+    if not (np.isfinite(seconds).all() and seconds.min() > 0):
+        raise ValueError("y must be positive finite seconds")
+    return seconds
+
+
+def sparsities(X: pd.DataFrame) -> Array:
+    """The sparsity of every row, in [0, 1], to nine digits. Raises ValueError for anything else."""
+    if "sparsity_target" not in X.columns:
+        raise ValueError("X has no column sparsity_target")
+    values = X["sparsity_target"].to_numpy(np.float64).round(9)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise ValueError(f"sparsity_target must lie in [0, 1], not {values[~((values >= 0) & (values <= 1))][0]}")
+    return values
+
+
+def keys(X: pd.DataFrame, columns: Sequence[str]) -> list[tuple[Hashable, ...]]:
+    """The values of `columns`, a tuple a row; missing values are None, and 3.0 is 3, whatever the frame's dtypes."""
+    if not columns:
+        return [()] * len(X)
+    return list(zip(*([_plain(value) for value in X[name].tolist()] for name in columns), strict=True))
+
+
+def _plain(value: Hashable) -> Hashable:
+    if value is None or value is pd.NA or value != value:
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def shape_groups(X: pd.DataFrame) -> npt.NDArray[np.int64]:
+    """(rows of X,) a number for each layer shape: what hold-outs are split by. Unknown shapes differ by `model`."""
+    names = [name for name in ("op", "m", "k", "n", *_CONVOLUTION, "model") if name in X.columns]
+    seen: dict[tuple[Hashable, ...], int] = {}
+    return np.array([seen.setdefault(key, len(seen)) for key in keys(X, names)], dtype=np.int64)
+
+
+_CONVOLUTION = KEY[KEY.index("batch") : KEY.index("pattern")]
+
+
+def describe(row: dict[str, Hashable]) -> str:
+    """A point in a user's words: `linear 768x768x128 shflbw:32`, as far as the columns of `row` say."""
+    shape = "x".join(str(row[name]) for name in ("m", "k", "n") if row.get(name) is not None)
+    words = [row.get("op"), shape or row.get("model") or "a layer of unknown shape", row.get("pattern")]
+    text = " ".join(str(word) for word in words if word)
+    return f"{text} on {row['backend']}" if row.get("backend") else text

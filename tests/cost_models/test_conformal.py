@@ -1,0 +1,56 @@
+"""The conformal quantile: the right rank, and a coverage that holds for new scores and for new groups."""
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from cost_models import Uncalibrated
+from cost_models.conformal import quantile
+
+
+@pytest.mark.parametrize(("coverage", "rank"), [(0.9, 9), (0.5, 5), (0.45, 5), (0.1, 1), (0.81, 9)])
+def test_it_is_the_score_of_rank_n_plus_one_times_coverage_rounded_up(coverage: float, rank: int) -> None:
+    scores = np.arange(1.0, 10.0)[::-1]  # (9 + 1) * 0.9 = 9
+    assert quantile(scores, coverage) == rank
+
+
+def test_too_few_scores_bound_nothing() -> None:
+    with pytest.raises(Uncalibrated, match="at least 9 held-out points and this table gives 8"):
+        quantile(np.arange(8.0), 0.9)
+    with pytest.raises(Uncalibrated, match="held-out shapes"):
+        quantile(np.arange(80.0), 0.9, groups=np.arange(80) % 8)
+    with pytest.raises(Uncalibrated, match="gives 0"):
+        quantile([], 0.5)
+
+
+def test_groups_of_one_are_no_groups(rng: np.random.Generator) -> None:
+    scores = rng.normal(size=57)
+    assert quantile(scores, 0.83) == quantile(scores, 0.83, groups=rng.permutation(57))
+
+
+@pytest.mark.parametrize("coverage", [0.0, 1.0, 90])
+def test_a_coverage_outside_zero_to_one_is_refused(coverage: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        quantile(np.arange(99.0), coverage)
+
+
+def _coverage(rng: np.random.Generator, by_group: bool) -> tuple[float, float]:
+    """Mean coverage, and its standard error, of a new group's scores over 2000 draws of 19 groups of unlike size."""
+    shares = []
+    for _ in range(2000):
+        sizes = rng.integers(1, 30, size=20)
+        groups = np.repeat(np.arange(20), sizes)
+        # Small groups behave worse, so counting points instead of groups would be too sure of itself.
+        scores = np.abs(rng.normal(size=groups.size) + rng.normal(size=20)[groups]) * (30 / sizes[groups]) ** 0.5
+        seen = groups > 0
+        bound = quantile(scores[seen], 0.8, groups=groups[seen] if by_group else None)
+        shares.append((scores[~seen] <= bound).mean())
+    return float(np.mean(shares)), float(np.std(shares) / len(shares) ** 0.5)
+
+
+def test_a_new_group_is_covered_and_pooling_points_would_not_cover_it(rng: np.random.Generator) -> None:
+    unlikely = norm.ppf(1 - 1e-4)
+    mean, error = _coverage(rng, by_group=True)
+    assert mean >= 0.8 - unlikely * error
+    pooled, error = _coverage(rng, by_group=False)
+    assert pooled < 0.8 - unlikely * error
