@@ -46,8 +46,12 @@ def check(
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join(LAYOUTS)}")
+    m = packed.shape[0]
     if layout == "token_major":
+        _check_shape(y, (len(x), m))
         x, y = x.T, y.T
+    else:
+        _check_shape(y, (m, x.shape[1]))
     return _compare(y, *_expected(packed, x, bias, activation))
 
 
@@ -61,9 +65,7 @@ def check_conv2d(
     activation: str | None = None,
 ) -> float:
     """The same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
-    wanted = (len(x), shape.c_out, shape.out_h, shape.out_w)
-    if y.shape != wanted:
-        raise WrongResult(f"the result has shape {y.shape}, expected {wanted}")
+    _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
     return _compare(columns, *_expected(packed, patches(x, shape), bias, activation))
 
@@ -72,7 +74,8 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np
     """A weight (m, k) and x (k, n), float32, whose product float32 holds exactly whatever the order of the sums.
 
     Small whole numbers, with weights of 12 significant bits, one more than float16 and TF32 keep: a kernel that
-    drops, repeats or rounds anything is off by whole units. ValueError for k above 4096, where sums could pass 2**24.
+    drops, repeats or rounds anything is off by whole units, where its errors do not cancel. ValueError for k above
+    4096, where sums could pass 2**24.
     """
     if k > 4096:
         raise ValueError(f"sums of {k} products would pass what float32 holds exactly: k is at most 4096")
@@ -102,9 +105,12 @@ def _expected(
     return y, bound, scale
 
 
+def _check_shape(y: np.ndarray, expected: tuple[int, ...]) -> None:
+    if y.shape != expected:
+        raise WrongResult(f"the result has shape {y.shape}, expected {expected}")
+
+
 def _compare(y: np.ndarray, expected: Result, bound: Result, scale: Result) -> float:
-    if y.shape != expected.shape:
-        raise WrongResult(f"the result has {y.shape} rows and columns, expected {expected.shape}")
     with np.errstate(invalid="ignore", divide="ignore"):
         error = np.where((y == expected) | np.isnan(expected), 0.0, np.abs(y - expected))
         excess = np.where(error > 0, error / bound, 0.0)  # NaN counts as infinitely far

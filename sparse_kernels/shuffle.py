@@ -37,9 +37,10 @@ def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator
     """
     m, k = scores.shape
     best = np.arange(m)
-    retained = _retained(scores, best, v, sparsity)
-    if m <= v or not 0 < retained < scores.sum(dtype=np.float64):
-        return best  # one group, or nothing to choose
+    kept, totals, _ = top_vectors(scores, v, sparsity)
+    retained = float(np.sum(totals, where=kept))
+    if v == 1 or m <= v or kept.all() or retained == 0:
+        return best  # nothing to choose
     scaled = scores / scores.max()
     scaled = (scaled / scaled.mean()).astype(np.float32)
     work = WORK
@@ -62,11 +63,12 @@ def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator
 def cluster(rows: NDArray[np.float32], v: int, rng: np.random.Generator, rounds: int = 8) -> Order:
     """An order of rows float32 (m, k) in which like ones are together: balanced k-means with clusters of v rows.
 
-    The last cluster has m mod v rows where m is no multiple of v. Centres start as rows drawn by rng.
+    The last cluster has m mod v rows where m is no multiple of v. Centres start as rows drawn by rng, far from one
+    another (k-means++: Arthur and Vassilvitskii, SODA 2007).
     """
     m = len(rows)
     sizes = _group_sizes(m, v)
-    centres = rows[rng.choice(m, len(sizes), replace=False)]
+    centres = rows[_spread(rows, len(sizes), rng)]
     order = np.arange(m)
     for _ in range(rounds):
         nearness = 2 * rows @ centres.T - np.sum(centres**2, axis=1)
@@ -122,6 +124,22 @@ def _starts(scores: NDArray[np.float32], v: int, sparsity: float, rng: np.random
 def _price(means: NDArray[np.float64], kept: NDArray[np.bool_]) -> float:
     """Between the least kept and the largest dropped mean score of a vector's element."""
     return float(means[kept].min() + means[~kept].max()) / 2
+
+
+def _spread(rows: NDArray[np.float32], count: int, rng: np.random.Generator) -> list[int]:
+    """`count` rows, each drawn with a chance in proportion to its squared distance from those drawn before."""
+    lengths = np.sum(rows**2, axis=1)
+    drawn = [int(rng.integers(len(rows)))]
+    distance = np.full(len(rows), np.inf)
+    while len(drawn) < count:
+        to_last = lengths + lengths[drawn[-1]] - 2 * rows @ rows[drawn[-1]]
+        distance = np.minimum(distance, np.maximum(to_last, 0))
+        reach = np.cumsum(distance)
+        if reach[-1] > 0:
+            drawn.append(min(int(np.searchsorted(reach, rng.random() * reach[-1], side="right")), len(rows) - 1))
+        else:
+            drawn.append(int(rng.integers(len(rows))))  # every row equals one that is drawn
+    return drawn
 
 
 def _assign(value: NDArray[np.float32], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
