@@ -1,0 +1,135 @@
+"""A profile: which pattern at which sparsity in which layer, what that is predicted to take, and where it came from.
+
+It is written as JSON, version 1, and read strictly: what `latbench search` promised is what `prune` and `verify`
+hold.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from latbench.errors import BadData
+from latbench.files import write_text_atomically
+from sparse_kernels.patterns import parse
+
+VERSION = 1
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """What one layer becomes, its predicted seconds with their interval, and its relative output error."""
+
+    pattern: str
+    sparsity: float
+    seconds: float
+    seconds_low: float
+    seconds_high: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The choice for every searched layer, and the promise: `predicted_seconds` <= `dense_seconds` / `target`.
+
+    Seconds are of one call of the whole model on the task's example inputs. `fixed_seconds` is what the converted
+    model takes beyond the searched layers, `ceiling` the speedup if those took no time. `error` is the sum of the
+    layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss. `table_hash`,
+    `model_hash` and `inputs` say what it was made from.
+    """
+
+    task: str
+    layers: Mapping[str, LayerChoice]
+    backend: str
+    threads: int
+    batch: int
+    device: str
+    target: float
+    dense_engine: str
+    dense_seconds: float
+    dense_seconds_low: float
+    dense_seconds_high: float
+    fixed_seconds: float
+    fixed_seconds_low: float
+    fixed_seconds_high: float
+    predicted_seconds: float
+    predicted_low: float
+    predicted_high: float
+    loss: float
+    error: float
+    bound: float
+    ceiling: float
+    strategy: str
+    seed: int
+    table_hash: str
+    model_hash: str
+    inputs: str
+
+    @property
+    def speedup(self) -> tuple[float, float, float]:
+        """The predicted speedup over the fastest dense engine, and its interval."""
+        return (
+            self.dense_seconds / self.predicted_seconds,
+            self.dense_seconds_low / self.predicted_high,
+            self.dense_seconds_high / self.predicted_low,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write it to `path`, whole or not at all."""
+        write_text_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
+
+    def spdy_text(self) -> str:
+        """The profile in SPDY's text format: a line `<sparsity> <layer>` for each layer, without patterns."""
+        return "".join(f"{choice.sparsity:.4f} {name}\n" for name, choice in self.layers.items())
+
+
+def load(path: Path) -> Profile:
+    """The profile at `path`. Raises BadData when it is missing, foreign, of another version, or lacks anything."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadData(f"{path} does not exist: `latbench search` writes profiles") from None
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(content, dict) or "version" not in content:
+        raise BadData(f"{path}: not a latbench profile")
+    if content.pop("version") != VERSION:
+        raise BadData(f"{path}: another profile version than {VERSION}, which this latbench reads; search again")
+    layers = content.get("layers")
+    if not isinstance(layers, dict) or not layers:
+        raise BadData(f"{path}: a profile has layers, a JSON object with an entry for each")
+    content["layers"] = {name: _record(LayerChoice, entry, f"{path}: layer {name}") for name, entry in layers.items()}
+    for name, choice in content["layers"].items():
+        try:
+            parse(choice.pattern)
+        except ValueError as error:
+            raise BadData(f"{path}: layer {name}: {error}") from None
+        if not 0 <= choice.sparsity < 1:
+            raise BadData(f"{path}: layer {name}: a sparsity lies in [0, 1), not {choice.sparsity}")
+    return _record(Profile, content, str(path))
+
+
+def _record(kind: type[Record], content: Any, where: str) -> Record:
+    """A dataclass of text, whole numbers and finite reals from a JSON object with exactly its fields."""
+    if not isinstance(content, dict):
+        raise BadData(f"{where}: expected a JSON object, not {content!r}")
+    kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
+    if missing := [name for name in kinds if name not in content]:
+        raise BadData(f"{where}: {', '.join(missing)} missing")
+    if unknown := [name for name in content if name not in kinds]:
+        raise BadData(f"{where}: unknown entry {', '.join(unknown)}")
+    for name, value in content.items():
+        right = {
+            "str": lambda value: isinstance(value, str),
+            "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
+            "float": lambda value: isinstance(value, float | int) and math.isfinite(value),
+        }.get(str(kinds[name]), lambda value: True)
+        if not right(value):
+            raise BadData(f"{where}: {name} must be of kind {kinds[name]}, not {value!r}")
+    return kind(**content)
