@@ -113,6 +113,6 @@ def spdy_search(
 
 
 def quadratic_prior(sparsities: Sequence[float]) -> Floats:
-    """The published prior of a layer's options: (i / (n - 1))^2, i the place of the sparsity among n distinct ones."""
+    """The published prior of a layer: (i / (n - 1))^2 for each option, i its place among n distinct sparsities."""
     distinct, place = np.unique(np.asarray(sparsities, np.float64), return_inverse=True)
     return np.asarray((place / max(1, len(distinct) - 1)) ** 2, np.float64)
