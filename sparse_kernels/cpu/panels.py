@@ -1,0 +1,145 @@
+"""Any packed weight as panels: runs of rows that share their columns, the one form the kernels read.
+
+A panel has `width` rows (of the packed order) and `count` columns. Its values lie column after column, `width` weights
+beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of a group
+have weight 0 and row_ids -1.
+
+values   float32 (sum of count * width)
+columns  int32 (sum of count over groups): panels of one group share their columns
+table    int64 (panels, 3): where the panel's values start, where its columns start, count
+work     int64 (panels + 1): the cost of all panels before each one, in columns
+row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 for none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight
+
+# What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
+PANEL_COST = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Groups of `height` rows with equal columns: group g has columns[indptr[g] : indptr[g + 1]].
+
+    values float32 (columns, height); row_ids int32 (groups * height), -1 for rows that do not exist.
+    """
+
+    height: int
+    indptr: NDArray[np.int64]
+    columns: NDArray[np.int32]
+    values: NDArray[np.float32]
+    row_ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """Panels of one width; the arrays are those of the module's docstring."""
+
+    width: int
+    values: NDArray[np.float32]
+    columns: NDArray[np.int32]
+    table: NDArray[np.int64]
+    work: NDArray[np.int64]
+    row_ids: NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+
+    def copy(self) -> Panels:
+        """The same panels in memory of their own."""
+        arrays = {name: value.copy() for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        return dataclasses.replace(self, **arrays)
+
+
+def group_height(packed: Packed) -> int:
+    """Rows that share their columns in this weight; every height is possible where all columns are kept: m."""
+    match packed:
+        case DenseWeight():
+            return packed.shape[0]
+        case CSRWeight() | NMWeight():
+            return 1
+        case BlockWeight():
+            return packed.pattern.rows
+        case VectorWeight():
+            return packed.pattern.v
+    raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
+
+
+def groups(packed: Packed) -> Groups:
+    """The groups of a packed weight, in the order of its rows; column lists rise."""
+    m, k = packed.shape
+    match packed:
+        case DenseWeight():
+            indptr = np.array([0, k], np.int64)
+            return Groups(
+                m, indptr, np.arange(k, dtype=np.int32), packed.values.T.copy(), np.arange(m, dtype=np.int32)
+            )
+        case CSRWeight():
+            return Groups(1, packed.indptr, packed.indices, packed.values[:, None], np.arange(m, dtype=np.int32))
+        case NMWeight():
+            return _of_nm(packed)
+        case BlockWeight():
+            return _of_blocks(packed)
+        case VectorWeight():
+            return Groups(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
+    raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
+
+
+def panels(groups: Groups, width: int) -> Panels:
+    """Cut each group into panels of `width` rows, the last one filled up."""
+    cuts = -(-groups.height // width)
+    filled = cuts * width
+    counts = np.diff(groups.indptr)
+    n_groups = counts.size
+    padded = np.zeros((groups.columns.size, filled), np.float32)
+    padded[:, : groups.height] = groups.values
+    # From (column, row) to (cut, column, row in cut), a group at a time: panels of a group lie one after the other.
+    values = np.empty(padded.size, np.float32)
+    for start, stop in zip(groups.indptr, groups.indptr[1:], strict=False):
+        block = padded[start:stop].reshape(stop - start, cuts, width).swapaxes(0, 1)
+        values[start * filled : stop * filled] = block.ravel()
+    table = np.empty((n_groups, cuts, 3), np.int64)
+    table[:, :, 0] = groups.indptr[:-1, None] * filled + np.arange(cuts) * width * counts[:, None]
+    table[:, :, 1] = groups.indptr[:-1, None]
+    table[:, :, 2] = counts[:, None]
+    work = np.zeros(n_groups * cuts + 1, np.int64)
+    np.cumsum(np.repeat(counts + PANEL_COST, cuts), out=work[1:])
+    row_ids = np.full((n_groups, filled), -1, np.int32)
+    row_ids[:, : groups.height] = groups.row_ids.reshape(n_groups, groups.height)
+    return Panels(width, values, groups.columns.copy(), table.reshape(-1, 3), work, row_ids.ravel())
+
+
+def _of_nm(packed: NMWeight) -> Groups:
+    """Rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight 0."""
+    m, n_groups, keep = packed.values.shape
+    offsets = packed.offsets.astype(np.int32)
+    filled = np.ones(offsets.shape, bool)
+    filled[:, :, 1:] = (offsets[:, :, 1:] != offsets[:, :, :-1]) | (packed.values[:, :, 1:] != 0)
+    filled[:, :, 0] = (offsets[:, :, 0] != 0) | (packed.values[:, :, 0] != 0)
+    columns = np.arange(n_groups, dtype=np.int32)[:, None] * packed.pattern.of + offsets
+    indptr = np.zeros(m + 1, np.int64)
+    np.cumsum(np.count_nonzero(filled.reshape(m, -1), axis=1), out=indptr[1:])
+    return Groups(1, indptr, columns[filled], packed.values[filled][:, None], np.arange(m, dtype=np.int32))
+
+
+def _of_blocks(packed: BlockWeight) -> Groups:
+    """Block rows with their columns written out, those beyond k left out."""
+    m, k = packed.shape
+    blocks, rows, cols = packed.values.shape
+    columns = packed.indices[:, None] * cols + np.arange(cols, dtype=np.int32)
+    exists = columns < k
+    values = packed.values.swapaxes(1, 2)[exists]
+    ends = np.concatenate([[0], np.cumsum(np.count_nonzero(exists, axis=1))])
+    row_ids = np.full((packed.indptr.size - 1) * rows, -1, np.int32)
+    row_ids[:m] = np.arange(m)
+    return Groups(rows, ends[packed.indptr].astype(np.int64), columns[exists].astype(np.int32), values, row_ids)

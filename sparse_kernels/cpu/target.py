@@ -1,0 +1,45 @@
+"""The vector unit that compiled kernels run on: what Numba generates code for, which NUMBA_CPU_NAME may lower."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from numba.core.registry import cpu_target
+
+# Numba keeps compiled kernels on disk and compiles again when their own file changes, but not when a file does that
+# emits or holds code they use. It does tell kernels apart by the values they close over: so every kernel closes over
+# this checksum of all kernel sources.
+VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A vector unit: its name in plan.kernel, float32 lanes, vector registers, whether it has a fused multiply-add."""
+
+    name: str
+    lanes: int
+    registers: int
+    fused: bool
+
+
+@cache
+def host() -> Target:
+    """The vector unit of this process.
+
+    A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
+    kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
+    """
+    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    if triple.startswith(("aarch64", "arm64")):
+        return Target("neon", 4, 32, fused=True)
+    if {"avx512f", "avx512vl", "avx512dq"} <= has:
+        return Target("avx512", 16, 32, fused=True)
+    if "avx2" in has and "fma" in has:
+        return Target("avx2", 8, 16, fused=True)
+    if "avx" in has:
+        return Target("avx", 8, 16, fused=False)
+    return Target("simd128", 4, 16, fused=False)
