@@ -39,9 +39,9 @@ class Profile:
     """The choice for every searched layer, and the promise: `predicted_seconds` <= `dense_seconds` / `target`.
 
     Seconds are of one call of the whole model on the task's example inputs. `fixed_seconds` is what the converted
-    model takes beyond the searched layers, `ceiling` the speedup if those took no time. `error` is the sum of the
-    layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss. `table_hash`,
-    `model_hash` and `inputs` say what it was made from.
+    model takes beyond the searched layers, `ceiling` the speedup if those took no time (None: unbounded). `error` is
+    the sum of the layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss.
+    `table_hash`, `model_hash` and `inputs` say what it was made from.
     """
 
     task: str
@@ -64,7 +64,7 @@ class Profile:
     loss: float
     error: float
     bound: float
-    ceiling: float
+    ceiling: float | None
     strategy: str
     seed: int
     table_hash: str
@@ -125,11 +125,17 @@ def _record(kind: type[Record], content: Any, where: str) -> Record:
     if unknown := [name for name in content if name not in kinds]:
         raise BadData(f"{where}: unknown entry {', '.join(unknown)}")
     for name, value in content.items():
-        right = {
-            "str": lambda value: isinstance(value, str),
-            "int": lambda value: isinstance(value, int) and not isinstance(value, bool),
-            "float": lambda value: isinstance(value, float | int) and math.isfinite(value),
-        }.get(str(kinds[name]), lambda value: True)
-        if not right(value):
-            raise BadData(f"{where}: {name} must be of kind {kinds[name]}, not {value!r}")
+        wanted = str(kinds[name])
+        if not (_is(wanted.removesuffix(" | None"), value) or (value is None and wanted.endswith(" | None"))):
+            raise BadData(f"{where}: {name} must be of kind {wanted}, not {value!r}")
     return kind(**content)
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind == "str":
+        return isinstance(value, str)
+    if kind == "int":
+        return isinstance(value, int) and not isinstance(value, bool)
+    if kind == "float":
+        return isinstance(value, float | int) and math.isfinite(value)
+    return True  # the layers, which were checked one by one

@@ -36,8 +36,8 @@ class BadProblem(BadData, ValueError):
 class Infeasible(PromiseMissed):
     """No profile fits the budget; the fastest one takes `fastest_seconds`."""
 
-    def __init__(self, budget: float, fastest_seconds: float) -> None:
-        super().__init__(f"no profile fits {budget:.6g} s: the fastest one takes {fastest_seconds:.6g} s")
+    def __init__(self, budget: float, fastest_seconds: float, sentence: str | None = None) -> None:
+        super().__init__(sentence or f"no profile fits {budget:.6g} s: the fastest one takes {fastest_seconds:.6g} s")
         self.budget = budget
         self.fastest_seconds = fastest_seconds
 

@@ -1,0 +1,269 @@
+"""The problem to be solved: layers, their options with predicted seconds, and the seconds around them.
+
+The seconds of a converted model are `fixed` plus the sum over its searched layers; the promise is that they are at
+most dense / target. Every number is an interval, and it is the unfavourable ends that must keep the promise: the
+upper ends of the layers and of `fixed` against the lower end of dense. Errors of several layers are not taken to
+cancel, because what makes predictions wrong (a machine that runs slower than when the table was made) moves all of
+them the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+
+from latbench import tables
+from latbench.errors import BadData
+from latbench.plan import describe, shape_columns
+from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
+from sparse_kernels.shapes import Shape
+
+Choice = tuple[int, ...]
+
+DENSE = "dense"
+
+
+class CostModel(Protocol):
+    """What a problem asks of a cost model: X is a frame with the table's columns, the answers are seconds."""
+
+    def predict(self, X: pd.DataFrame) -> Floats:
+        """Seconds of every row."""
+
+    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[Floats, Floats]:
+        """Seconds (low, high) that hold a measurement with probability `coverage`."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A value and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to hold a layer."""
+
+    pattern: str
+    sparsity: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors."""
+
+    name: str
+    options: tuple[Option, ...]
+    seconds: Floats
+    low: Floats
+    high: Floats
+    errors: Floats
+
+    def take(self, places: Sequence[int]) -> Layer:
+        """The layer with only these options."""
+        index = np.asarray(places, np.intp)
+        return Layer(
+            self.name, tuple(self.options[i] for i in places),
+            self.seconds[index], self.low[index], self.high[index], self.errors[index],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Layers to choose for, what the converted model takes beyond them, and the fastest dense model, in seconds.
+
+    `fixed` may be negative: layers can be faster inside the model than on their own.
+    """
+
+    layers: tuple[Layer, ...]
+    fixed: Interval
+    dense: Interval
+    dense_engine: str
+
+    def predict(self, choice: Choice) -> Interval:
+        """Seconds of the converted model with these options."""
+        value, low, high = (
+            sum_in_order([fixed, *(seconds[j] for seconds, j in zip(arrays, choice, strict=True))])
+            for fixed, arrays in (
+                (self.fixed.value, [layer.seconds for layer in self.layers]),
+                (self.fixed.low, [layer.low for layer in self.layers]),
+                (self.fixed.high, self.safe_seconds),
+            )
+        )
+        return Interval(value, low, high)
+
+    def speedup(self, seconds: Interval) -> Interval:
+        """How much faster than the dense model that is, both intervals at their worst and at their best."""
+        return Interval(
+            self.dense.value / seconds.value, self.dense.low / seconds.high, _ratio(self.dense.high, seconds.low)
+        )
+
+    @property
+    def safe_seconds(self) -> list[Floats]:
+        """The upper ends of the options' seconds, an array a layer: what is compared with the budget."""
+        return [layer.high for layer in self.layers]
+
+    @property
+    def errors(self) -> list[Floats]:
+        """The options' errors, an array a layer."""
+        return [layer.errors for layer in self.layers]
+
+    @property
+    def ceiling(self) -> float | None:
+        """The speedup if the searched layers took no time; None if nothing is left then."""
+        return self.dense.value / self.fixed.value if self.fixed.value > 0 else None
+
+    def budget(self, target: float) -> float:
+        """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few."""
+        budget = self.dense.low / target - self.fixed.high
+        fastest = sum_in_order(layer.high.min() for layer in self.layers)
+        if budget < fastest:
+            raise Infeasible(budget, fastest, self._infeasible(target))
+        return budget
+
+    def _infeasible(self, target: float) -> str:
+        fastest = self.predict(tuple(int(np.argmin(layer.high)) for layer in self.layers))
+        best = self.speedup(fastest)
+        sentence = (
+            f"target {target:g}x is infeasible: the best is {best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
+        )
+        share = self.fixed.value / self.dense.value
+        if target <= best.value:
+            sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+        if share > 0:
+            sentence += f"; {share:.0%} of the time is in layers that cannot be pruned"
+        return sentence + "."
+
+    def solve(self, target: float) -> Solution:
+        """The profile of least total error that keeps the promise. Raises Infeasible."""
+        return solve(self.safe_seconds, self.errors, self.budget(target))
+
+    def uniforms(self, target: float, pattern: str | None = None) -> list[Choice]:
+        """For each pattern (or only `pattern`) the mildest sparsity that keeps the promise when all layers have it.
+
+        A layer that lacks the option stays dense. The least error first; empty if no uniform profile is fast enough.
+        """
+        budget = self.budget(target)
+        found: dict[str, tuple[float, Choice]] = {}
+        every = sorted(
+            {option for layer in self.layers for option in layer.options}, key=lambda o: (o.pattern, o.sparsity)
+        )
+        for option in every:
+            if option.pattern in found or pattern not in (None, option.pattern):
+                continue
+            choice = self.uniform_choice(option)
+            if sum_in_order(t[j] for t, j in zip(self.safe_seconds, choice, strict=True)) <= budget:
+                error = sum_in_order(e[j] for e, j in zip(self.errors, choice, strict=True))
+                found[option.pattern] = error, choice
+        return [choice for _, choice in sorted(found.values())]
+
+    def uniform(self, target: float, pattern: str | None = None) -> Choice:
+        """The best uniform profile: one pattern and sparsity everywhere, least total error. Raises Infeasible."""
+        choices = self.uniforms(target, pattern)
+        if not choices:
+            raise Infeasible(
+                self.budget(target), math.nan,
+                f"no uniform {pattern or 'profile'} reaches {target:g}x; mixed profiles do",
+            )  # fmt: skip
+        return choices[0]
+
+    def uniform_choice(self, option: Option) -> Choice:
+        """This option in every layer that has it, dense elsewhere."""
+        dense = Option(DENSE, 0.0)
+        return tuple(layer.options.index(option if option in layer.options else dense) for layer in self.layers)
+
+    def scaled(self, factor: float) -> Problem:
+        """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
+        return replace(self, layers=tuple(
+            replace(layer, seconds=layer.seconds * factor, low=layer.low * factor, high=layer.high * factor)
+            for layer in self.layers
+        ))  # fmt: skip
+
+    def without_hopeless(self) -> Problem:
+        """Leave out what no efficient profile needs, whatever the errors turn out to be: they rise with sparsity.
+
+        An option goes if dense, or a lower sparsity of its pattern, is no slower.
+        """
+
+        def hopeless(layer: Layer, j: int) -> bool:
+            option = layer.options[j]
+            milder = [
+                i for i, other in enumerate(layer.options)
+                if other.sparsity < option.sparsity and other.pattern in (option.pattern, DENSE)
+            ]  # fmt: skip
+            return any(layer.high[i] <= layer.high[j] for i in milder)
+
+        return replace(self, layers=tuple(
+            layer.take([j for j in range(len(layer.options)) if not hopeless(layer, j)]) for layer in self.layers
+        ))  # fmt: skip
+
+    def with_errors(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
+        """The same problem with the options' errors; dense options have none, whatever is given."""
+        return replace(self, layers=tuple(
+            replace(layer, errors=np.array([
+                0.0 if option.pattern == DENSE else errors[layer.name][option] for option in layer.options
+            ]))
+            for layer in self.layers
+        ))  # fmt: skip
+
+
+def predicted_layers(
+    model: CostModel,
+    table: pd.DataFrame,
+    shapes: Mapping[str, Shape],
+    *,
+    threads: int,
+    backend: str = "numba",
+    patterns: Sequence[str] | None = None,
+    coverage: float = 0.9,
+) -> tuple[Layer, ...]:
+    """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
+
+    `patterns` narrows them. Raises BadData where a layer has no dense time on this backend with so many threads.
+    """
+    rows = tables.ok(table)
+    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
+    known: dict[Shape, Layer] = {}
+    for name, shape in shapes.items():
+        if shape not in known:
+            known[shape] = _predicted(
+                model, _of_shape(rows, shape), name, shape, threads, backend, patterns, coverage
+            )
+    return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
+
+
+def _of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
+    for column, value in shape_columns(shape).items():
+        rows = rows[rows[column] == value]
+    rows = rows.sort_values(["sparsity_target", "pattern"], kind="stable")
+    return rows.drop_duplicates(["pattern", "sparsity_target"])
+
+
+def _predicted(
+    model: CostModel, rows: pd.DataFrame, name: str, shape: Shape, threads: int, backend: str,
+    patterns: Sequence[str] | None, coverage: float,
+) -> Layer:  # fmt: skip
+    if patterns is not None:
+        rows = rows[rows["pattern"].isin([DENSE, *patterns])]
+    if DENSE not in set(rows["pattern"]):
+        raise BadData(
+            f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with {threads} "
+            "threads: sweep its workload on this machine (latbench trace, then latbench sweep --workload)"
+        )
+    low, high = model.predict_interval(rows, coverage)
+    options = tuple(
+        Option(str(pattern), float(sparsity))
+        for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
+    )
+    return Layer(name, options, np.asarray(model.predict(rows)), low, high, np.full(len(options), np.nan))
+
+
+def _ratio(above: float, below: float) -> float:
+    return above / below if below > 0 else math.inf

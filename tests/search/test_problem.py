@@ -1,0 +1,156 @@
+"""Problems: options from a table, budgets that the unfavourable ends must keep, uniform profiles, honest refusals."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from latbench import tables
+from latbench.errors import BadData
+from latbench.plan import Point, shape_columns
+from search.problem import DENSE, Interval, Layer, Option, Problem, predicted_layers
+from search.solve import Infeasible
+from sparse_kernels.patterns import parse
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
+
+OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9), Option("unstructured", 0.5))
+
+
+def layer(name: str, seconds: Sequence[float], errors: Sequence[float], spread: float = 0.1) -> Layer:
+    t = np.array(seconds)
+    return Layer(name, OPTIONS[: len(t)], t, t * (1 - spread), t * (1 + spread), np.array(errors))
+
+
+def problem() -> Problem:
+    return Problem(
+        layers=(
+            layer("a", [4.0, 2.0, 1.0, 3.0], [0.0, 0.1, 0.4, 0.05]),
+            layer("b", [6.0, 3.0, 1.0, 5.0], [0.0, 0.2, 0.9, 0.1]),
+        ),
+        fixed=Interval(1.0, 0.8, 1.2),
+        dense=Interval(10.0, 9.9, 10.1),
+        dense_engine="onnxruntime",
+    )
+
+
+def test_the_unfavourable_ends_must_keep_the_promise() -> None:
+    p = problem()
+    assert p.budget(2.0) == 9.9 / 2 - 1.2
+    predicted = p.predict((2, 2))
+    assert (predicted.value, predicted.low, predicted.high) == pytest.approx((3.0, 2.6, 3.4), rel=1e-15)
+    speedup = p.speedup(predicted)
+    assert (speedup.value, speedup.low, speedup.high) == pytest.approx((10 / 3, 9.9 / 3.4, 10.1 / 2.6), rel=1e-15)
+    solution = p.solve(2.0)
+    assert p.speedup(p.predict(solution.choice)).low >= 2.0
+    assert solution.choice == (1, 2)  # by hand: (1, 1) takes 5.5 s at its upper end and (2, 1) 4.4 s, of 3.75 s
+
+
+def test_the_ceiling_is_what_free_layers_would_give() -> None:
+    assert problem().ceiling == 10.0
+    free = Problem(problem().layers, Interval(-0.1, -0.2, 0.0), Interval(1, 1, 1), "torch")
+    assert free.ceiling is None
+
+
+def test_infeasible_is_said_with_the_best_its_interval_and_the_rest() -> None:
+    sentence = (
+        r"^target 4x is infeasible: the best is 3\.33x \(2\.91-3\.88x\); "
+        r"10% of the time is in layers that cannot be pruned\.$"
+    )
+    with pytest.raises(Infeasible, match=sentence) as caught:
+        problem().solve(4.0)
+    assert caught.value.fastest_seconds == pytest.approx(2.2)
+    with pytest.raises(Infeasible, match=r"target 3.2x is infeasible: .* lower end must reach the target .*--risk"):
+        problem().solve(3.2)
+
+
+def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> None:
+    p = problem()
+    assert p.uniforms(2.0) == [(2, 2)]
+    assert p.uniforms(1.4) == [(1, 1)]
+    assert p.uniforms(0.98) == [(3, 3), (1, 1)]
+    assert p.uniforms(0.98, "vector:8") == [(1, 1)]
+    assert p.uniform(0.98) == (3, 3)
+    with pytest.raises(Infeasible, match="no uniform unstructured reaches 2x"):
+        p.uniform(2.0, "unstructured")
+
+
+def test_a_layer_without_the_option_stays_dense_in_a_uniform_profile() -> None:
+    p = problem()
+    short = Problem((p.layers[0], layer("b", [6.0], [0.0])), p.fixed, p.dense, p.dense_engine)
+    assert short.uniform_choice(Option("vector:8", 0.9)) == (2, 0)
+
+
+def test_options_that_nothing_efficient_needs_are_left_out() -> None:
+    slow = layer("a", [2.0, 1.0, 1.5, 2.5], [0.0, np.nan, np.nan, np.nan])
+    p = Problem((slow,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless()
+    assert p.layers[0].options == (OPTIONS[0], OPTIONS[1])
+    assert p.layers[0].seconds.tolist() == [2.0, 1.0]
+
+
+def test_scaling_and_errors_change_only_what_they_say() -> None:
+    p = problem().scaled(0.5)
+    assert p.layers[0].high.tolist() == (problem().layers[0].high * 0.5).tolist()
+    errors = {name: dict.fromkeys(OPTIONS, 7.0) for name in ("a", "b")}
+    assert p.with_errors(errors).layers[1].errors.tolist() == [0.0, 7.0, 7.0, 7.0]
+
+
+class Doubling:
+    """A cost model by formula: the measured median, and between half and twice that."""
+
+    def predict(self, X: pd.DataFrame) -> np.ndarray:
+        return X["median_seconds"].to_numpy(float)
+
+    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[np.ndarray, np.ndarray]:
+        return self.predict(X) * (1 - coverage / 2), self.predict(X) * (1 + coverage)
+
+
+LINEAR = LinearShape(m=32, k=16, n=7)
+CONV = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1))
+CONV2 = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1), stride=(2, 2))
+
+
+def table(*entries: tuple[Shape, str, float, float, dict[str, Any]]) -> pd.DataFrame:
+    rows = []
+    for shape, pattern, sparsity, seconds, changes in entries:
+        point = Point("cpu", "numba", "auto", shape, parse(pattern), sparsity, threads=2)
+        row = {**point.key(), "point_id": point.id, "status": "ok", "started_at": datetime.now(UTC)}
+        rows.append({**row, "median_seconds": seconds, **changes})
+    return pd.DataFrame(rows, columns=tables.SCHEMA.names)
+
+
+def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
+    t = table(
+        (LINEAR, "vector:8", 0.9, 1.0, {}),
+        (LINEAR, "dense", 0.0, 4.0, {}),
+        (LINEAR, "nm:2:4", 0.5, 3.0, {}),
+        (LINEAR, "vector:8", 0.5, 2.0, {"status": "incorrect", "point_id": "x"}),
+        (LINEAR, "vector:8", 0.75, 2.0, {"threads": 1, "point_id": "y"}),
+        (LINEAR, "dense", 0.0, 0.1, {"backend": "torch", "point_id": "z"}),
+        (CONV, "dense", 0.0, 5.0, {}),
+        (CONV2, "dense", 0.0, 6.0, {}),
+    )
+    found = predicted_layers(
+        Doubling(), t, {"x": LINEAR, "y": CONV, "z": CONV2, "w": LINEAR}, threads=2, coverage=0.5
+    )
+    assert [one.name for one in found] == ["x", "y", "z", "w"]
+    assert found[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.9))
+    assert found[0].seconds.tolist() == found[3].seconds.tolist() == [4.0, 3.0, 1.0]
+    assert (found[0].low[0], found[0].high[0]) == (3.0, 6.0)
+    assert (found[1].seconds.tolist(), found[2].seconds.tolist()) == ([5.0], [6.0])
+    narrow = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, patterns=["nm:2:4"])
+    assert narrow[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5))
+
+
+def test_a_layer_that_was_not_swept_is_named() -> None:
+    t = table((LINEAR, "vector:8", 0.9, 1.0, {}))
+    with pytest.raises(
+        BadData, match=r"no valid dense time of layer fc \(linear 32x16 on 7\) on numba with 2 threads"
+    ):
+        predicted_layers(Doubling(), t, {"fc": LINEAR}, threads=2)
+
+
+def test_convolutions_are_told_apart_by_every_column() -> None:
+    assert shape_columns(CONV) != shape_columns(CONV2)
