@@ -27,7 +27,7 @@ SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times what reading perf_counter cos
 FEWEST_SAMPLES = 10
 FEWEST_ROUNDS = 3  # the spread between bursts is part of the noise
 PLATEAU_ROUNDS = 6
-NOISY_ERROR = 0.05  # a run whose median is not even known to this may use its budget STRETCH times over
+NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
 STRETCH = 4
 MOST_INNER_LOOPS = 1_000_000
 
@@ -140,7 +140,7 @@ def interleave(
 
     One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
     its median has stayed within a quarter of that for several rounds although samples scatter (plateau), when it has
-    used `max_seconds` (budget; up to four times that while it is not known to 5%), or when it returns no samples
+    used `max_seconds` (budget; up to four times that while it is not known to 10%), or when it returns no samples
     (failed). `order` shuffles the rounds.
     """
     shuffle = (order or random.Random(0)).shuffle
@@ -161,12 +161,13 @@ def interleave(
 
 
 def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) -> str:
-    rounds = len(timing.rounds)
-    if rounds >= FEWEST_ROUNDS and len(timing.samples) >= FEWEST_SAMPLES and timing.relative_error <= rel_error:
+    rounds, error = len(timing.rounds), timing.relative_error
+    if rounds >= FEWEST_ROUNDS and len(timing.samples) >= FEWEST_SAMPLES and error <= rel_error:
         return "relative_error"
     recent = timing.medians[-PLATEAU_ROUNDS:]
-    if rounds > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]:
+    steady = rounds > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
+    if steady and error <= NOISY_ERROR:
         return "plateau"
-    if spent >= max_seconds and (timing.relative_error <= NOISY_ERROR or spent >= STRETCH * max_seconds):
+    if spent >= max_seconds and error <= NOISY_ERROR or spent >= STRETCH * max_seconds:
         return "budget"
     return ""

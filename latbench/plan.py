@@ -32,7 +32,7 @@ SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 # What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
 _PREPARE_SECONDS = {"torch": 0.1, "onnxruntime": 0.15, "numba": 0.6}
 _TIMING_SECONDS = 0.25
-_ROW_BYTES = 1_000
+_ROW_BYTES, _PART_BYTES = 800, 22_000  # a part is mostly the description of its columns
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,8 @@ def estimated_seconds(wanted: Iterable[Point]) -> float:
 
 def estimated_bytes(wanted: Iterable[Point]) -> int:
     """About how much disk the table takes."""
-    return sum(_ROW_BYTES for _ in wanted)
+    every = list(wanted)
+    return _ROW_BYTES * len(every) + _PART_BYTES * len({point.shape for point in every})
 
 
 def select(

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far (None while there is none); called until it names nothing new."""
 
-# A rerun measures a point again if its last row says otherwise: an error may be gone, an oom needs a quieter machine.
-FINISHED = ("ok", "noisy", "throttled", "unsupported", "incorrect")
+# A rerun measures a point again unless it has a row with one of these: errors may be gone, and so may noise.
+FINISHED = ("ok", "unsupported", "incorrect")
+
+PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 SAMPLE_SECONDS = 120.0  # for a burst of SETTINGS.round_seconds
@@ -58,9 +60,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a sweep did: points measured now by status, and points that the table had before."""
+    """What a sweep did: the status of each point measured now, by point_id, and how many the table had before."""
 
-    measured: dict[str, int]
+    statuses: dict[str, str]
     skipped: int
 
 
@@ -88,11 +90,12 @@ def run(
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
+                sweep.measure_all([point for point in todo if sweep.statuses[point.id] == "noisy"])
         except KeyboardInterrupt:
             raise Incomplete(
                 f"interrupted; {sweep.done} points are in {folder}, and the same command goes on from there"
             ) from None
-        return Summary(sweep.measured, len(sweep.skipped))
+        return Summary(sweep.statuses, len(sweep.skipped))
 
 
 class _Sweep:
@@ -110,18 +113,18 @@ class _Sweep:
     ) -> None:
         self.folder, self.device, self.seed, self.settings = folder, device, seed, settings
         self.engines, self.report = engines, report
-        self.measured: dict[str, int] = {}
+        self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.environment = devices.environment(engines.threads)
         self.end = None if time_budget is None else time.monotonic() + time_budget
-        self.attempted: set[str] = set()
         self.total = 0
         self.block = 0
 
     @property
     def done(self) -> int:
-        return sum(self.measured.values()) + len(self.skipped)
+        """How many points have a row."""
+        return len(self.statuses) + len(self.skipped)
 
     def table(self) -> pd.DataFrame | None:
         """The table so far; None while there is none."""
@@ -141,12 +144,12 @@ class _Sweep:
         wanted = {point.id: point for point in points}
         table = self.table()
         finished = set() if table is None else set(table["point_id"][table["status"].isin(FINISHED)])
-        self.skipped |= (wanted.keys() & finished) - self.attempted
-        return [point for key, point in wanted.items() if key not in finished | self.attempted]
+        self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
+        return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
     def measure_all(self, points: Sequence[Point]) -> None:
-        """Measure `points` block by block."""
-        self.total = self.done + len(points)
+        """Measure `points` block by block; the time budget is looked at between blocks."""
+        self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed):
             for chunk in _fitting(block, psutil.virtual_memory().available / 4):
@@ -158,7 +161,6 @@ class _Sweep:
                 self._measure_block(chunk)
 
     def _measure_block(self, points: list[Point]) -> None:
-        self.attempted |= {point.id for point in points}
         rows: list[dict[str, Any]] = []
         started, before = datetime.now(UTC), devices.cpu_times()
         try:
@@ -169,21 +171,22 @@ class _Sweep:
             if rows:
                 state = devices.telemetry(before)
                 tables.write_part(self.folder, [{**row, **state} for row in rows])
-                for row in rows:
-                    self.measured[row["status"]] = self.measured.get(row["status"], 0) + 1
+                self.statuses |= {tables.point_id(row): row["status"] for row in rows}
         self.block += 1
         self.engines.drop()
 
     def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
         """Each point with its timing, or with how it failed; as they finish."""
         ready: dict[str, Point] = {}
+        done = self.done
         for number, point in enumerate(points):
-            self.report(Progress(self.done, self.total, f"preparing {point}"))
+            self.report(Progress(done, self.total, f"preparing {point}"))
             try:
                 self.engines.prepare(point)
                 ready[str(number)] = point
             except (TaskFailed, WorkerDied) as failure:
                 yield point, _failed(failure)
+        done += len(points) - len(ready)
         failures: dict[str, _Outcome] = {}
 
         def sampler(name: str) -> measure.Sampler:
@@ -196,7 +199,6 @@ class _Sweep:
 
             return sample
 
-        self.report(Progress(self.done, self.total, f"timing {plan.describe(points[0].shape)}"))
         finished = measure.interleave(
             {name: sampler(name) for name in ready},
             rel_error=self.settings.rel_error,
@@ -204,10 +206,10 @@ class _Sweep:
             round_seconds=self.settings.round_seconds,
             order=random.Random(f"{self.seed} {self.block}"),
         )
-        for count, (name, timing) in enumerate(finished):
-            self.report(
-                Progress(self.done + len(points) - len(ready) + count + 1, self.total, f"timing {ready[name]}")
-            )
+        activity = f"timing {plan.describe(points[0].shape)}"
+        self.report(Progress(done, self.total, activity))
+        for count, (name, timing) in enumerate(finished, start=1):
+            self.report(Progress(min(done + count, self.total), self.total, activity))
             yield ready[name], failures.get(name) or self._timed(ready[name], timing)
 
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
@@ -268,7 +270,7 @@ class _Engines:
         worker = self._worker(point.backend)
         prepared = self._prepared.get(point)
         if prepared is None or not worker.holds(prepared):
-            prepared = worker.prepare("latbench.backends:prepare", point, timeout=PREPARE_SECONDS)
+            prepared = worker.prepare(PREPARE, point, timeout=PREPARE_SECONDS)
             self._prepared[point] = prepared
         return prepared
 

@@ -77,12 +77,14 @@ def duration(seconds: float) -> str:
 
 
 def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: float | None) -> None:
+    import os
     import signal
+    from collections import Counter
 
     from rich.console import Console
 
+    from latbench import devices, tables
     from latbench import sweep as sweeping
-    from latbench import tables
 
     # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -92,13 +94,21 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
         )
     frame = tables.read(folder)
     console = Console()
-    fresh = ", ".join(f"{count} {status}" for status, count in sorted(summary.measured.items()))
+    counts = Counter(summary.statuses.values())
+    fresh = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     known = f"{summary.skipped} were there already" if summary.skipped else ""
     console.print(f"{folder}: " + "; ".join(part for part in (fresh, known) if part), highlight=False, soft_wrap=True)
     keys = {point.id for point in points}
     failed = frame[frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect"])]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
+    if counts["noisy"]:
+        console.print(
+            f"{counts['noisy']} points are too noisy to count (the load is {os.getloadavg()[0]:.1f} on "
+            f"{devices.cores()} cores): the same command measures them again on a quieter machine",
+            highlight=False,
+            soft_wrap=True,
+        )
     speedups = speedup_table(frame[frame["point_id"].isin(keys)])
     if speedups is not None:
         console.print(speedups)
