@@ -68,7 +68,7 @@ def engine_name(backend: str, kernel_requested: str) -> str:
 def settings(table: pd.DataFrame) -> dict[str, str]:
     """How every layer row was measured: setting column -> its value, or its values joined by commas."""
     rows = layer_rows(table)
-    return {name: ", ".join(sorted({str(value) for value in rows[name].dropna()})) for name in SETTING}
+    return {name: ", ".join(sorted(str(value) for value in rows[name].dropna().unique())) for name in SETTING}
 
 
 def fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
@@ -102,17 +102,16 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     the lowest sparsity measured, so the true value is that or less), best (the highest speedup), best_sparsity,
     sparsities (how many).
     """
-    found = []
-    for (setting, shape, pattern), group in speedups.groupby([*PLACE, "pattern"], sort=False):
-        ordered = group.sort_values("sparsity")
-        sparsity, gain = ordered["sparsity"].to_numpy(float), ordered["speedup"].to_numpy(float)
-        value = crossing(sparsity, gain)
-        found.append({
-            "setting": setting, "shape": shape, "pattern": pattern, "format": ordered["format"].iloc[0],
-            "break_even": value, "at_lowest": bool(gain[0] >= 1 and value == sparsity[0]),
-            "best": gain.max(), "best_sparsity": sparsity[gain.argmax()], "sparsities": len(gain),
-        })  # fmt: skip
-    return pd.DataFrame(found)
+    ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
+    first = ~ordered.duplicated([*PLACE, "pattern"])
+    starts = np.flatnonzero(first)
+    sparsity, gain = ordered["sparsity"].to_numpy(float), ordered["speedup"].to_numpy(float)
+    groups = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
+    best = [group.start + gain[group].argmax() for group in groups]
+    tidy = ordered.loc[first, [*PLACE, "pattern", "format"]].reset_index(drop=True)
+    tidy["break_even"] = [crossing(sparsity[group], gain[group]) for group in groups]
+    tidy["at_lowest"] = (gain[starts] >= 1) & (tidy["break_even"] == sparsity[starts])
+    return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=[g.stop - g.start for g in groups])
 
 
 def crossing(sparsity: np.ndarray, gain: np.ndarray) -> float:
@@ -141,6 +140,14 @@ def places(speedups: pd.DataFrame) -> list[tuple[str, str]]:
     """The (setting, shape) pairs, the one with the longest dense time first."""
     dense = speedups.groupby(PLACE)["dense_seconds"].first()
     return list(dense.sort_values(ascending=False, kind="stable").index)
+
+
+def by_place(frame: pd.DataFrame) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The rows of `frame` as dicts, by setting and shape, in their order: thousands of small frames would be slow."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in frame.to_dict("records"):
+        found.setdefault((row["setting"], row["shape"]), []).append({str(key): value for key, value in row.items()})
+    return found
 
 
 def place_label(setting: str, shape: str) -> str:

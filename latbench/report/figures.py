@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ import pandas as pd
 from latbench.report import units
 
 Figure = dict[str, Any]
+Record = Mapping[str, Any]
 
 COLOURS = {
     "unstructured": "#0072B2",
@@ -32,37 +34,34 @@ WHITE_ON = ("unstructured", "vector", "block")  # where white text reads better 
 LOSS, GAIN = "#D55E00", "#0072B2"
 
 
-def shape_view(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
+def shape_view(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
     """Speedup over sparsity, one line a pattern, of one setting and shape, and the same as a heat map.
 
-    Both frames hold the rows of that shape alone. Returns {lines: figure, heat: figure}.
+    Both hold the rows of that shape alone, sparsity rising. Returns {lines: figure, heat: figure}.
     """
     return {"lines": _lines(speedups, break_evens), "heat": _heat(speedups)}
 
 
-def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
-    starts = break_evens.set_index("pattern")
+def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
     data: list[Figure] = []
     seen: dict[str, int] = {}
-    for pattern, rows in speedups.groupby("pattern", sort=True):
-        family = str(rows["format"].iloc[0])
-        index = seen[family] = seen.get(family, -1) + 1
-        colour = COLOURS.get(family, OTHER_COLOURS[0])
-        name = _plain(pattern)
-        gain = rows["speedup"]
+    for start in sorted(break_evens, key=lambda row: str(row["pattern"])):
+        rows = [row for row in speedups if row["pattern"] == start["pattern"]]
+        index = seen[start["format"]] = seen.get(start["format"], -1) + 1
+        colour = COLOURS.get(start["format"], OTHER_COLOURS[0])
+        name = _plain(start["pattern"])
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
-            "x": _short(rows["sparsity"] * 100), "y": _short(gain),
+            "x": _short(100 * row["sparsity"] for row in rows), "y": _short(row["speedup"] for row in rows),
             "error_y": {
-                "type": "data", "array": _short(rows["speedup_high"] - gain),
-                "arrayminus": _short(gain - rows["speedup_low"]), "thickness": 1, "width": 2,
+                "type": "data", "array": _short(row["speedup_high"] - row["speedup"] for row in rows),
+                "arrayminus": _short(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
             },
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[index % len(SYMBOLS)]},
-            "text": [_point_text(row) for row in rows.to_dict("records")],
+            "text": [_point_text(row) for row in rows],
             "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}%<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
         })  # fmt: skip
-        start = starts.loc[pattern]
         if not math.isnan(start["break_even"]) and not start["at_lowest"]:
             data.append({
                 "type": "scatter", "mode": "markers", "name": f"{name} break-even", "legendgroup": name,
@@ -70,10 +69,9 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
                 "marker": {"symbol": "circle-open", "size": 13, "color": colour, "line": {"width": 3}},
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
-    first = speedups.iloc[0]
-    dense = f"1× = fastest dense: {_plain(first['dense_engine'])}, {units.seconds(first['dense_seconds'])}"
-    highest = max(float(speedups["speedup_high"].max()), 1.2)
-    lowest = min(float(speedups["speedup_low"].min()), 0.9)
+    engine, seconds = _plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
+    highest = max(1.2, *(row["speedup_high"] for row in speedups))
+    lowest = min(0.9, *(row["speedup_low"] for row in speedups))
     layout = {
         "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
         "yaxis": {
@@ -82,8 +80,8 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
         },
         "shapes": [_line_at(y=1)],
         "annotations": [{
-            "text": dense, "xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "bottom",
-            "showarrow": False, "font": {"size": 12, "color": "@muted"},
+            "text": f"1× = fastest dense: {engine}, {seconds}", "xref": "paper", "x": 0, "xanchor": "left",
+            "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": "@muted"},
         }],
         "legend": {"orientation": "h", "y": -0.16, "yanchor": "top"},
         "height": 480,
@@ -91,17 +89,18 @@ def _lines(speedups: pd.DataFrame, break_evens: pd.DataFrame) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def _heat(speedups: pd.DataFrame) -> Figure:
-    grid = speedups.pivot_table(index="pattern", columns="sparsity", values="speedup").sort_index(ascending=False)
-    values = [[None if math.isnan(gain) else float(gain) for gain in row] for row in grid.to_numpy(float)]
-    limit = max((abs(math.log2(gain)) for row in values for gain in row if gain), default=0.0)
-    limit = max(limit, 0.1)  # a range even where nothing differs from dense
+def _heat(speedups: Sequence[Record]) -> Figure:
+    patterns = sorted({str(row["pattern"]) for row in speedups}, reverse=True)  # plotly draws the first at the bottom
+    sparsities = sorted({float(row["sparsity"]) for row in speedups})
+    gains = {(str(row["pattern"]), float(row["sparsity"])): float(row["speedup"]) for row in speedups}
+    grid = [[gains.get((pattern, sparsity)) for sparsity in sparsities] for pattern in patterns]
+    limit = max(0.1, *(abs(math.log2(gain)) for gain in gains.values()))  # a range even where all equals dense
     heat = {
         "type": "heatmap",
-        "x": [units.percent(float(sparsity)) for sparsity in grid.columns],
-        "y": [_plain(pattern) for pattern in grid.index],
-        "z": [[None if gain is None else round(math.log2(gain), 3) for gain in row] for row in values],
-        "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in values],
+        "x": [units.percent(sparsity) for sparsity in sparsities],
+        "y": [_plain(pattern) for pattern in patterns],
+        "z": [[None if gain is None else round(math.log2(gain), 2) for gain in row] for row in grid],
+        "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
         "colorscale": [[0, LOSS], [0.5, "@panel"], [1, GAIN]],
         "texttemplate": "%{text}", "textfont": {"size": 12},
@@ -110,7 +109,7 @@ def _heat(speedups: pd.DataFrame) -> Figure:
     layout = {
         "xaxis": {"type": "category", "showgrid": False},
         "yaxis": {"type": "category", "showgrid": False},
-        "height": 76 + 34 * len(grid),
+        "height": 76 + 34 * len(patterns),
     }
     return {"data": [heat], "layout": layout}
 
@@ -223,7 +222,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def _point_text(row: dict[str, Any]) -> str:
+def _point_text(row: Record) -> str:
     text = f"{units.seconds(row['seconds'], row['low'], row['high'])}<br>{_plain(row['kernel'])}"
     return text + "<br>noisy" if row["noisy"] else text
 
@@ -242,7 +241,7 @@ def _log_ticks(low: float, high: float) -> Figure:
     return {"tickvals": ticks, "ticktext": [f"{tick:g}×" for tick in ticks]}
 
 
-def _short(values: pd.Series) -> list[float]:
+def _short(values: Iterable[float]) -> list[float]:
     """Four significant digits: what a screen can show, at a third of the bytes."""
     return [float(f"{value:.4g}") for value in values]
 

@@ -19,6 +19,8 @@ from latbench.report import data, overview, sections
 from latbench.report.inputs import Inputs
 from latbench.report.views import Chart, Section
 
+SHAPES = 500  # that the tables and the chart show: more than anybody reads, and some 4 kB each
+
 
 def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = None) -> str:
     """The whole report as one HTML text.
@@ -52,25 +54,32 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
             "sweep a dense engine and a pattern at the same shapes"
         )
     starts = data.break_even(speedups)
+    places = data.places(speedups)
     settings = data.settings(inputs.table)
     pays = overview.what_pays(speedups, starts, data.noise(inputs.table), settings["device"])
     parts = [
         sections.promise(inputs) if inputs.verification else None,
         sections.profile(inputs.profile) if inputs.profile else None,
-        sections.shapes(speedups, starts, data.without_dense(points)),
+        sections.shapes(speedups, starts, places[:SHAPES], data.without_dense(points)),
         sections.cost_model(inputs.model) if inputs.model else None,
         sections.noise(inputs),
         sections.environment(inputs),
         sections.provenance(inputs, command),
     ]
     facts = [settings["device"], f"{settings['threads']} threads", settings["dtype_w"],
-             f"{len(data.places(speedups))} layer shapes", f"{len(inputs.table)} rows"]  # fmt: skip
+             f"{len(places)} layer shapes", f"{len(inputs.table)} rows"]  # fmt: skip
+    warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
+    if len(places) > SHAPES:
+        warnings.append(
+            f"Of {len(places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "
+            "the figures over all shapes count every one."
+        )
     return {
         "headline": overview.promise(inputs) if inputs.verification else pays,
         "pays": pays if inputs.verification else None,
         "subtitle": " · ".join(facts),
-        "warnings": [sentence for sentence, belongs in sections.belonging(inputs) if not belongs],
-        "verdicts": overview.verdicts(speedups, starts),
+        "warnings": warnings,
+        "verdicts": overview.verdicts(speedups, starts, places[:SHAPES]),
         "sections": [part for part in parts if part is not None],
     }
 

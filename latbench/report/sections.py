@@ -14,23 +14,25 @@ from latbench.report import data, figures, units
 from latbench.report.inputs import Inputs
 from latbench.report.views import Cell, Chart, Section, Table, facts, table
 
-CHART_POINTS = 30_000  # points that the interactive chart of all shapes carries, some 100 bytes each
+CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
 
 
-def shapes(speedups: pd.DataFrame, break_evens: pd.DataFrame, left_out: int) -> Section:
-    """Speedup over the fastest dense engine: chart and heat map a shape, break-even sparsities of all shapes."""
+def shapes(
+    speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[tuple[str, str]], left_out: int
+) -> Section:
+    """Speedup over the fastest dense engine at `places`: chart and heat map of each, break-even sparsities of all.
+
+    left_out: sparse points that have no speedup.
+    """
     choices: list[tuple[str, figures.Figure]] = []
     points = 0
-    places = data.places(speedups)
-    by_place = dict(iter(speedups.groupby(data.PLACE)))
-    starts = dict(iter(break_evens.groupby(data.PLACE)))
+    gains, starts = data.by_place(speedups), data.by_place(break_evens)
     for place in places:
-        rows = by_place[place]
-        points += len(rows)
+        points += len(gains[place])
         if choices and points > CHART_POINTS:
             break
-        choices.append((data.place_label(*place), figures.shape_view(rows, starts[place])))
+        choices.append((data.place_label(*place), figures.shape_view(gains[place], starts[place])))
     sentences = [
         "Every sparse kernel is set against the fastest dense engine timed at the same shape in the same way; that "
         "engine is named in each chart. Above the line at 1× sparse is faster. A ring marks the break-even sparsity, "
@@ -38,10 +40,7 @@ def shapes(speedups: pd.DataFrame, break_evens: pd.DataFrame, left_out: int) -> 
         "measured points). Bars are 95% intervals, both times at their worst and at their best."
     ]
     if len(choices) < len(places):
-        sentences.append(
-            f"The chart carries the {len(choices)} shapes with the longest dense time of {len(places)}; "
-            "the tables carry all."
-        )
+        sentences.append(f"The chart carries the {len(choices)} shapes with the longest dense time, the table more.")
     if left_out:
         sentences.append(
             f"{units.count(left_out)} sparse points have no dense time at their shape and setting, "
@@ -52,17 +51,16 @@ def shapes(speedups: pd.DataFrame, break_evens: pd.DataFrame, left_out: int) -> 
         "Speedup by pattern, sparsity and shape",
         sentences,
         [Chart("shapes", "Speedup over sparsity, and the same as a map", choices=choices, label="Layer shape")],
-        [("Break-even sparsity: from there on the pattern is faster than dense", _break_even(break_evens, places))],
+        [("Break-even sparsity: from there on the pattern is faster than dense", _break_even(starts, places))],
     )
 
 
-def _break_even(break_evens: pd.DataFrame, places: Sequence[tuple[str, str]]) -> Table:
-    patterns = sorted(break_evens["pattern"].unique())
-    by_place = dict(iter(break_evens.groupby(data.PLACE)))
+def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: Sequence[tuple[str, str]]) -> Table:
+    patterns = sorted({row["pattern"] for place in places for row in break_evens[place]})
     rows = []
     for place in places:
-        starts = by_place[place].set_index("pattern").to_dict("index")
-        cells = [_start_cell(starts[pattern]) if pattern in starts else Cell(units.NOTHING) for pattern in patterns]
+        starts = {row["pattern"]: _start_cell(row) for row in break_evens[place]}
+        cells = [starts.get(pattern, Cell(units.NOTHING)) for pattern in patterns]
         rows.append([Cell(data.place_label(*place)), *cells])
     return table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
 

@@ -1,0 +1,167 @@
+"""The first page: what to use where, what it gains and how sure that is: title, sentences, tiles and one table."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from latbench.report import data, units
+from latbench.report.inputs import Inputs
+from latbench.report.views import Cell, Table, Tile, table
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A title, a sentence or two, tiles; `badge` is (kept | missed, text) where a promise was verified."""
+
+    title: str
+    lead: str
+    tiles: list[Tile]
+    badge: tuple[str, str] | None = None
+
+
+def what_pays(speedups: pd.DataFrame, break_evens: pd.DataFrame, noise: pd.DataFrame, device: str) -> Headline:
+    """What the table alone answers, over all its shapes."""
+    shapes = len(data.places(speedups))
+    earliest = break_evens.sort_values("break_even").groupby(data.PLACE).first()
+    starts = earliest["break_even"].fillna(math.inf)
+    paying, start = int((starts < math.inf).sum()), float(starts.median())
+    at_lowest = bool((earliest["at_lowest"] & (starts <= start)).sum() * 2 >= shapes)
+    best = data.fastest_pattern(speedups)
+    level = min(data.levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
+    at_level = best[best["sparsity"] == level]
+    favourite = at_level["pattern"].mode().iloc[0]
+    middle, worst, top = (units.ratio(at_level["speedup"].agg(how)) for how in ("median", "min", "max"))
+    lead = (
+        f"{paying} of {shapes} layer shapes run faster sparse than on the fastest dense engine. "
+        f"At {units.percent(level)} the pattern that wins most often is {favourite}; the fastest pattern gives "
+        f"{middle} at the median shape ({worst} to {top})."
+    )
+    begins = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent(round(start, 2))
+    width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
+    tiles = [
+        Tile("Shapes that gain", f"{paying} of {shapes}", "some pattern is faster than the fastest dense engine"),
+        Tile(f"Gain at {units.percent(level)}", middle, f"median shape; {favourite} wins most often"),
+        Tile("Pays from", begins, "break-even sparsity at the median shape"),
+        Tile("Noise", width, "typical width of a time's 95% interval"),
+    ]
+    return Headline(f"What sparsity pays on {device}", lead, tiles)
+
+
+def promise(inputs: Inputs) -> Headline:
+    """What was promised and what was measured; the inputs hold a verification."""
+    found = inputs.verification or {}
+    target, gain = units.ratio(found["target"]), units.ratio(found["measured_speedup"])
+    measured, predicted = found["measured_seconds"], found["predicted_seconds"]
+    engine = dense_engine(inputs)
+    dense = units.seconds(measured * found["measured_speedup"])
+    side = "inside" if found["predicted_low"] <= measured <= found["predicted_high"] else "outside"
+    off = measured / predicted - 1
+    difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
+    title = f"{task_name(inputs)} runs {gain} faster" + (
+        ", as promised" if found["met"] else f", not {target} as promised"
+    )
+    lead = (
+        f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
+        f"pruned model takes {units.seconds(measured)} where {engine} takes {dense}: {gain}. The prediction was "
+        f"{units.seconds(predicted)}; the measurement lies {difference}, {side} the interval."
+    )
+    interval = f"{units.seconds(found['predicted_low'])} to {units.seconds(found['predicted_high'])}"
+    name = str(found.get("score_name") or "score")
+    before, pruned = (score(found[f"score_{which}"], name) for which in ("dense", "pruned"))
+    tiles = [
+        Tile("Target", target, "over the fastest dense engine, end to end"),
+        Tile("Measured", gain, f"{units.seconds(measured)} instead of {dense} ({engine})"),
+        Tile("Predicted", units.seconds(predicted), f"interval {interval}"),
+        Tile(name.capitalize(), pruned, f"pruned; {before} dense"),
+    ]
+    if (inputs.profile or {}).get("ceiling"):
+        ceiling = units.ratio((inputs.profile or {})["ceiling"])
+        tiles.append(Tile("Ceiling", ceiling, "if every searched layer took no time at all"))
+    return Headline(title, lead, tiles, ("kept", "promise kept") if found["met"] else ("missed", "promise missed"))
+
+
+def task_name(inputs: Inputs) -> str:
+    """The task as the verification or the profile names it."""
+    return _first_named(inputs, "task") or "the model"
+
+
+def dense_engine(inputs: Inputs) -> str:
+    """The fastest dense engine of the verification, or the one the profile was searched against."""
+    return _first_named(inputs, "dense_engine") or "the fastest dense engine"
+
+
+def _first_named(inputs: Inputs, key: str) -> str | None:
+    named = [source[key] for source in (inputs.verification, inputs.profile) if source and source.get(key)]
+    return str(named[0]) if named else None
+
+
+def score(value: float | None, name: str = "") -> str:
+    """A score as text: a percentage where its name says that it is a share, else four significant digits."""
+    if value is None:
+        return units.NOTHING
+    is_share = 0 <= value <= 1 and "accuracy" in name.lower()
+    return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"
+
+
+def verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[tuple[str, str]]) -> Table:
+    """One row for each of `places`: what to use in a sentence, the fastest pattern at the common sparsities, the
+    dense time.
+    """
+    shown = data.levels(speedups)
+    best = data.fastest_pattern(speedups)
+    strongest = max(math.log2(max(best["speedup"].max(), 1.01)), 1.0)
+    fastest, starts = data.by_place(best), data.by_place(break_evens)
+    rows = []
+    for place in places:
+        first, at = fastest[place][0], {row["sparsity"]: row for row in fastest[place]}
+        cells = [_gain(at[level], strongest) if level in at else Cell(units.NOTHING) for level in shown]
+        dense = Cell(units.seconds(first["dense_seconds"]), first["dense_seconds"], str(first["dense_engine"]))
+        start = min((row["break_even"] for row in starts[place] if not math.isnan(row["break_even"])), default=2.0)
+        verdict = Cell(verdict_sentence(starts[place], fastest[place]), start)
+        rows.append([Cell(data.place_label(*place)), verdict, *cells, dense])
+    headings = [f"#at {units.percent(level)}" for level in shown]
+    return table(["layer shape", "verdict", *headings, "#fastest dense"], rows)
+
+
+def _gain(row: Record, strongest: float) -> Cell:
+    gain, unsure = float(row["speedup"]), row["speedup_low"] <= 1 <= row["speedup_high"]
+    tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(gain) / strongest))
+    return Cell(("≈ " if unsure else "") + units.ratio(gain), gain, str(row["pattern"]), tint)
+
+
+def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> str:
+    """What to use at one shape: the pattern that is fastest most often, and where others pay earlier.
+
+    `break_evens`: of each pattern at that shape; `best`: the fastest pattern at each sparsity there.
+    """
+    paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
+    if not paying:
+        top = max(best, key=lambda row: row["speedup"])
+        if top["speedup"] <= 1:
+            return "Stay dense: nothing measured is faster."
+        gain, at = units.ratio(top["speedup"]), units.percent(top["sparsity"])
+        return f"Stay dense: {top['pattern']} gains {gain} at {at} and loses again above."
+    wins = Counter(str(row["pattern"]) for row in best)
+    favourite = max(paying, key=lambda pattern: (wins[pattern], paying[pattern]["best"]))
+    earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
+    sentence = f"Use {favourite} {_from(paying[favourite])}"
+    if paying[earliest]["break_even"] < paying[favourite]["break_even"]:
+        sentence += f"; {earliest} pays {_from(paying[earliest])}"
+    if "unstructured" not in {favourite, earliest} and any(row["pattern"] == "unstructured" for row in break_evens):
+        sentence += f"; unstructured {_from(paying['unstructured']) if 'unstructured' in paying else 'never'}"
+    return sentence + "."
+
+
+def _from(start: Record) -> str:
+    at = units.percent(round(float(start["break_even"]), 2))
+    if start["sparsities"] == 1:
+        return f"at {at}"
+    return f"at {at} and above" if start["at_lowest"] else f"from {at}"

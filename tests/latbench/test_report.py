@@ -1,0 +1,270 @@
+"""The report as a file: whole, offline, safe against hostile names, small for large tables; and its command."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from latbench import tables
+from latbench.commands.report import report
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
+from latbench.report import data, html, inputs, summary
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
+
+
+def load_example() -> ModuleType:
+    """The module tests/report_example.py, which lies beside the packages of tests and is none itself."""
+    spec = importlib.util.spec_from_file_location("report_example", Path(__file__).parents[1] / "report_example.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["report_example"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return example.write(tmp_path_factory.mktemp("example"), np.random.default_rng(7))
+
+
+@pytest.fixture(scope="module")
+def page(files: Any) -> str:
+    return html.render(inputs.read(files.table, **files.files), command=["latbench", "report"])
+
+
+class Structure(HTMLParser):
+    """The tags of a page with their attributes, the texts of scripts, and all other text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self.inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.scripts[-1] += data
+        elif self.inside != "style":
+            self.text += data
+
+
+def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
+    text = Structure(page).text
+    for expected in ("digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32"):
+        assert expected in text
+    anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
+    assert anchors == ["pays", "promise", "profile", "shapes", "model", "noise", "environment", "provenance"]
+
+
+def test_a_missed_promise_is_said(files: Any) -> None:
+    read = inputs.read(files.table, **files.files)
+    assert read.verification
+    read.verification["met"] = False
+    text = Structure(html.render(read, command=[])).text
+    assert "promise missed" in text
+    assert "not 2.00× as promised" in text
+
+
+def test_a_table_alone_is_a_report(files: Any) -> None:
+    text = Structure(html.render(inputs.read(files.table), command=[])).text
+    assert "What sparsity pays on amd-epyc-example" in text
+    assert "9 of 9 layer shapes" in text
+
+
+def test_the_page_loads_nothing_and_runs_only_its_own_scripts(page: str) -> None:
+    found = Structure(page)
+    loading = [attributes for _, attributes in found.tags if {"src", "srcset", "data"} & attributes.keys()]
+    links = [attributes["href"] for _, attributes in found.tags if attributes.get("href")]
+    assert not loading
+    assert all(link.startswith(("#", "data:")) for link in links if link)
+    policy = next(a["content"] for _, a in found.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy.split(";")[1]
+    figures, *scripts = found.scripts
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts} == allowed
+    assert json.loads(figures).keys() == {"promise", "profile", "shapes", "noise"}
+    assert page.count("plotly.js v") == 1
+    assert "\r" not in page  # a parser would read another text than was hashed
+
+
+def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> None:
+    files = example.write(tmp_path, rng, task=HOSTILE)
+    profile = json.loads(files.profile.read_text())
+    profile["layers"] = {HOSTILE: next(iter(profile["layers"].values()))}
+    profile["dense_engine"] = HOSTILE
+    files.profile.write_text(json.dumps(profile))
+    read = inputs.read(files.table, **files.files)
+    read.table.loc[:, ["device", "kernel_used", "backend_version"]] = HOSTILE
+    page = html.render(read, command=["latbench", "report", HOSTILE])
+    found = Structure(page)
+    assert HOSTILE in found.text
+    assert len(found.scripts) == 3
+    assert "img" not in {tag for tag, _ in found.tags}
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert HOSTILE not in page
+    # What plotly gets is escaped too: it reads some HTML in texts.
+    assert "<img" not in json.dumps(json.loads(found.scripts[0]))
+
+
+def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
+    import plotly.graph_objects as graph
+
+    colours = {"@ink": "#000000", "@muted": "#777777", "@panel": "#eeeeee"}
+
+    def themed(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: themed(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [themed(item) for item in value]
+        return colours.get(value, value) if isinstance(value, str) else value
+
+    for entry in json.loads(Structure(page).scripts[0]).values():
+        figures = (
+            [entry["figure"]] if "figure" in entry else [f for choice in entry["choices"] for f in choice.values()]
+        )
+        for figure in figures:
+            graph.Figure(themed(figure))  # raises ValueError for an unknown property or value
+
+
+def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
+    few = tables.read(files.table)
+    copies = math.ceil(100_000 / len(few))
+    many = pd.concat([few] * copies, ignore_index=True)
+    copy = np.repeat(np.arange(copies), len(few))
+    many["m"] += copy  # each copy has shapes of its own
+    many["point_id"] += copy.astype(str)
+    many["c_out"] += copy
+    read = inputs.Inputs(table=many, table_hash="", environments=[])
+    page = html.render(read, command=[])
+    assert len(page.encode()) < 10_000_000
+    assert "the 500 with the longest dense time" in page
+
+
+def test_a_missing_plotly_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(EnvironmentUnusable, match=r"pip install 'latbench\[report\]'"):
+        html.plotly_script()
+
+
+def run(*arguments: object) -> Any:
+    app = typer.Typer()
+    app.command()(report)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"NO_COLOR": "1", "COLUMNS": "120"})
+
+
+def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_path: Path) -> None:
+    output, brief = tmp_path / "new" / "report.html", tmp_path / "summary.json"
+    options = [f"--{name}={path}" for name, path in files.files.items()]
+    result = run(files.table, *options, "-o", output, "--summary", brief)
+    assert result.exit_code == 0, result.output
+    assert output.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert json.loads(brief.read_text()) == {
+        "target": 2.0, "met": True, "predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4, "predicted_high": 5.6e-4,
+        "measured_seconds": 5.2e-4, "measured_speedup": 2.17, "score_dense": 0.9806, "score_pruned": 0.975,
+    }  # fmt: skip
+    lines = dict(line.rstrip().split(maxsplit=1) for line in result.stdout.splitlines())
+    assert lines == {
+        "task": "digits", "target": "2.00×", "accuracy": "98.06% dense, 97.50% pruned",
+        "predicted": "535 µs (510–560)", "measured": "520 µs, 2.17× faster", "promise": "met", "report": str(output),
+    }  # fmt: skip
+
+
+def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> None:
+    brief = tmp_path / "summary.json"
+    assert run(files.table, "-o", tmp_path / "report.html", "--summary", brief).exit_code == 0
+    assert json.loads(brief.read_text()) == dict.fromkeys(summary.KEYS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("model", None, "cost_model.json does not exist: make it with latbench fit"),
+        ("model", "{", "is no JSON file"),
+        ("model", "[]", "is not what latbench fit writes"),
+        ("profile", '{"layers": {}}', "lacks target"),
+        ("profile", "\xff", "is not what latbench search writes|no JSON"),
+    ],
+)
+def test_a_bad_file_is_named(
+    tmp_path: Path, rng: np.random.Generator, name: str, content: str | None, expected: str
+) -> None:
+    files = example.write(tmp_path, rng)
+    path = files.files[name]
+    path.unlink() if content is None else path.write_text(content)
+    with pytest.raises(BadData, match=expected):
+        inputs.read(files.table, **files.files)
+
+
+def test_a_missing_verification_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
+    files = example.write(tmp_path, rng)
+    with pytest.raises(BadData, match=r"verify\.json does not exist: make it with latbench verify"):
+        inputs.read(files.table, verify=tmp_path / "elsewhere")
+
+
+def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
+    rows = tables.read(files.table)
+    dense = inputs.Inputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
+    with pytest.raises(BadData, match="both a dense and a sparse time"):
+        html.render(dense, command=[])
+    failed = inputs.Inputs(table=rows[rows["status"] == "unsupported"], table_hash="", environments=[])
+    with pytest.raises(BadData, match="no timed layer"):
+        html.render(failed, command=[])
+
+
+def test_a_failure_of_the_command_writes_nothing(tmp_path: Path) -> None:
+    result = run(tmp_path / "none", "-o", tmp_path / "report.html")
+    assert isinstance(result.exception, LatbenchError)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_files_from_another_table_are_pointed_out(files: Any) -> None:
+    read = inputs.read(files.table, **files.files)
+    assert read.profile
+    read.profile["table_hash"] = "other"
+    assert "The profile was made from another table" in Structure(html.render(read, command=[])).text
+
+
+def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
+    code = "import sys, latbench.commands.report; print({'pandas', 'plotly', 'jinja2', 'torch'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_example_has_what_the_page_must_show(files: Any) -> None:
+    table = tables.read(files.table)
+    assert {"ok", "noisy", "unsupported"} <= set(table["status"])
+    assert data.break_even(data.speedup(data.points(table)))["break_even"].isna().any()

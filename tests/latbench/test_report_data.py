@@ -1,0 +1,227 @@
+"""The report's frames against hand-computed small ones, and the numbers as text."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from latbench import tables
+from latbench.report import data, overview, units
+
+
+def row(pattern: str, sparsity: float, seconds: float, backend: str = "numba", **columns: Any) -> dict[str, Any]:
+    found: dict[str, Any] = dict.fromkeys(tables.SCHEMA.names)
+    found |= {
+        "purpose": "sweep", "device": "cpu", "backend": backend, "op": "linear", "m": 4, "k": 3, "n": 2,
+        "pattern": pattern, "format": pattern.split(":")[0], "sparsity_target": sparsity, "sparsity_actual": sparsity,
+        "kernel_requested": "auto", "kernel_used": f"{backend}.kernel", "threads": 2, "layout": "token_major",
+        "dtype_w": "float32", "median_seconds": seconds, "low_seconds": 0.9 * seconds, "high_seconds": 1.2 * seconds,
+        "status": "ok", "started_at": datetime(2026, 1, 1, tzinfo=UTC), **columns,
+    }  # fmt: skip
+    return found | {"point_id": tables.point_id(found)}
+
+
+def frame(*rows: dict[str, Any]) -> pd.DataFrame:
+    return pd.DataFrame(list(rows)).astype(dict.fromkeys(("low_seconds", "high_seconds", "median_seconds"), float))
+
+
+SMALL = frame(
+    row("dense", 0.0, 10.0, "torch"),
+    row("dense", 0.0, 8.0, "torch", kernel_requested="mkldnn"),
+    row("unstructured", 0.5, 16.0),
+    row("unstructured", 0.75, 4.0),
+    row("vector:2", 0.5, 8.0),
+    row("vector:2", 0.75, 5.0),
+    row("vector:2", 0.75, 2.0, kernel_requested="wide", kernel_used="numba.wide"),
+)
+
+
+def test_the_fastest_dense_engine_is_named() -> None:
+    dense = data.fastest_dense(data.points(SMALL))
+    assert dense[["dense_engine", "dense_seconds"]].to_numpy().tolist() == [["torch mkldnn", 8.0]]
+
+
+def test_speedup_is_over_the_fastest_dense_by_the_fastest_kernel() -> None:
+    gains = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"])
+    assert gains["speedup"].to_dict() == {
+        ("unstructured", 0.5): 0.5, ("unstructured", 0.75): 2.0, ("vector:2", 0.5): 1.0, ("vector:2", 0.75): 4.0,
+    }  # fmt: skip
+    assert gains.loc[("vector:2", 0.75), "kernel"] == "numba.wide"
+
+
+def test_speedup_interval_takes_both_times_at_their_worst_and_best() -> None:
+    gain = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"]).loc[("unstructured", 0.75)]
+    assert gain["speedup_low"] == pytest.approx((0.9 * 8) / (1.2 * 4))
+    assert gain["speedup_high"] == pytest.approx((1.2 * 8) / (0.9 * 4))
+
+
+def test_times_of_different_settings_are_never_compared() -> None:
+    mixed = frame(row("dense", 0.0, 8.0, "torch", threads=1), row("unstructured", 0.9, 1.0, threads=2))
+    points = data.points(mixed)
+    assert data.speedup(points).empty
+    assert data.without_dense(points) == 1
+    assert set(points["setting"]) == {"1 threads", "2 threads"}
+
+
+def test_failed_throttled_and_verification_rows_give_no_point() -> None:
+    bad = frame(
+        row("dense", 0.0, 8.0, "torch"),
+        row("unstructured", 0.5, 1.0, status="incorrect"),
+        row("unstructured", 0.75, 1.0, status="throttled"),
+        row("dense", 0.0, 1.0, "torch", purpose="verify", op="model"),
+    )
+    assert data.points(bad)["seconds"].tolist() == [8.0]
+
+
+def test_of_a_point_measured_twice_the_latest_counts() -> None:
+    later = datetime(2026, 1, 2, tzinfo=UTC)
+    twice = frame(row("unstructured", 0.5, 3.0, started_at=later), row("unstructured", 0.5, 1.0))
+    assert data.points(twice)["seconds"].tolist() == [3.0]
+
+
+def test_a_point_with_too_few_samples_for_an_interval_is_its_own_interval() -> None:
+    points = data.points(frame(row("dense", 0.0, 8.0, low_seconds=None, high_seconds=None)))
+    assert points[["low", "high"]].to_numpy().tolist() == [[8.0, 8.0]]
+
+
+def test_break_even_is_interpolated_and_never_is_said() -> None:
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch"),
+        row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0),
+        row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0),
+        row("nm:2:4", 0.5, 9.0),
+    )  # fmt: skip
+    starts = data.break_even(data.speedup(data.points(rows))).set_index("pattern")
+    assert starts.loc["unstructured", "break_even"] == pytest.approx(0.625)  # halfway: log 1/2 to log 2
+    assert starts.loc["vector:2", ["break_even", "at_lowest"]].tolist() == [0.5, True]
+    assert math.isnan(starts.loc["nm:2:4", "break_even"])
+    assert starts["best"].to_dict() == {"nm:2:4": 8 / 9, "unstructured": 2.0, "vector:2": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([2.0], 0.5),
+        ([0.5], math.nan),
+        ([0.5, 2.0], 0.6),
+        ([2.0, 0.5, 2.0], 0.8),  # a loss in between: what lies below it does not last
+        ([0.5, 2.0, 0.5], math.nan),  # lost again at the top
+        ([1.0, 1.0, 1.0], 0.5),
+        ([0.5, 1.0, 3.0], 0.7),
+    ],
+)
+def test_crossing_is_the_last_one(gains: list[float], expected: float) -> None:
+    sparsity = 0.5 + 0.2 * np.arange(len(gains))
+    assert data.crossing(sparsity, np.array(gains)) == pytest.approx(expected, nan_ok=True)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
+def test_above_the_break_even_no_measured_sparsity_loses(gains: list[float]) -> None:
+    sparsity = np.linspace(0.3, 0.99, len(gains))
+    start = data.crossing(sparsity, np.array(gains))
+    if math.isnan(start):
+        assert gains[-1] < 1
+    else:
+        assert sparsity[0] <= start <= sparsity[-1]
+        assert (np.array(gains)[sparsity > start + 1e-9] >= 1).all()
+
+
+def test_noise_is_the_relative_interval_width() -> None:
+    rows = frame(
+        row("dense", 0.0, 10.0, "torch"),  # 9 to 12: 0.3
+        row("dense", 0.0, 10.0, "torch", m=5, low_seconds=9.9, high_seconds=10.0, status="noisy"),
+        row("dense", 0.0, 10.0, "torch", m=6, low_seconds=None, high_seconds=None),
+    )
+    found = data.noise(rows).iloc[0]
+    assert found[["backend", "format", "rows", "noisy"]].tolist() == ["torch", "dense", 2, 1]
+    assert (found["median"], found["largest"]) == pytest.approx((0.155, 0.3))
+
+
+def test_failures_are_counted_by_reason() -> None:
+    rows = frame(
+        row("dense", 0.0, 1.0, "torch"),
+        row("nm:2:4", 0.5, math.nan, status="unsupported", error="k must be divisible by 4"),
+        row("nm:2:4", 0.5, math.nan, m=5, status="unsupported", error="k must be divisible by 4"),
+        row("vector:2", 0.5, math.nan, status="oom"),
+    )
+    found = data.failures(rows)
+    assert found["rows"].tolist() == [2, 1]
+    assert found["reason"].tolist() == ["k must be divisible by 4", "no reason recorded"]
+    assert data.statuses(rows).set_index("backend").loc["numba", ["rows", "unsupported", "oom"]].tolist() == [3, 2, 1]
+
+
+def test_a_convolution_is_named_by_what_is_unusual() -> None:
+    conv = {"op": "conv2d", "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 16, "kh": 3, "kw": 3}
+    usual = {"stride_h": 1, "stride_w": 1, "padding_h": 1, "padding_w": 1, "dilation_h": 1, "dilation_w": 1}
+    rows = frame(
+        row("dense", 0.0, 1.0, **conv, **usual),
+        row("dense", 0.0, 1.0, **conv, **{**usual, "stride_h": 2, "stride_w": 2, "padding_h": 0, "padding_w": 0}),
+        row("dense", 0.0, 1.0),
+    )
+    assert set(data.points(rows)["shape"]) == {
+        "conv 3×3, 8 → 16, 14×14, batch 1",
+        "conv 3×3, 8 → 16, 14×14, batch 1, stride 2, padding 0",
+        "linear 3 → 4, n=2",
+    }  # fmt: skip
+
+
+def test_shown_levels_are_few_and_measured() -> None:
+    many = pd.DataFrame({"sparsity": np.linspace(0.4, 0.99, 41), "shape": "a"})
+    shown = data.levels(many)
+    assert len(shown) == 5
+    assert set(shown) <= set(many["sparsity"])
+    assert data.levels(pd.DataFrame({"sparsity": [0.5, 0.7], "shape": "a"})) == [0.5, 0.7]
+
+
+def verdict(*rows: dict[str, Any]) -> str:
+    gains = data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
+    starts, best = data.break_even(gains), data.fastest_pattern(gains)
+    return overview.verdict_sentence(starts.to_dict("records"), best.to_dict("records"))
+
+
+def test_verdicts_say_what_to_use() -> None:
+    slow, fast = row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0)
+    assert verdict(slow, fast) == "Use unstructured from 62%."
+    vectors = row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0)
+    assert verdict(slow, fast, *vectors) == "Use vector:2 at 50% and above; unstructured from 62%."
+    assert verdict(slow, *vectors) == "Use vector:2 at 50% and above; unstructured never."
+    assert verdict(row("nm:2:4", 0.5, 4.0)) == "Use nm:2:4 at 50%."
+    earlier = row("block:2x2", 0.25, 7.0), row("block:2x2", 0.75, 6.0)
+    assert verdict(slow, fast, *earlier) == "Use unstructured from 62%; block:2x2 pays at 25% and above."
+
+
+def test_verdicts_say_when_to_stay_dense() -> None:
+    assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: nothing measured is faster."
+    assert verdict(row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 9.0)) == (
+        "Stay dense: vector:2 gains 2.00× at 50% and loses again above."
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (units.seconds(4.123e-4), "412 µs"),
+        (units.seconds(4.123e-4, 4.05e-4, 4.2e-4), "412 µs (405–420)"),
+        (units.seconds(1.236e-3), "1.24 ms"),
+        (units.seconds(9.996e-6), "10.0 µs"),
+        (units.seconds(12.0), "12.0 s"),
+        (units.seconds(float("nan")), "–"),
+        (units.ratio(2.314), "2.31×"),
+        (units.ratio(25.71), "25.7×"),
+        (units.ratio(None), "–"),
+        (units.percent(0.75), "75%"),
+        (units.percent(0.984375), "98.4%"),
+        (units.percent(0.00421), "0.42%"),
+        (units.percent(0.0), "0%"),
+        (units.count(12345), "12\u2009345"),
+    ],
+)
+def test_numbers_have_the_digits_that_matter(text: str, expected: str) -> None:
+    assert text == expected
