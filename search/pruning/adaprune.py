@@ -33,46 +33,48 @@ class Reconstruction:
     error: float
 
 
-def adaprune(
-    weight: Tensor,
-    mask: Tensor,
-    hessian: Tensor,
-    *,
-    damping: float = DAMPING,
-    iterations: int = ITERATIONS,
-) -> Reconstruction:
-    """Refit the kept weights of `weight` (m, k) to its dense outputs on inputs with `hessian` (k, k) float64.
+class AdaPrune:
+    """One dense layer's least-squares problem, ready to be solved for any number of masks.
 
-    `damping` is the ridge, as a share of H's mean diagonal. The exact solution where it is cheaper than `iterations`
-    conjugate-gradient steps, those otherwise.
+    `weight` (m, k) float32 and `hessian` (k, k) float64 are the layer's. `damping` is the ridge, as a share of H's
+    mean diagonal. Each fit is exact where that is cheaper than `iterations` conjugate-gradient steps, else those steps.
     """
-    ridge = damping * float(hessian.diagonal().mean())
-    damped = hessian + ridge * torch.eye(len(hessian), dtype=hessian.dtype)
-    groups = _rows_by_mask(mask)
-    if ridge == 0 and not bool(hessian.any()):
-        solution = weight  # no input ever reached this layer: any weight is right
-    elif CHOLESKY_COST * _cholesky_flop(groups, mask) <= iterations * 2 * mask.numel() * mask.shape[1]:
-        solution = _by_cholesky(weight, mask, damped, groups)
-    else:
-        solution = _by_conjugate_gradients(weight, mask, damped, iterations)
-    solution = torch.where(mask, solution, 0.0)
-    return Reconstruction(solution, mask, output_error(weight, solution, hessian))
+
+    def __init__(
+        self, weight: Tensor, hessian: Tensor, *, damping: float = DAMPING, iterations: int = ITERATIONS
+    ) -> None:
+        self.weight, self.hessian, self.iterations = weight, hessian, iterations
+        ridge = damping * float(hessian.diagonal().mean())
+        self.damped = hessian + ridge * torch.eye(len(hessian), dtype=hessian.dtype)
+        self.target = weight.double() @ self.damped
+        self.energy = output_energy(weight.double(), hessian)
+
+    def fit(self, mask: Tensor) -> Reconstruction:
+        """Refit the weights that `mask` (m, k) keeps to the dense layer's outputs."""
+        groups = _rows_by_mask(mask)
+        if not bool(self.hessian.any()):
+            solution = self.weight  # no input but zeros ever reached this layer: any weight is right
+        elif CHOLESKY_COST * _cholesky_flop(groups, mask) <= self.iterations * 2 * mask.numel() * mask.shape[1]:
+            solution = _by_cholesky(self.target, mask, self.damped, groups)
+        else:
+            solution = _by_conjugate_gradients(self.weight, mask, self.damped, self.iterations)
+        solution = torch.where(mask, solution, 0.0)
+        return Reconstruction(solution, mask, self.error(solution))
+
+    def error(self, changed: Tensor) -> float:
+        """|dy|^2 / |y|^2 over the calibration data if the weight became `changed` (m, k), bias left out.
+
+        Exactly tr(dW H dW^T) / tr(W H W^T); 0 if no output changes, infinite if outputs change that were all zero.
+        """
+        moved = output_energy(changed.double() - self.weight.double(), self.hessian)
+        if self.energy > 0:
+            return moved / self.energy
+        return 0.0 if moved == 0 else math.inf
 
 
-def output_error(weight: Tensor, changed: Tensor, hessian: Tensor) -> float:
-    """|dy|^2 / |y|^2 over the calibration data: tr(dW H dW^T) / tr(W H W^T), bias left out.
-
-    0 if the outputs do not change, infinite if they change from zero.
-    """
-    moved = _energy(changed.double() - weight.double(), hessian)
-    whole = _energy(weight.double(), hessian)
-    if whole > 0:
-        return moved / whole
-    return 0.0 if moved == 0 else math.inf
-
-
-def _energy(matrix: Tensor, hessian: Tensor) -> float:
-    return max(0.0, float(((matrix @ hessian) * matrix).sum()))
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """|weight @ X|^2 = tr(weight H weight^T), both float64."""
+    return max(0.0, float(((weight @ hessian) * weight).sum()))
 
 
 def _rows_by_mask(mask: Tensor) -> list[Tensor]:
@@ -89,14 +91,13 @@ def _cholesky_flop(groups: list[Tensor], mask: Tensor) -> float:
     return sum(k**3 / 3 + 2 * rows * k**2 for k, rows in kept)
 
 
-def _by_cholesky(weight: Tensor, mask: Tensor, hessian: Tensor, groups: list[Tensor]) -> Tensor:
-    solution = torch.zeros_like(weight)
-    target = weight.double() @ hessian
+def _by_cholesky(target: Tensor, mask: Tensor, hessian: Tensor, groups: list[Tensor]) -> Tensor:
+    solution = torch.zeros(target.shape)
     for rows in groups:
         columns = mask[rows[0]].nonzero().squeeze(1)
         factor = torch.linalg.cholesky(hessian[columns][:, columns])
         kept = torch.cholesky_solve(target[rows][:, columns].T, factor).T
-        solution[rows[:, None], columns] = kept.to(weight.dtype)
+        solution[rows[:, None], columns] = kept.float()
     return solution
 
 
