@@ -25,7 +25,7 @@ from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 # Elements of x that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
-# From this many tokens on, the transposition of x into blocks is paid back where columns are long: measured on AVX-512.
+# From this many columns on, the rows of x that a tile reads crowd the first-level cache: blocks are faster.
 LONG_COLUMNS = 2048
 
 
@@ -57,15 +57,10 @@ class TokenPlan:
             return y
         step = self.tile[0]
         chunk = min(-(-n // step), max(1, CACHED // (k * step))) * step
-        p = self.panels
         tokens.kernel(*self.tile, self.fused)(
-            p.table,
-            p.values,
-            p.columns,
-            p.work,
+            self.panels.arrays,
             np.ascontiguousarray(x),
             y,
-            m,
             _contiguous_bias(bias, m),
             ACTIVATIONS.index(activation),
             chunk,
@@ -158,13 +153,8 @@ class RowPlan:
         activation: int,
     ) -> None:
         block = max(1, CACHED // (self.shape[1] * self.tile[1] * self.target.lanes))
-        p = self.panels
         rows.kernel(*self.tile, self.target.lanes, self.target.fused)(
-            p.table,
-            p.values,
-            p.columns,
-            p.work,
-            p.row_ids,
+            self.panels.arrays,
             x,
             x_scale,
             x_starts,

@@ -55,7 +55,11 @@ GELU_POLYNOMIAL = (
 GELU_FLAT = 12.0  # beyond this a*Q(a) is 0 in float32
 
 
-@intrinsic(prefer_literal=True)
+# To a type checker, what @intrinsic returns would take the typing context too.
+_with_literals: Any = intrinsic(prefer_literal=True)
+
+
+@_with_literals
 def token_tile(
     typing_context: Any,
     tokens: Any,
@@ -98,7 +102,7 @@ def token_tile(
             y_rows.append(emit.pointer(y, builder.mul(row, y_stride)))
         masks = [emit.mask(builder.sub(lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
         outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
-        sums = emit.begin(start, [lambda row=row, v=v: emit.load_masked(row, v, masks[v]) for row, v in outputs])
+        sums = emit.begin(start, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
         values_pointer, columns_pointer = emit.pointer(values), emit.pointer(columns, kind=I32)
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -123,7 +127,7 @@ def token_tile(
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+@_with_literals
 def row_tile(
     typing_context: Any,
     rows: Any,
@@ -148,8 +152,8 @@ def row_tile(
     """y[row_ids[r], y_starts[v] + i] = activation(start + sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
 
     The element of x is x_starts[v] + offsets[c] * x_scale + i, for lane i of vector v. values: float32 (count, rows);
-    offsets: int32 (count); x_starts, y_starts: int64 (vectors), element offsets of the vectors, in any order; row_ids:
-    int32 (rows), a negative one is not written. start: 1 continues the sums found in y, 0 starts at zero.
+    offsets: int32 (count); x_starts, y_starts: int64 (vectors), where each vector lies, in elements; row_ids: int32
+    (rows), a negative one is not written. start: 1 continues the sums found in y, 0 starts at zero.
     """
     signature = types.void(*(rows, vectors, lanes, fused, version), *([types.intp] * 13))
 
@@ -167,7 +171,7 @@ def row_tile(
         ids = [builder.select(known, row, emit.integer(0)) for known, row in zip(written, ids, strict=True)]
         y_rows = [builder.mul(row, y_stride) for row in ids]
         outputs = [emit.pointer(y, builder.add(row, at)) for row in y_rows for at in starts]
-        sums = emit.begin(start, [lambda at=at: emit.load(at, 0) for at in outputs])
+        sums = emit.begin(start, lambda: [emit.load(at, 0) for at in outputs])
         values_pointer, offsets_pointer = emit.pointer(values), emit.pointer(offsets, kind=I32)
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -195,7 +199,7 @@ def row_tile(
     return signature, generate
 
 
-@intrinsic(prefer_literal=True)
+@_with_literals
 def transpose_tile(
     typing_context: Any,
     lanes: Any,
@@ -291,12 +295,12 @@ class _Emitter:
         fma = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{self.lanes}f32")
         return self.builder.call(fma, [a, b, c])
 
-    def begin(self, start: ir.Value, loads: list[Callable[[], ir.Value]]) -> list[ir.Value]:
+    def begin(self, start: ir.Value, load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
         """The sums before the loop: loaded where start is not 0, else zero."""
         builder = self.builder
         before = builder.block
         with builder.if_then(builder.icmp_signed("!=", start, self.integer(0)), likely=False):
-            loaded = [load() for load in loads]
+            loaded = load()
             inside = builder.block
         sums = []
         for value in loaded:
@@ -389,7 +393,7 @@ class _Emitter:
         return builder.fsub(self.relu(x), tail)
 
     def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """The columns of a square tile: log2(lanes) rounds, each swaps the off-diagonal blocks of every block pair."""
+        """The columns of a square tile: log2(lanes) rounds, each swaps the off-diagonal quarters of every block."""
         span = 1
         while span < self.lanes:
             blocks = [(i // span) % 2 for i in range(self.lanes)]

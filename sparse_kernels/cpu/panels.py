@@ -1,8 +1,8 @@
 """Any packed weight as panels: runs of rows that share their columns, the one form the kernels read.
 
-A panel has `width` rows (of the packed order) and `count` columns. Its values lie column after column, `width` weights
-beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of a group
-have weight 0 and row_ids -1.
+A panel has `width` rows (of the packed order) and `count` columns. Its values lie column after column, `width`
+weights beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of
+a group have weight 0 and row_ids -1.
 
 values   float32 (sum of count * width)
 columns  int32 (sum of count over groups): panels of one group share their columns
@@ -13,7 +13,6 @@ row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,14 +50,19 @@ class Panels:
     row_ids: NDArray[np.int32]
 
     @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """(table, values, columns, work, row_ids), as the compiled loops take them."""
+        return self.table, self.values, self.columns, self.work, self.row_ids
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, np.ndarray))
+        return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> Panels:
         """The same panels in memory of their own."""
-        arrays = {name: value.copy() for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        return dataclasses.replace(self, **arrays)
+        table, values, columns, work, row_ids = (array.copy() for array in self.arrays)
+        return Panels(self.width, values, columns, table, work, row_ids)
 
 
 def group_height(packed: Packed) -> int:
@@ -121,7 +125,7 @@ def panels(groups: Groups, width: int) -> Panels:
 
 def _of_nm(packed: NMWeight) -> Groups:
     """Rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight 0."""
-    m, n_groups, keep = packed.values.shape
+    m, n_groups, _ = packed.values.shape
     offsets = packed.offsets.astype(np.int32)
     filled = np.ones(offsets.shape, bool)
     filled[:, :, 1:] = (offsets[:, :, 1:] != offsets[:, :, :-1]) | (packed.values[:, :, 1:] != 0)
@@ -135,7 +139,7 @@ def _of_nm(packed: NMWeight) -> Groups:
 def _of_blocks(packed: BlockWeight) -> Groups:
     """Block rows with their columns written out, those beyond k left out."""
     m, k = packed.shape
-    blocks, rows, cols = packed.values.shape
+    _, rows, cols = packed.values.shape
     columns = packed.indices[:, None] * cols + np.arange(cols, dtype=np.int32)
     exists = columns < k
     values = packed.values.swapaxes(1, 2)[exists]

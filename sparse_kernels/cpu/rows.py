@@ -1,4 +1,4 @@
-"""The product over rows of outputs, positions along the vector: y[row, position] += w[row, c] * x[offset of c + position].
+"""Rows of outputs, positions along the vector: y[row, position] += w[row, c] * x[offset of c + position].
 
 It serves every weight and every x that is contiguous along positions (tokens of a feature-major x, tokens of a
 transposed block, pixels of an image): the caller says where in x and in y each vector of positions starts, and how
@@ -37,12 +37,17 @@ def tile(height: int, target: Target) -> tuple[int, int]:
 
 @cache
 def kernel(rows: int, vectors: int, lanes: int, fused: bool) -> Callable[..., None]:
-    """The compiled loop over blocks, panels and tiles for one tile size."""
+    """The compiled loop over blocks, panels and tiles for one tile size.
+
+    Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
+    is, starts of vectors in y, bias (m), activation code, tiles in a block, parts). Starts: int64, whole tiles.
+    """
     version = VERSION
     fuse = int(fused)
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(table, values, columns, work, row_ids, x, x_scale, x_starts, y, y_stride, y_starts, bias, activation, block, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+    def multiply(weights, x, x_scale, x_starts, y, y_stride, y_starts, bias, activation, block, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+        table, values, columns, work, row_ids = weights
         panels = table.shape[0]
         tiles = x_starts.size // vectors
         blocks = (tiles + block - 1) // block

@@ -8,25 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+KEPT = 4  # buffers a pool holds on to; those longest unused go first
 
 
 class Pool:
     """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads."""
 
     def __init__(self) -> None:
-        self._free: deque[NDArray[np.float32]] = deque(maxlen=4)
+        self._free: deque[tuple[int, NDArray[np.float32]]] = deque(maxlen=KEPT)
 
-    def take(self, size: int) -> NDArray[np.float32]:
-        """A buffer of at least `size` elements, its contents anything but NaN traps: it was zero when made."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            return aligned(size)
-        return buffer if buffer.size >= size else aligned(size)
+    def take(self, size: int, key: int = 0) -> NDArray[np.float32]:
+        """A buffer of `size` elements, aligned: one that was given back with this key and size, else zeros."""
+        for _ in range(KEPT):
+            try:
+                kept, buffer = self._free.pop()
+            except IndexError:
+                break
+            if kept == key and buffer.size == size:
+                return buffer
+            self._free.appendleft((kept, buffer))
+        return aligned(size)
 
-    def give_back(self, buffer: NDArray[np.float32]) -> None:
-        """Let the next call have it."""
-        self._free.append(buffer)
+    def give_back(self, buffer: NDArray[np.float32], key: int = 0) -> None:
+        """Let a later call have it."""
+        self._free.append((key, buffer))
 
 
 def aligned(size: int) -> NDArray[np.float32]:

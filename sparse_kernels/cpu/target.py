@@ -17,12 +17,17 @@ VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__
 
 @dataclass(frozen=True)
 class Target:
-    """A vector unit: its name in plan.kernel, float32 lanes, vector registers, whether it has a fused multiply-add."""
+    """A vector unit.
+
+    name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
+    multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half.
+    """
 
     name: str
     lanes: int
     registers: int
     fused: bool
+    halves: bool = False
 
 
 @cache
@@ -32,12 +37,12 @@ def host() -> Target:
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
     kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
     """
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
     if triple.startswith(("aarch64", "arm64")):
         return Target("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
-        return Target("avx512", 16, 32, fused=True)
+        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4")
     if "avx2" in has and "fma" in has:
         return Target("avx2", 8, 16, fused=True)
     if "avx" in has:

@@ -32,16 +32,20 @@ def tile(height: int, target: Target) -> tuple[int, int, int] | None:
 
 @cache
 def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., None]:
-    """The compiled loop over chunks, panels and tiles for one tile size."""
+    """The compiled loop over chunks, panels and tiles for one tile size.
+
+    Called with (panels.arrays, x (n, k), y (n, m), bias (m), activation code, tokens of a chunk: whole tiles, parts).
+    """
     version = VERSION
     fuse = int(fused)
     width = vectors * lanes
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(table, values, columns, work, x, y, features, bias, activation, chunk, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+    def multiply(weights, x, y, bias, activation, chunk, parts):  # type: ignore[no-untyped-def]
+        table, values, columns, work, _ = weights
         n, k = x.shape
+        features = y.shape[1]
         panels = table.shape[0]
-        y_stride = y.shape[1]
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at, bias_at = values.ctypes.data, columns.ctypes.data, bias.ctypes.data
         x_at, y_at = x.ctypes.data, y.ctypes.data
@@ -50,7 +54,6 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
                 panel = item % panels
                 first = item // panels * chunk
                 row = panel * width
-                left = features - row
                 for token in range(first, min(first + chunk, n), tokens):
                     token_tile(
                         tokens,
@@ -64,9 +67,9 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
                         x_at + token * k * 4,
                         k,
                         n - token,
-                        y_at + (token * y_stride + row) * 4,
-                        y_stride,
-                        left,
+                        y_at + (token * features + row) * 4,
+                        features,
+                        features - row,
                         bias_at + row * 4,
                         0,
                         activation,

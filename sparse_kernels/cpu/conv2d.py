@@ -1,0 +1,183 @@
+"""Two-dimensional convolutions on the CPU, NCHW in and out: any pattern, by the kernel over rows, without im2col.
+
+The rows of the weight are output channels, the vector runs along output positions, and a column of the weight is an
+element offset from the position: channel and tap together. Where positions start:
+
+in place   1x1, stride 1, no padding: x and y as they lie, each image a run of positions
+row by row images re-laid (`images`), a vector never leaves a row of the output: it is stored to y directly
+flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu import images, rows
+from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
+from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.target import Target, host
+from sparse_kernels.formats import Packed
+from sparse_kernels.plan import ACTIVATIONS, Array, check_call
+from sparse_kernels.shapes import Conv2dShape
+
+# Elements of x that stay in the second-level cache beside the weights: 400 KB.
+CACHED = 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The vectors of positions: their starts in x and in y (int64, whole tiles), and the stride of rows in y.
+
+    image, pitch: of the flat y that `images.collect` reads; 0 where y is written directly. lanes: of a vector.
+    """
+
+    lanes: int
+    x_starts: NDArray[np.int64]
+    y_starts: NDArray[np.int64]
+    y_stride: int
+    image: int = 0
+    pitch: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Conv2dPlan:
+    """A convolution's plan: weights as panels, and the places of everything for each batch it has met."""
+
+    shape: Conv2dShape
+    panels: Panels
+    tile: tuple[int, int]  # rows, vectors
+    target: Target
+    kernel: str
+    layout: str
+    _pool: Pool = field(default_factory=Pool)
+    _placed: dict[int, tuple[tuple[np.ndarray, ...], Positions]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as the kernel reads them."""
+        return self.panels.nbytes
+
+    def __call__(
+        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
+    ) -> Array:
+        """activation(convolution of x + bias), as `Plan` says; x that is not C-contiguous is copied."""
+        s = self.shape
+        check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, s.c_out, s.out_h, s.out_w), s.c_out)
+        batch = x.shape[0]
+        y = np.empty((batch, s.c_out, s.out_h, s.out_w), np.float32) if out is None else out
+        if batch == 0:
+            return y
+        x = np.ascontiguousarray(x)
+        bias = np.zeros(s.c_out, np.float32) if bias is None else np.ascontiguousarray(bias)
+        if batch not in self._placed:
+            self._placed[batch] = self._place(replace(s, batch=batch))
+        weights, at = self._placed[batch]
+        threads = numba.get_num_threads()
+        shape = replace(s, batch=batch)
+        relaid = not in_place(shape, self.target)
+        source = x
+        if relaid:
+            where = images.layout(shape, self.target.lanes)
+            source = self._pool.take(where.size, batch)
+            images.fill(x, source, where, shape, threads)
+        flat = y if not at.pitch else self._pool.take(s.c_out * at.y_stride, -batch)
+        columns = s.c_in * (int(where.phases.max()) + 1 if relaid else 1)
+        block = max(1, CACHED // (columns * self.tile[1] * at.lanes))
+        rows.kernel(*self.tile, at.lanes, self.target.fused)(
+            weights,
+            source.reshape(-1),
+            1,
+            at.x_starts,
+            flat.reshape(-1),
+            at.y_stride,
+            at.y_starts,
+            bias,
+            ACTIVATIONS.index(activation),
+            block,
+            threads,
+        )
+        if at.pitch:
+            images.collect(flat, at.y_stride, at.image, at.pitch, y, threads)
+            self._pool.give_back(flat, -batch)
+        if relaid:
+            self._pool.give_back(source, batch)
+        return y
+
+    def copy(self) -> Conv2dPlan:
+        """The same plan with weights of its own."""
+        return Conv2dPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
+
+    def _place(self, shape: Conv2dShape) -> tuple[tuple[np.ndarray, ...], Positions]:
+        """The panels with offsets for columns, and the positions, for this shape's batch."""
+        if in_place(shape, self.target):
+            offsets = (np.arange(shape.c_in) * (shape.h * shape.w)).astype(np.int32)
+        else:
+            offsets = images.layout(shape, self.target.lanes).offsets
+        table, values, columns, work, row_ids = self.panels.arrays
+        return (table, values, offsets[columns], work, row_ids), positions(shape, self.tile[1], self.target)
+
+
+def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
+    """The plan of a convolution for about shape.batch images."""
+    target = host()
+    tile = rows.tile(group_height(packed), target)
+    name = f"numba.{packed.pattern.format}.conv2d.rows{tile[0]}x{tile[1]}.{target.name}"
+    return Conv2dPlan(shape, panels(groups(packed), tile[0]), tile, target, name, layout)
+
+
+def in_place(shape: Conv2dShape, target: Target) -> bool:
+    """Whether x can be read as it lies: no tap but one, no padding, and room for a vector in an image."""
+    unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
+    return unpadded and shape.h * shape.w >= target.lanes
+
+
+@lru_cache(maxsize=256)
+def positions(shape: Conv2dShape, vectors: int, target: Target) -> Positions:
+    """The cheapest vectors that cover all output positions."""
+    widths = (target.lanes, target.lanes // 2) if target.halves else (target.lanes,)
+    choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target)]
+    best = min(choices, key=lambda at: at.x_starts.size * at.lanes * (1.1 if at.pitch else 1.0))
+    missing = -best.x_starts.size % vectors
+    return replace(best, x_starts=_filled(best.x_starts, missing), y_starts=_filled(best.y_starts, missing))
+
+
+def _coverings(shape: Conv2dShape, lanes: int, target: Target) -> list[Positions]:
+    """The ways to cover the output with vectors of `lanes`."""
+    b = np.arange(shape.batch)[:, None]
+    size = shape.out_h * shape.out_w
+    if in_place(shape, target):
+        run = _run(size, lanes)
+        return [Positions(lanes, _flat(b * shape.c_in * size + run), _flat(b * shape.c_out * size + run), size)]
+    where = images.layout(shape, target.lanes)
+    length = (shape.out_h - 1) * where.pitch + shape.out_w
+    vectors = np.arange(-(-length // lanes)) * lanes
+    image = vectors.size * lanes
+    flat = Positions(
+        lanes, _flat(b * where.image + vectors), _flat(b * image + vectors), shape.batch * image, image, where.pitch
+    )
+    if shape.out_w < lanes:
+        return [flat]
+    i = np.arange(shape.out_h)[:, None]
+    run = _run(shape.out_w, lanes)
+    x_starts = (b[:, :, None] * where.image + i * where.pitch + run).ravel()
+    y_starts = (b[:, :, None] * (shape.c_out * size) + i * shape.out_w + run).ravel()
+    return [flat, Positions(lanes, x_starts.astype(np.int64), y_starts.astype(np.int64), size)]
+
+
+def _run(length: int, lanes: int) -> NDArray[np.int64]:
+    """Starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
+    return np.minimum(np.arange(-(-length // lanes), dtype=np.int64) * lanes, length - lanes)
+
+
+def _flat(starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return starts.ravel().astype(np.int64)
+
+
+def _filled(starts: NDArray[np.int64], missing: int) -> NDArray[np.int64]:
+    """Whole tiles: the last vector once more, as often as it takes."""
+    return np.append(starts, np.full(missing, starts[-1], np.int64))

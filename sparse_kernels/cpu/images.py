@@ -1,0 +1,126 @@
+"""Images laid out so that every tap of a convolution reads contiguous positions.
+
+x (batch, c_in, h, w), padded with zeros, is split into stride_h * stride_w phases: phase (a, b) holds the padded rows
+a, a + stride_h, ... and columns b, b + stride_w, ... Then the tap (r, s) of output position (i, j) lies in one phase
+at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w), so a step in j is a step of one element, as it is in
+the output. Rows of a phase follow each other with a pitch, images with a pitch of rows; zeros at the end of one row
+(image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
+
+The buffer is (phases, c_in, plane), plane = all images of one channel in one phase. The zeros are written once, when
+the buffer is made: `fill` writes only what x holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numba import njit, prange
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu.target import VERSION
+from sparse_kernels.shapes import Conv2dShape
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where everything lies for one shape: element counts, and offsets (k,) of the taps from an output position.
+
+    phases: int64 (stride_h, stride_w), the number of each phase that some tap reads, else -1.
+    """
+
+    phases: NDArray[np.int64]
+    pitch: int
+    image: int
+    plane: int
+    size: int
+    offsets: NDArray[np.int32]
+
+
+@lru_cache(maxsize=64)
+def layout(shape: Conv2dShape, slack: int) -> Layout:
+    """The layout for shape.batch images; `slack` elements behind the last one may be read (and mean nothing).
+
+    ValueError where an offset does not fit 31 bits.
+    """
+    taps_h = _taps(shape.kh, shape.dilation[0], shape.stride[0])
+    taps_w = _taps(shape.kw, shape.dilation[1], shape.stride[1])
+    phases = np.full(shape.stride, -1, np.int64)
+    used = sorted({(a, b) for a, _ in taps_h for b, _ in taps_w})
+    for number, phase in enumerate(used):
+        phases[phase] = number
+    rows = _pitch(shape.h, shape.padding[0], shape.stride[0], {a for a, _ in taps_h})
+    pitch = _pitch(shape.w, shape.padding[1], shape.stride[1], {b for b, _ in taps_w})
+    longest = -(-(shape.h + 2 * shape.padding[0]) // shape.stride[0])
+    widest = -(-(shape.w + 2 * shape.padding[1]) // shape.stride[1])
+    image = rows * pitch
+    plane = (shape.batch - 1) * image + (longest - 1) * pitch + widest
+    size = len(used) * shape.c_in * plane + slack
+    if size >= 2**31:
+        raise ValueError(f"a batch of {shape.batch} images is too large for this convolution: {shape}")
+    offsets = np.empty((shape.kh, shape.kw, shape.c_in), np.int64)
+    for r, (a, down) in enumerate(taps_h):
+        for s, (b, right) in enumerate(taps_w):
+            first = phases[a, b] * shape.c_in * plane + down * pitch + right
+            offsets[r, s] = first + np.arange(shape.c_in) * plane
+    return Layout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
+
+
+def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
+    """(phase, steps inside it) of each tap, along one axis."""
+    return [((t * dilation) % stride, (t * dilation) // stride) for t in range(taps)]
+
+
+def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
+    """The least distance from one row (image) to the next at which only zeros meet zeros, in all `phases`."""
+    pitch = 1
+    for phase in phases:
+        positions = range(phase, length + 2 * padding, stride)
+        inside = [padding <= position < padding + length for position in positions]
+        if any(inside):
+            before = inside.index(True)
+            behind = inside[::-1].index(True)
+            pitch = max(pitch, len(inside) - min(before, behind))
+    return pitch
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def _fill(x, buffer, phases, plane, image, pitch, padding_h, padding_w, parts, version):  # type: ignore[no-untyped-def]
+    batch, c_in, h, w = x.shape
+    stride_h, stride_w = phases.shape
+    for part in prange(parts):
+        for pair in range(batch * c_in * part // parts, batch * c_in * (part + 1) // parts):
+            b, c = pair // c_in, pair % c_in
+            for i in range(h):
+                phase_h, row = (i + padding_h) % stride_h, (i + padding_h) // stride_h
+                for phase_w in range(stride_w):
+                    number = phases[phase_h, phase_w]
+                    if number >= 0:
+                        first = (phase_w - padding_w) % stride_w
+                        column = (first + padding_w) // stride_w
+                        at = (number * c_in + c) * plane + b * image + row * pitch + column
+                        if stride_w == 1:
+                            for j in range(w):
+                                buffer[at + j] = x[b, c, i, j]
+                        else:
+                            for j in range((w - first + stride_w - 1) // stride_w):
+                                buffer[at + j] = x[b, c, i, first + j * stride_w]
+
+
+def fill(x: NDArray[np.float32], buffer: NDArray[np.float32], where: Layout, shape: Conv2dShape, parts: int) -> None:
+    """Write x (batch, c_in, h, w) into a buffer whose other elements are zero."""
+    _fill(x, buffer, where.phases, where.plane, where.image, where.pitch, *shape.padding, parts, VERSION)
+
+
+@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]
+    """y (batch, c_out, out_h, out_w) from its valid positions; row c of flat is at c * stride."""
+    batch, c_out, out_h, out_w = y.shape
+    for part in prange(parts):
+        for pair in range(batch * c_out * part // parts, batch * c_out * (part + 1) // parts):
+            b, c = pair // c_out, pair % c_out
+            for i in range(out_h):
+                at = c * stride + b * image + i * pitch
+                for j in range(out_w):
+                    y[b, c, i, j] = flat[at + j]
