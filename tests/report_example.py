@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from latbench import tables
+from search.profile import LayerChoice, Profile
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 OVERHEAD_SECONDS = 4e-6
@@ -108,27 +109,20 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     tables.write_environment(example.table, environment)
     table_hash = tables.table_hash(example.table)
     layers = {}
-    for index, (pattern, sparsity) in enumerate(
-        [
-            ("dense", 0.0),
-            ("vector:32", 0.75),
-            ("shflbw:32", 0.85),
-            ("unstructured", 0.9),
-            ("vector:32", 0.6),
-            ("dense", 0.0),
-        ]
-    ):
+    for index, (pattern, sparsity) in enumerate(CHOSEN):
         seconds = (120 - 15 * index) * 1e-6
-        layers[f"blocks.{index}.linear"] = {
-            "pattern": pattern, "sparsity": sparsity, "seconds": seconds, "seconds_low": 0.96 * seconds,
-            "seconds_high": 1.05 * seconds, "error": 0.01 * index,
-        }  # fmt: skip
+        layers[f"blocks.{index}.linear"] = LayerChoice(
+            pattern, sparsity, seconds, 0.96 * seconds, 1.05 * seconds, error=0.01 * index
+        )
     predicted = {"predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4, "predicted_high": 5.6e-4}
-    promise = {"task": task, "target": 2.0, "dense_engine": "onnxruntime", **predicted}
-    example.profile.write_text(json.dumps({
-        "version": 1, **promise, "layers": layers, "backend": "numba", "threads": 2, "dense_seconds": 1.13e-3,
-        "fixed_seconds": 3.9e-5, "error": 0.15, "bound": 0.15, "table_hash": table_hash, "ceiling": 9.4, "seed": 0,
-    }))  # fmt: skip
+    promise: dict[str, Any] = {"task": task, "target": 2.0, "dense_engine": "onnxruntime", **predicted}
+    profile = Profile(
+        **promise, layers=layers, backend="numba", threads=2, batch=64, device="amd-epyc-example",
+        dense_seconds=1.13e-3, dense_seconds_low=1.11e-3, dense_seconds_high=1.15e-3, fixed_seconds=4.0e-5,
+        fixed_seconds_low=3.8e-5, fixed_seconds_high=4.2e-5, loss=0.11, error=0.15, bound=0.14, ceiling=28.3,
+        strategy="spdy", seed=0, table_hash=table_hash, model_hash="0123456789abcdef", inputs="fedcba9876543210",
+    )  # fmt: skip
+    profile.save(example.profile)
     validation = {"median": 0.021, "p90": 0.064, "mape": 0.031, "within_5": 0.83, "within_10": 0.96, "coverage": 0.91,
                   "width": 0.11, "noise_floor": 0.008}  # fmt: skip
     example.model.write_text(json.dumps({"version": 1, "table_hash": table_hash, "validation": validation}))

@@ -11,8 +11,9 @@ import pandas as pd
 
 from latbench import files, tables
 from latbench.errors import BadData
+from search.profile import Profile
+from search.profile import load as load_profile
 
-PROFILE_KEYS = ("layers", "target", "predicted_seconds", "dense_seconds", "dense_engine")
 VERIFY_KEYS = (
     "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
     "score_dense", "score_pruned",
@@ -36,7 +37,7 @@ class Inputs:
     table_hash: str
     environments: list[dict[str, Any]]
     model: dict[str, Any] | None = None
-    profile: dict[str, Any] | None = None
+    profile: Profile | None = None
     manifest: dict[str, Any] | None = None
     verification: dict[str, Any] | None = None
     model_rows: pd.DataFrame | None = None  # the verification's whole-model times, table columns
@@ -66,12 +67,16 @@ def read(
         sources.append(Source(role, path, files.sha256(path)))
         return content
 
+    learned = document("cost model", model, "fit", ("validation",))
+    chosen = load_profile(profile) if profile else None
+    if profile:
+        sources.append(Source("profile", profile, files.sha256(profile)))
     return Inputs(
         table=frame,
         table_hash=table_hash,
         environments=tables.read_env(table).to_dict("records"),
-        model=document("cost model", model, "fit", ("validation",)),
-        profile=document("profile", profile, "search", PROFILE_KEYS),
+        model=learned,
+        profile=chosen,
         manifest=document("pruned model", pruned and pruned / "manifest.json", "prune", ()),
         verification=document("verification", verify and verify / "verify.json", "verify", VERIFY_KEYS),
         model_rows=_model_rows(verify) if verify else None,

@@ -82,25 +82,21 @@ def promise(inputs: Inputs) -> Headline:
         Tile("Predicted", units.seconds(predicted), f"interval {interval}"),
         Tile(name.capitalize(), pruned, f"pruned; {before} dense"),
     ]
-    if (inputs.profile or {}).get("ceiling"):
-        ceiling = units.ratio((inputs.profile or {})["ceiling"])
+    if inputs.profile and inputs.profile.ceiling:
+        ceiling = units.ratio(inputs.profile.ceiling)
         tiles.append(Tile("Ceiling", ceiling, "if every searched layer took no time at all"))
     return Headline(title, lead, tiles, ("kept", "promise kept") if found["met"] else ("missed", "promise missed"))
 
 
 def task_name(inputs: Inputs) -> str:
     """The task as the verification or the profile names it."""
-    return _first_named(inputs, "task") or "the model"
+    return str((inputs.verification or {}).get("task") or (inputs.profile and inputs.profile.task) or "the model")
 
 
 def dense_engine(inputs: Inputs) -> str:
     """The fastest dense engine of the verification, or the one the profile was searched against."""
-    return _first_named(inputs, "dense_engine") or "the fastest dense engine"
-
-
-def _first_named(inputs: Inputs, key: str) -> str | None:
-    named = [source[key] for source in (inputs.verification, inputs.profile) if source and source.get(key)]
-    return str(named[0]) if named else None
+    searched = inputs.profile.dense_engine if inputs.profile else "the fastest dense engine"
+    return str((inputs.verification or {}).get("dense_engine") or searched)
 
 
 def score(value: float | None, name: str = "") -> str:

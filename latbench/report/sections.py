@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -13,6 +14,7 @@ import pandas as pd
 from latbench.report import data, figures, units
 from latbench.report.inputs import Inputs
 from latbench.report.views import Cell, Chart, Section, Table, facts, table
+from search.profile import Profile
 
 CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
@@ -167,29 +169,24 @@ def _share_cell(value: float | None) -> Cell:
     return Cell(units.percent(value), value)
 
 
-def profile(content: Mapping[str, Any]) -> Section:
+def profile(chosen: Profile) -> Section:
     """Layer by layer: pattern, sparsity, predicted time."""
-    layers = profile_layers(content)
-    total = float(layers["seconds"].sum()) + float(content.get("fixed_seconds") or 0)
-    predicted = units.seconds(*(content.get(f"predicted_{which}") for which in ("seconds", "low", "high")))
+    layers = profile_layers(chosen)
+    total = chosen.predicted_seconds
+    predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
+    fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
+    ceiling = "unbounded" if chosen.ceiling is None else units.ratio(chosen.ceiling)
     sentences = [
-        f"Predicted for the whole model: {predicted}, for a target of {units.ratio(content['target'])} over "
-        f"{content['dense_engine']} at {units.seconds(content['dense_seconds'])}."
+        f"Predicted for the whole model: {predicted}, for a target of {units.ratio(chosen.target)} over "
+        f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
+        f"{chosen.threads} threads, {chosen.backend} kernels, strategy {chosen.strategy}.",
+        f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
+        f"searched. So the ceiling is {ceiling}: the speedup if every searched layer took no time at all.",
     ]
-    if content.get("fixed_seconds") is not None:
-        share = content["fixed_seconds"] / total if total else 0
-        sentences.append(
-            f"{units.seconds(content['fixed_seconds'])} ({units.percent(share)}) is fixed: "
-            "layers and overhead that are not searched."
-        )
-    if content.get("ceiling"):
-        ceiling = units.ratio(content["ceiling"])
-        sentences.append(f"The ceiling is {ceiling}: the speedup if every searched layer took no time at all.")
     rows = [
         [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
          Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         Cell(units.percent(row["seconds"] / total if total else 0), row["seconds"]),
-         Cell(units.NOTHING if row["error"] is None else f"{row['error']:.3g}", row["error"])]
+         Cell(units.percent(row["seconds"] / total), row["seconds"]), Cell(f"{row['error']:.3g}", row["error"])]
         for row in layers.to_dict("records")
     ]  # fmt: skip
     heads = ["layer", "pattern", "#sparsity", "#predicted time", "#share of the model", "#relative error"]
@@ -197,17 +194,10 @@ def profile(content: Mapping[str, Any]) -> Section:
     return Section("profile", "The profile", sentences, charts, [("Layer by layer", table(heads, rows))])
 
 
-def profile_layers(content: Mapping[str, Any]) -> pd.DataFrame:
+def profile_layers(chosen: Profile) -> pd.DataFrame:
     """One row a layer in the model's order: name, pattern, sparsity, seconds, low, high, error."""
-    rows = []
-    for name, layer in content["layers"].items():
-        seconds = float(layer["seconds"])
-        rows.append({
-            "name": name, "pattern": str(layer["pattern"]), "sparsity": float(layer["sparsity"]), "seconds": seconds,
-            "low": float(layer.get("seconds_low", seconds)), "high": float(layer.get("seconds_high", seconds)),
-            "error": layer.get("error"),
-        })  # fmt: skip
-    return pd.DataFrame(rows, columns=["name", "pattern", "sparsity", "seconds", "low", "high", "error"])
+    layers = pd.DataFrame([{"name": name, **asdict(layer)} for name, layer in chosen.layers.items()])
+    return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
 
 
 def promise(inputs: Inputs) -> Section:
@@ -220,7 +210,7 @@ def promise(inputs: Inputs) -> Section:
         "Dense engines and pruned model were timed end to end, each in a process of its own, in alternating blocks. "
         f"The target of {units.ratio(found['target'])} leaves {units.seconds(budget)}."
     ]
-    ceiling = (inputs.profile or {}).get("ceiling")
+    ceiling = inputs.profile.ceiling if inputs.profile else None
     if ceiling:
         sentences.append(
             f"The ceiling, with every searched layer free, is {units.ratio(ceiling)}: "
@@ -283,9 +273,11 @@ def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
 def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
     """Sentences that say whether the cost model and the profile were made from this table, and whether they were."""
     found = []
-    for role, content in (("cost model", inputs.model), ("profile", inputs.profile)):
-        if content and content.get("table_hash"):
-            same = content["table_hash"] == inputs.table_hash
+    model_hash = (inputs.model or {}).get("table_hash")
+    profile_hash = inputs.profile.table_hash if inputs.profile else None
+    for role, table_hash in (("cost model", model_hash), ("profile", profile_hash)):
+        if table_hash:
+            same = table_hash == inputs.table_hash
             origin = "this very table" if same else "another table, or an earlier state of it: its figures may differ"
             found.append((f"The {role} was made from {origin}.", same))
     return found

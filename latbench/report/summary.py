@@ -18,8 +18,8 @@ KEYS = (
 
 def summarise(inputs: Inputs) -> dict[str, Any]:
     """The figures under `KEYS`; what was not verified or predicted is None."""
-    known = {**(inputs.profile or {}), **(inputs.verification or {})}
-    return {key: known.get(key) for key in KEYS}
+    found = inputs.verification or {}
+    return {key: found.get(key, getattr(inputs.profile, key, None)) for key in KEYS}
 
 
 def summary_table(inputs: Inputs, path: str) -> rich.table.Table:

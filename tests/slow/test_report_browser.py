@@ -1,0 +1,177 @@
+"""The report in a browser (headless Chromium): no error, no request, tooltips, sorting, phone width, dark, print.
+
+Needs /usr/bin/chromium: apt-get update && apt-get install -y --no-install-recommends chromium
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from latbench.report import html, inputs
+
+pytestmark = pytest.mark.slow
+
+CHROMIUM = Path("/usr/bin/chromium")
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+
+
+def _example() -> Any:
+    spec = importlib.util.spec_from_file_location("report_example", Path(__file__).parents[1] / "report_example.py")
+    assert spec
+    assert spec.loader
+    module = sys.modules["report_example"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("example")
+    files = _example().write(folder, np.random.default_rng(7))
+    profile = json.loads(files.profile.read_text())
+    profile["layers"][HOSTILE] = next(iter(profile["layers"].values()))
+    files.profile.write_text(json.dumps(profile))
+    path = folder / "report.html"
+    path.write_text(
+        html.render(inputs.read(files.table, **files.files), command=["latbench", "report", HOSTILE]), "utf-8"
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.fail(f"no {CHROMIUM}: apt-get update && apt-get install -y --no-install-recommends chromium")
+    quiet = ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run"]
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-quic", *quiet]
+        )
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def opened(browser: Browser, report: Path) -> Iterator[Callable[..., Page]]:
+    """Opens the report in a fresh context; at the end nothing may have been logged, thrown, asked for or requested."""
+    complaints: list[str] = []
+    contexts = []
+
+    def open_page(**settings: Any) -> Page:
+        context = browser.new_context(**{"viewport": DESKTOP, **settings})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
+        page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: _note_request(request.url))
+        page.goto(report.as_uri())
+        page.wait_for_selector("html[data-drawn]", timeout=60_000)
+        return page
+
+    def _note_request(url: str) -> None:
+        if url != report.as_uri() and not url.startswith(("data:", "blob:")):
+            complaints.append(f"request: {url}")
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def test_all_charts_are_drawn(opened: Callable[..., Page]) -> None:
+    page = opened()
+    drawn = page.locator("[data-chart]:has(.xtick)").count()
+    assert drawn == page.locator("[data-chart]").count() == 5
+
+
+def test_hovering_a_point_shows_its_time_and_kernel(opened: Callable[..., Page]) -> None:
+    page = opened()
+    chart = page.locator('[data-chart="shapes"][data-part="lines"]')
+    chart.scroll_into_view_if_needed()
+    box = chart.locator(".scatterlayer .trace .points path").nth(3).bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tooltip = chart.locator(".hoverlayer .hovertext")
+    tooltip.wait_for(timeout=10_000)
+    assert re.search(r"% ?.*× dense.*s \(.*numba\.", tooltip.first.text_content() or "")
+
+
+def test_choosing_a_shape_redraws_its_charts(opened: Callable[..., Page]) -> None:
+    page = opened()
+    chart = page.locator('[data-chart="shapes"][data-part="lines"]')
+    before = chart.locator(".annotation-text").first.text_content()
+    page.select_option('select[data-choose="shapes"]', index=8)
+    page.wait_for_function(
+        "([element, before]) => element.querySelector('.annotation-text').textContent !== before",
+        arg=[chart.element_handle(), before],
+    )
+
+
+def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page]) -> None:
+    page = opened()
+    table = page.locator("#pays table")
+
+    def dense_seconds() -> list[float]:
+        cells = table.locator("tbody tr td:last-child")
+        return [float(cell.get_attribute("data-value") or "nan") for cell in cells.all()]
+
+    button = table.locator("th button", has_text="fastest dense")
+    button.click()
+    assert dense_seconds() == sorted(dense_seconds())
+    button.click()
+    assert dense_seconds() == sorted(dense_seconds(), reverse=True)
+    assert table.locator("th").last.get_attribute("aria-sort") == "descending"
+
+
+def test_hostile_names_are_shown_and_never_run(opened: Callable[..., Page]) -> None:
+    page = opened()
+    assert HOSTILE in (page.locator("#profile").text_content() or "")
+    assert page.locator("img").count() == 0
+    ticks = page.locator('[data-chart="profile"] .ytick').all_text_contents()
+    assert any("<img" in tick for tick in ticks)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_scrolls_in_one_direction_only(opened: Callable[..., Page], scheme: str) -> None:
+    page = opened(viewport=PHONE, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    widths = page.evaluate("[...document.querySelectorAll('[data-chart] .main-svg')].map((svg) => svg.clientWidth)")
+    assert max(widths) <= PHONE["width"]
+
+
+def test_the_dark_theme_reaches_page_and_charts_and_can_change(opened: Callable[..., Page]) -> None:
+    page = opened(color_scheme="dark")
+
+    def brightness(selector: str, what: str) -> float:
+        colour = page.eval_on_selector(selector, f"(element) => getComputedStyle(element).{what}")
+        return sum(float(value) for value in re.findall(r"[\d.]+", colour)[:3]) / 3
+
+    tick = '[data-chart="noise"] .xtick text'
+    assert brightness("body", "backgroundColor") < 60
+    assert brightness(tick, "fill") > 180
+    page.emulate_media(color_scheme="light")
+    page.wait_for_function(
+        "(tick) => getComputedStyle(document.querySelector(tick)).fill !== 'rgb(231, 234, 236)'", arg=tick
+    )
+    assert brightness("body", "backgroundColor") > 240
+    assert brightness(tick, "fill") < 100
+
+
+def test_print_is_light_and_whole(opened: Callable[..., Page]) -> None:
+    page = opened(color_scheme="dark")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.wait_for_function("() => document.querySelector('[data-chart=noise] .main-svg').clientWidth === 660")
+    assert page.eval_on_selector("body", "(body) => getComputedStyle(body).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.pdf(format="A4").startswith(b"%PDF")
