@@ -210,7 +210,7 @@ class ShflBW:
         """The vectors of most score among the row groups that `shuffle.group_rows` finds.
 
         Consecutive rows are among the groupings it compares, so this never retains less score than VectorWise(v). The
-        same scores always give the same mask.
+        same scores give the same mask every time on one machine; the rounding of another's BLAS may lead to another.
         """
         _check(scores, sparsity)
         order = shuffle.group_rows(scores, self.v, sparsity, np.random.default_rng(0))

@@ -145,8 +145,8 @@ def _spread(rows: NDArray[np.float32], count: int, rng: np.random.Generator) -> 
 def _assign(value: NDArray[np.float32], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """The group (m,) of each row, `sizes` rows in each, for much of value (m, groups) in sum; greedy.
 
-    In rounds: every row left asks for its best group with room, and a group that too many ask for takes those that
-    would lose most by their second choice.
+    In rounds: every row left asks for its best group with room, and a group that too many ask for takes those of most
+    value to it.
     """
     m, groups = value.shape
     room = sizes.copy()
@@ -155,12 +155,7 @@ def _assign(value: NDArray[np.float32], sizes: NDArray[np.int64]) -> NDArray[np.
     while left.size:
         open_value = np.where(room > 0, value[left], -np.inf)
         asked = np.argmax(open_value, axis=1)
-        each = np.arange(left.size)
-        loss = open_value[each, asked]
-        if np.count_nonzero(room) > 1:
-            open_value[each, asked] = -np.inf
-            loss = loss - open_value.max(axis=1)
-        by_group = np.lexsort((-loss, asked))
+        by_group = np.lexsort((-open_value.max(axis=1), asked))
         ranks = np.arange(left.size) - np.searchsorted(asked[by_group], np.arange(groups))[asked[by_group]]
         taken = by_group[ranks < room[asked[by_group]]]
         group_of[left[taken]] = asked[taken]

@@ -214,6 +214,12 @@ def test_a_missing_library_is_said_with_its_remedy(monkeypatch):
         registry.find("dense", "linear", "far")
 
 
+def test_a_hole_in_the_package_itself_is_no_missing_library(monkeypatch):
+    monkeypatch.setitem(registry.KERNELS, ("dense", "linear", "far"), "sparse_kernels.no_such_module:prepare")
+    with pytest.raises(ModuleNotFoundError, match=r"sparse_kernels\.no_such_module"):
+        registry.find("dense", "linear", "far")
+
+
 def test_every_registered_name_is_of_the_package():
     assert all(target.startswith("sparse_kernels.") for target in registry.KERNELS.values())
     formats = {pattern.format for pattern in PATTERNS}
