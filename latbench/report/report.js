@@ -40,7 +40,7 @@
       hoverlabel: { bgcolor: "@panel", bordercolor: "@line", font: { color: "@ink", size: 13 }, align: "left" },
       hovermode: "closest",
       margin: { l: 56, r: 16, t: 28, b: 48 },
-      width: printing.matches ? 660 : undefined,
+      width: printing.matches ? 640 : undefined, // A4 less its margins and the frame
     };
     const data = figure.data.map((trace) => fitting(trace, layout.width ?? place.clientWidth));
     const config = { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",

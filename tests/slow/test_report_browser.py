@@ -64,7 +64,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser, report: Path) -> Iterator[Callable[..., Page]]:
-    """Opens the report in a fresh context; at the end nothing may have been logged, thrown, asked for or requested."""
+    """Opens the report in a fresh context; at the end nothing may have been logged, thrown, asked or requested."""
     complaints: list[str] = []
     contexts = []
 
@@ -172,6 +172,6 @@ def test_the_dark_theme_reaches_page_and_charts_and_can_change(opened: Callable[
 def test_print_is_light_and_whole(opened: Callable[..., Page]) -> None:
     page = opened(color_scheme="dark")
     page.emulate_media(media="print", color_scheme="dark")
-    page.wait_for_function("() => document.querySelector('[data-chart=noise] .main-svg').clientWidth === 660")
+    page.wait_for_function("() => document.querySelector('[data-chart=noise] .main-svg').clientWidth === 640")
     assert page.eval_on_selector("body", "(body) => getComputedStyle(body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.pdf(format="A4").startswith(b"%PDF")
