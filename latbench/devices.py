@@ -64,12 +64,11 @@ def cpu_device(cpuinfo: str | None = None) -> str:
     fields = _cpu_fields(cpuinfo)
     name = re.sub(r"\(r\)|\(tm\)|\bcpu\b|\bprocessor\b|@.*|\d+-core", " ", fields.get("model name", ""), flags=re.I)
     words = slug(name)
-    vendor = fields.get("vendor_id", "")
-    vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(vendor, vendor)
-    if not words or words == "unknown":
-        words = slug(vendor) or slug(f"{platform.machine()} {fields.get('CPU implementer', '')}")
     if re.search(r"\d{3}|\d[a-z]\d", words):
         return words
+    if not words or words == "unknown":
+        vendor = fields.get("vendor_id", f"{platform.machine()} {fields.get('CPU implementer', '')}")
+        words = slug({"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(vendor, vendor))
     hidden = [f"{name.split()[-1]} {fields[name]}" for name in ("cpu family", "model", "CPU part") if name in fields]
     return slug(" ".join([words, *hidden]))
 

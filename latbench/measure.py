@@ -168,6 +168,6 @@ def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) ->
     steady = rounds > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
     if steady and error <= NOISY_ERROR:
         return "plateau"
-    if spent >= max_seconds and error <= NOISY_ERROR or spent >= STRETCH * max_seconds:
+    if (spent >= max_seconds and error <= NOISY_ERROR) or spent >= STRETCH * max_seconds:
         return "budget"
     return ""

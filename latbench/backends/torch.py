@@ -6,12 +6,12 @@ the conversion of the activations in it, as it has in a model where only some la
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.utils import mkldnn
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
@@ -28,8 +28,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     copies = copies_for(layer.weight.nbytes)
     modules = [_module(point.shape, layer) for _ in range(copies)]
     if point.kernel == "mkldnn":
-        built = [mkldnn.to_mkldnn(module) for module in modules]
-        calls = [_inference(module, x) for module in built]
+        calls = [_inference(module, x) for module in _to_mkldnn(modules)]
     else:
         calls = [_inference(_functional(module), x) for module in modules]
     kind = "conv2d" if isinstance(point.shape, Conv2dShape) else "linear"
@@ -49,6 +48,14 @@ def _module(shape: Shape, layer: Layer) -> torch.nn.Linear | torch.nn.Conv2d:
         assert module.bias is not None
         module.bias.copy_(torch.from_numpy(layer.bias))
     return module.eval()
+
+
+def _to_mkldnn(modules: list[torch.nn.Linear | torch.nn.Conv2d]) -> list[torch.nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's module uses torch's own deprecated TorchScript
+        from torch.utils import mkldnn
+
+        return [mkldnn.to_mkldnn(module) for module in modules]
 
 
 def _functional(module: torch.nn.Linear | torch.nn.Conv2d) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,0 +1,94 @@
+"""Names of devices, and what a table records about the machine."""
+
+from pathlib import Path
+
+import pytest
+
+from latbench import devices
+from latbench.devices import Gpu
+from latbench.errors import EnvironmentUnusable, UsageError
+
+EPYC = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : {}\n\nprocessor : 1\n"
+XEON = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 85\nmodel name : {}\n"
+ARM = "processor : 0\nFeatures : fp asimd sve\nCPU implementer : 0x41\nCPU part : 0xd40\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (EPYC.format("AMD EPYC 9B14"), "amd-epyc-9b14"),
+        (EPYC.format("AMD Ryzen 9 7950X 16-Core Processor"), "amd-ryzen-9-7950x"),
+        (XEON.format("Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz"), "intel-xeon-platinum-8375c"),
+        (XEON.format("Intel(R) Core(TM) i7-10700K CPU @ 3.80GHz"), "intel-core-i7-10700k"),
+        # Virtual machines hide the model: what is left would name several generations alike.
+        (EPYC.format("AMD EPYC"), "amd-epyc-family-25-model-17"),
+        (XEON.format("Intel(R) Xeon(R) CPU @ 2.20GHz"), "intel-xeon-family-6-model-85"),
+        (XEON.format("unknown"), "intel-family-6-model-85"),
+    ],
+)
+def test_cpu_names_are_lower_case_with_hyphens(cpuinfo: str, name: str) -> None:
+    assert devices.cpu_device(cpuinfo) == name
+
+
+def test_a_cpu_without_a_model_name_has_one_all_the_same() -> None:
+    assert devices.cpu_device(ARM).endswith("0x41-part-0xd40")
+    assert devices.cpu_device("") != ""
+
+
+def test_this_machine_can_be_described() -> None:
+    row = devices.environment(threads=2)
+    assert row["device"] == devices.cpu_device() and row["threads"] == 2
+    assert 1 <= row["cores"] <= 4096 and row["memory_bytes"] > 2**28
+    assert row["numpy"] and row["numba"]
+    assert devices.environment(threads=2)["env_id"] == row["env_id"] != devices.environment(threads=1)["env_id"]
+
+
+def test_a_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(devices, "_QUOTA", quota)
+    for text, most in (("max 100000", 4096), ("100000 100000", 1), ("50000 100000", 1)):
+        quota.write_text(text)
+        assert 1 <= devices.cores() <= most
+
+
+def test_steal_is_a_share_of_all_ticks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = devices.cpu_times("cpu  10 0 10 70 0 0 0 10 0 0\n")
+    assert before == devices.CpuTimes(total=100, steal=10)
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  10 0 10 145 0 0 0 35 0 0\n")
+    monkeypatch.setattr(devices, "STAT", stat)
+    assert devices.telemetry(before)["steal_fraction"] == 0.25
+    assert devices.telemetry(None)["steal_fraction"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "same"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", True),
+        ("NVIDIA H200", "h200", True),
+        ("NVIDIA H200", "h100", False),
+        ("NVIDIA L40S", "l4", False),
+        ("NVIDIA L4", "l4", True),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", True),
+        ("Tesla V100-PCIE-32GB", "v100", True),
+        ("Tesla T4", "t4", True),
+    ],
+)
+def test_gpus_go_by_the_names_that_people_type(name: str, wanted: str, same: bool) -> None:
+    assert devices.gpu_matches(Gpu(name, "GPU-3f2a"), wanted) is same
+
+
+def test_an_a100_is_named_as_tables_name_it() -> None:
+    assert Gpu("NVIDIA A100-SXM4-80GB", "").device == "nvidia-a100-sxm4-80gb"
+
+
+def test_a_gpu_that_is_not_there_is_said_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="unknown GPU 'voodoo'"):
+        devices.demand_gpu("voodoo")
+    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    with pytest.raises(EnvironmentUnusable, match="--gpu a100 requested, but no NVIDIA driver"):
+        devices.demand_gpu("a100")
+    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c-1")], ""))
+    with pytest.raises(EnvironmentUnusable, match=r'found "NVIDIA H200" \(GPU-3f2a'):
+        devices.demand_gpu("a100")
+    assert devices.demand_gpu("H200").device == "nvidia-h200"

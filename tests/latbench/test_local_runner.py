@@ -1,0 +1,152 @@
+"""A worker process: what goes wrong in it is reported, and stays in it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from latbench.errors import EnvironmentUnusable
+from latbench.runners.local import TaskFailed, Worker, WorkerDied, device_lock
+
+TASKS = Path(__file__).with_name("worker_tasks.py")
+
+
+def task(name: str) -> str:
+    return f"{TASKS}:{name}"
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with Worker(threads=1, name="test") as worker:
+        yield worker
+
+
+def gone(pid: int) -> bool:
+    """Whether the process is no more, or will be within a few seconds."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_call_gives_its_result_from_another_process(worker: Worker) -> None:
+    assert worker.call(task("add"), 2, 3) == 5
+    assert worker.call("os:getpid") not in (None, os.getpid())
+
+
+def test_each_worker_has_its_own_thread_settings() -> None:
+    with Worker(threads=3, environment={"LATBENCH_TEST": "here"}) as worker:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            assert worker.call(task("environment"), name) == "3"
+        assert worker.call(task("environment"), "LATBENCH_TEST") == "here"
+
+
+def test_what_is_prepared_stays_and_is_sampled(worker: Worker) -> None:
+    first, second = worker.prepare(task("make_counter"), 0), worker.prepare(task("make_counter"), 100)
+    assert first.facts == {"start": 0} and second.facts == {"start": 100}
+    assert first.inner_loops > 1  # it takes far less than the clock can tell
+    samples = worker.sample(first, 0.01)
+    assert len(samples) > 5 and all(0 < sample < 1e-3 for sample in samples)
+    worker.drop([first])
+    with pytest.raises(TaskFailed):
+        worker.sample(first, 0.01)
+    assert worker.sample(second, 0.0)
+
+
+def test_an_exception_is_reported_and_the_worker_lives(worker: Worker) -> None:
+    pid = worker.call("os:getpid")
+    with pytest.raises(TaskFailed, match="ValueError: math domain error") as caught:
+        worker.call("math:sqrt", -1)
+    assert caught.value.kind == "ValueError" and "Traceback" in caught.value.details
+    with pytest.raises(TaskFailed) as caught:
+        worker.call("sys:exit", 3)
+    assert caught.value.kind == "SystemExit"
+    with pytest.raises(TaskFailed, match="nowhere"):
+        worker.call("nowhere:nothing")
+    with pytest.raises(TaskFailed):
+        worker.call(task("unpicklable"))
+    assert worker.call("os:getpid") == pid
+
+
+def test_running_out_of_memory_has_one_name(worker: Worker) -> None:
+    with pytest.raises(TaskFailed) as caught:
+        worker.call(task("ask_for_too_much"))
+    assert caught.value.kind == "MemoryError"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "words"),
+    [
+        ("crash", "crash", "exit code 7: the last words"),
+        ("segfault", "crash", "by signal SIGSEGV"),
+        ("killed_for_memory", "oom", "memory ran out"),
+    ],
+)
+def test_a_death_is_told_with_its_reason_and_the_next_call_works(
+    worker: Worker, name: str, reason: str, words: str
+) -> None:
+    prepared = worker.prepare(task("make_counter"), 0)
+    with pytest.raises(WorkerDied, match=words) as caught:
+        worker.call(task(name))
+    assert caught.value.reason == reason
+    assert not worker.holds(prepared)
+    assert worker.call(task("add"), 1, 1) == 2
+    with pytest.raises(WorkerDied):
+        worker.sample(prepared, 0.01)
+
+
+def test_a_hang_ends_with_its_timeout(worker: Worker) -> None:
+    pid = worker.call("os:getpid")
+    with pytest.raises(WorkerDied, match=r"no answer for 0\.2 s") as caught:
+        worker.call(task("hang"), timeout=0.2)
+    assert caught.value.reason == "timeout"
+    assert gone(pid)
+    assert worker.call(task("add"), 1, 1) == 2
+
+
+def test_noise_on_stdout_does_not_break_the_protocol(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    assert worker.call(task("shout")) == "done"
+    assert worker.call(task("add"), 1, 1) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_closing_takes_what_the_worker_started_along() -> None:
+    with Worker(threads=1) as worker:
+        pid, child = worker.call("os:getpid"), worker.call(task("start_grandchild"))
+    assert gone(pid) and gone(child)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_outlives_its_parent(end: signal.Signals) -> None:
+    script = (
+        "import sys, time\n"
+        "from latbench.runners.local import Worker\n"
+        "worker = Worker(threads=1)\n"
+        "sys.stdout.write(f'{worker.call(\"os:getpid\")}\\n')\n"
+        "sys.stdout.flush()\n"
+        f"worker.call({task('hang')!r})\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert psutil.pid_exists(pid)
+        parent.send_signal(end)
+    assert gone(pid)
+
+
+def test_a_device_is_measured_by_one_at_a_time(own_lock: Path) -> None:
+    refused = pytest.raises(EnvironmentUnusable, match="another latbench process measures on cpu")
+    with device_lock("cpu"), device_lock("another"), refused, device_lock("cpu", wait_seconds=0.05):
+        pass
+    with device_lock("cpu", wait_seconds=0):
+        pass

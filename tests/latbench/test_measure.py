@@ -1,0 +1,165 @@
+"""The timing loop under a clock that the tests turn themselves: no real time passes."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from latbench import measure
+
+
+class FakeClock:
+    """Reads `now`; reading costs nothing, running costs what the run says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.calls = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, seconds: Callable[[], float]) -> Callable[[], None]:
+        def call() -> None:
+            self.calls += 1
+            self.now += seconds()
+
+        return call
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def test_a_steady_run_converges_at_once(clock: FakeClock) -> None:
+    timing = measure.measure(clock.run(lambda: 1e-3), rel_error=0.01, max_seconds=10, clock=clock)
+    assert timing.converged and timing.stop_reason == "relative_error"
+    assert timing.samples == pytest.approx([1e-3] * len(timing.samples), rel=1e-9)
+    assert len(timing.samples) >= measure.FEWEST_SAMPLES and len(timing.rounds) == measure.FEWEST_ROUNDS
+    assert clock.now < 1.0
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 3e-7, 9e-5, 1.1e-4, 0.2])
+def test_a_sample_is_long_enough_to_be_read(clock: FakeClock, seconds: float) -> None:
+    loops = measure.calibrate(clock.run(lambda: seconds), clock=clock)
+    longest_needed = max(1, round(measure.SHORTEST_SAMPLE_SECONDS / seconds))
+    assert min(longest_needed, measure.MOST_INNER_LOOPS) <= loops <= 2 * longest_needed + 1
+    samples = measure.burst(clock.run(lambda: seconds), 0.0, loops, clock=clock)
+    assert samples == pytest.approx([seconds], rel=1e-6)
+
+
+def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
+    assert measure.calibrate(clock.run(lambda: 0.0), clock=clock) == measure.MOST_INNER_LOOPS
+
+
+def test_the_first_sample_of_a_burst_is_not_kept(clock: FakeClock) -> None:
+    costs = iter([9.0] + [1.0] * 20)  # cold caches, then warm
+    samples = measure.burst(clock.run(lambda: next(costs)), 4.5, 1, clock=clock)
+    assert samples == [1.0] * 5
+
+
+def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
+    costs = itertools.cycle([1e-3, 9e-3])
+    run = clock.run(lambda: next(costs))
+    timing = measure.measure(run, rel_error=0.001, max_seconds=0.5, clock=clock)
+    assert not timing.converged and timing.stop_reason == "budget"
+    assert timing.relative_error > measure.NOISY_ERROR
+    # It may stretch its budget, and no further.
+    assert 0.5 <= clock.now <= measure.STRETCH * 0.5 + 0.2
+
+
+def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.random.Generator) -> None:
+    run = clock.run(lambda: float(rng.normal(1e-3, 1e-4)))
+    timing = measure.measure(run, rel_error=1e-5, max_seconds=0.5, clock=clock)
+    assert timing.stop_reason == "budget" and timing.relative_error < measure.NOISY_ERROR
+    assert clock.now < 0.7
+
+
+def test_a_median_that_moves_no_more_is_a_plateau(clock: FakeClock) -> None:
+    pattern = iter([1.0, 1.0, 1.08, 0.92] * 10_000)  # symmetric: the median stands, the interval stays wide for long
+    run = clock.run(lambda: 5e-3 * next(pattern))
+    timing = measure.measure(run, rel_error=0.001, max_seconds=100, clock=clock)
+    assert timing.stop_reason in ("plateau", "relative_error")
+    assert np.median(timing.samples) == pytest.approx(5e-3, rel=1e-3)
+    assert clock.now < 50
+
+
+def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
+    def rising() -> Iterator[float]:
+        seconds = 1e-3
+        while True:
+            yield seconds
+            seconds *= 1.001
+
+    costs = rising()
+    timing = measure.measure(clock.run(lambda: next(costs)), rel_error=1e-9, max_seconds=0.3, clock=clock)
+    assert timing.samples == sorted(timing.samples)
+    drift = timing.drift()
+    assert drift is not None and drift > 1.01
+    assert timing.rounds[0] == 0 and len(timing.medians) == len(timing.rounds)
+
+
+def test_runs_take_turns(clock: FakeClock) -> None:
+    order: list[str] = []
+
+    def sampler(name: str, seconds: float) -> measure.Sampler:
+        def sample(_: float) -> list[float]:
+            order.append(name)
+            clock.now += 4 * seconds
+            return [seconds] * 4
+
+        return sample
+
+    samplers = {name: sampler(name, seconds) for name, seconds in (("a", 1e-3), ("b", 2e-3), ("c", 3e-3))}
+    finished = dict(measure.interleave(samplers, rel_error=0.01, max_seconds=1, clock=clock))
+    assert {name: timing.samples[0] for name, timing in finished.items()} == {"a": 1e-3, "b": 2e-3, "c": 3e-3}
+    rounds = [set(order[i : i + 3]) for i in range(0, len(order), 3)]
+    assert rounds == [{"a", "b", "c"}] * measure.FEWEST_ROUNDS
+
+
+def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
+    def sampler(seconds: float) -> measure.Sampler:
+        def sample(_: float) -> list[float]:
+            slow = 1.5 if 0.2 < clock.now < 0.6 else 1.0
+            clock.now += 10 * seconds * slow
+            return [seconds * slow] * 10
+
+        return sample
+
+    samplers = {"fast": sampler(1e-3), "slow": sampler(2e-3)}
+    finished = dict(measure.interleave(samplers, rel_error=1e-9, max_seconds=0.6, clock=clock))
+    means = {name: np.mean(timing.samples) for name, timing in finished.items()}
+    # Measured one after the other, the ratio would be up to 1.5 times off.
+    assert means["slow"] / means["fast"] == pytest.approx(2, rel=0.1)
+
+
+def test_who_gives_nothing_drops_out_and_the_others_go_on(clock: FakeClock) -> None:
+    def broken(_: float) -> list[float]:
+        return []
+
+    def works(_: float) -> list[float]:
+        clock.now += 0.01
+        return [0.001] * 10
+
+    finished = dict(measure.interleave({"broken": broken, "works": works}, clock=clock))
+    assert finished["broken"].stop_reason == "failed" and finished["broken"].samples == []
+    assert finished["works"].converged
+
+
+def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) -> None:
+    timing = measure.measure(clock.run(lambda: 0.25), max_seconds=1.0, clock=clock)
+    assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
+
+
+def test_garbage_is_collected_again_afterwards(clock: FakeClock) -> None:
+    import gc
+
+    seen: list[bool] = []
+
+    def run() -> None:
+        seen.append(gc.isenabled())
+        clock.now += 1.0
+
+    measure.burst(run, 1.0, 1, clock=clock)
+    assert gc.isenabled() and not any(seen)

@@ -1,0 +1,98 @@
+"""Points: what is measured, once each, in an order that a rerun keeps."""
+
+import pytest
+
+from latbench import plan, workloads
+from latbench.errors import UsageError
+from latbench.plan import Point
+from latbench.workloads import Layer, Workload
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
+from sparse_kernels.shapes import Conv2dShape, LinearShape
+
+LINEAR = LinearShape(768, 768, 128)
+CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
+
+
+def some_points(*shapes: LinearShape | Conv2dShape, **options: object) -> list[Point]:
+    workload = Workload("w", "s", tuple(Layer(f"l{i}", shape) for i, shape in enumerate(shapes)))
+    return plan.points([workload], device="cpu", threads=2, **options)  # type: ignore[arg-type]
+
+
+def test_equal_shapes_are_measured_once() -> None:
+    assert some_points(LINEAR, LINEAR) == some_points(LINEAR)
+    ids = [point.id for point in some_points(LINEAR, CONV)]
+    assert len(set(ids)) == len(ids)
+
+
+def test_dense_runs_on_every_engine_and_sparse_where_there_are_kernels() -> None:
+    points = some_points(LINEAR)
+    dense = {(point.backend, point.kernel) for point in points if point.pattern == Dense()}
+    assert dense == {("torch", "linear"), ("torch", "mkldnn"), ("onnxruntime", "auto"), ("numba", "auto")}
+    assert {point.backend for point in points if point.pattern != Dense()} == {"numba"}
+
+
+def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> None:
+    points = some_points(LINEAR, backends=["numba"])
+    found = {point.pattern: [] for point in points}  # type: ignore[var-annotated]
+    for point in points:
+        found[point.pattern].append(point.sparsity)
+    free = [VectorWise(32), ShflBW(32), BlockWise(32, 32), Unstructured()]
+    assert set(found) == {Dense(), *free, NM(2, 4), NM(1, 4)}
+    assert found[Dense()] == [0.0] and found[NM(2, 4)] == [0.5] and found[NM(1, 4)] == [0.75]
+    for pattern in free:
+        assert sorted(found[pattern]) == [0.5, 0.6, 0.75, 0.8, 0.9, 0.95]
+
+
+@pytest.mark.parametrize(
+    "shape", [LinearShape(10, 33, 1), LinearShape(1, 1, 1), CONV, Conv2dShape(1, 3, 8, 8, 16, 7, 7)]
+)
+def test_defaults_never_name_what_a_shape_cannot_hold(shape: LinearShape | Conv2dShape) -> None:
+    patterns = plan.default_patterns(shape)
+    assert Dense() in patterns and all(pattern.refuses(shape) is None for pattern in patterns)
+
+
+def test_a_row_has_the_key_of_its_point() -> None:
+    point = some_points(CONV)[0]
+    key = point.key()
+    assert (key["op"], key["m"], key["k"], key["n"]) == ("conv2d", 32, 144, 196)
+    assert (key["c_in"], key["stride_h"], key["padding_w"], key["layout"]) == (16, 1, 1, "nchw")
+    assert some_points(LINEAR)[0].key()["layout"] == "token_major"
+    assert "c_in" not in some_points(LINEAR)[0].key()
+
+
+def test_blocks_hold_one_shape_and_keep_their_order_when_points_are_done() -> None:
+    shapes = [LinearShape(m, 64, 8) for m in range(1, 12)]
+    points = some_points(*shapes)
+    whole = plan.blocks(points, seed=1)
+    assert all(len({point.shape for point in block}) == 1 for block in whole)
+    order = [block[0].shape for block in whole]
+    assert order != shapes and set(order) == set(shapes)
+    assert [block[0].shape for block in plan.blocks(points, seed=2)] != order
+    left = [point for point in points if point.shape in shapes[::2]]
+    assert [block[0].shape for block in plan.blocks(left, seed=1)] == [s for s in order if s in shapes[::2]]
+
+
+def test_the_command_line_takes_lists() -> None:
+    assert plan.parse_patterns(["dense,vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
+    assert plan.parse_sparsities(["0.5, .75", "0.9"]) == [0.5, 0.75, 0.9]
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-0.5", "75", "nan", "half", ""])
+def test_a_sparsity_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="sparsity"):
+        plan.parse_sparsities([text])
+
+
+def test_an_unknown_pattern_or_workload_lists_the_known() -> None:
+    with pytest.raises(UsageError, match=r"unknown pattern 'checkers'.*nm:KEEP:OF"):
+        plan.parse_patterns(["dense,checkers"])
+    with pytest.raises(UsageError, match="bert-base"):
+        plan.select(["bort-base"], [], [], device="cpu", threads=1)
+
+
+def test_silence_means_all_bundled_workloads() -> None:
+    points = plan.select([], [], [], device="cpu", threads=1)
+    shapes = {layer.shape for name in workloads.bundled() for layer in workloads.load(name).layers}
+    assert {point.shape for point in points} == shapes
+    assert 600 < plan.estimated_seconds(points) < 36_000
+    assert 1e5 < plan.estimated_bytes(points) < 1e8

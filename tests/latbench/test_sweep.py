@@ -1,0 +1,179 @@
+"""The sweep, with engines that misbehave on purpose: what fails is a row, what is finished is never lost."""
+
+import os
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from latbench import devices, sweep, tables
+from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
+from latbench.plan import Point
+from latbench.sweep import Progress, Settings
+from sparse_kernels.patterns import Dense, VectorWise
+from sparse_kernels.shapes import LinearShape
+
+TASKS = Path(__file__).with_name("worker_tasks.py")
+does = SimpleNamespace(**runpy.run_path(str(TASKS)))
+
+QUICK = Settings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001)
+
+
+@pytest.fixture(autouse=True)
+def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None:
+    """Workers run `prepare` of worker_tasks.py, where a point's seed says what goes wrong."""
+    monkeypatch.setattr(sweep, "PREPARE", f"{TASKS}:prepare")
+    monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
+
+
+def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba") -> Point:
+    pattern = VectorWise(8) if backend == "numba" else Dense()
+    sparsity = 0.5 if backend == "numba" else 0.0
+    return Point(devices.cpu_device(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
+
+
+def measure(folder: Path, *points: Point, **options: object) -> sweep.Summary:
+    return sweep.run(folder, lambda table: points, threads=1, settings=QUICK, **options)  # type: ignore[arg-type]
+
+
+def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
+    points = [point(), point(backend="torch"), point(m=9)]
+    summary = measure(tmp_path, *points)
+    frame = tables.read(tmp_path)
+    assert summary.skipped == 0 and set(summary.statuses) == set(frame["point_id"]) == {p.id for p in points}
+    assert len(list(tmp_path.glob("part-*.parquet"))) == 2  # one a layer shape
+    row = frame.loc[frame["point_id"] == points[0].id].iloc[0]
+    assert row["kernel_used"] == "fake.0" and row["timer"] == "perf_counter"
+    assert row["median_seconds"] > 4e-4 and row["sample_count"] == len(row["samples_seconds"]) >= 10
+    assert row["env_id"] == tables.read_env(tmp_path)["env_id"].item()
+    assert row["load"] >= 0 and row["stop_reason"]
+
+
+def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> None:
+    behaviours = {
+        does.FINE: ("ok", None),
+        does.REFUSES: ("unsupported", "not here"),
+        does.IS_WRONG: ("incorrect", "off by one"),
+        does.RAISES: ("error", "RuntimeError: boom"),
+        does.CRASHES: ("error", "the numba worker ended with exit code 7: the last words"),
+        does.HANGS: ("timeout", "the numba worker gave no answer for 3 s"),
+        does.EATS_MEMORY: ("oom", None),
+        does.CRASHES_LATER: ("error", "the numba worker ended with exit code 7: the last words"),
+        does.RAISES_LATER: ("error", "RuntimeError: boom in the middle"),
+    }
+    measure(tmp_path, *(point(behaviour=behaviour) for behaviour in behaviours), point(backend="torch"))
+    frame = tables.read(tmp_path)
+    assert set(frame["status"][frame["backend"] == "torch"]) <= {"ok", "noisy"}
+    found = frame[frame["backend"] == "numba"].drop_duplicates("pattern_seed", keep="last").set_index("pattern_seed")
+    for behaviour, (status, error) in behaviours.items():
+        assert found["status"][behaviour] in ((status, "noisy") if status == "ok" else (status,))
+        if error is not None:
+            assert found["error"][behaviour] == error
+        if status != "ok":
+            assert pd.isna(found["median_seconds"][behaviour])
+
+
+def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: Path) -> None:
+    final = [point(behaviour=b) for b in (does.REFUSES, does.IS_WRONG)]
+    again = [point(behaviour=b) for b in (does.RAISES, does.EATS_MEMORY)]
+    measure(tmp_path, *final, *again)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("part-*.parquet")}
+    summary = measure(tmp_path, *final, *again)
+    assert summary.skipped == 2 and set(summary.statuses) == {p.id for p in again}
+    assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
+
+
+def test_a_table_with_every_point_starts_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(tmp_path, point(behaviour=does.REFUSES))
+    monkeypatch.setattr(sweep, "PREPARE", "no_such_module:prepare")
+    assert measure(tmp_path, point(behaviour=does.REFUSES)) == sweep.Summary({}, 1)
+
+
+def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def choose(table: pd.DataFrame | None) -> list[Point]:
+        seen.append(0 if table is None else len(table))
+        refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
+        return refused[: len(seen)]
+
+    sweep.run(tmp_path, choose, threads=1, settings=QUICK)
+    assert seen == [0, 1, 2, 3]
+
+
+def interrupt_at(activity: str, done: int) -> Callable[[Progress], None]:
+    def report(now: Progress) -> None:
+        if now.activity.startswith(activity) and now.done >= done:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def test_an_interruption_keeps_what_is_finished_and_the_same_sweep_goes_on(tmp_path: Path) -> None:
+    points = [point(m=m) for m in (1, 2, 3)]
+    with pytest.raises(Incomplete, match=r"1 points are in .* the same command goes on"):
+        measure(tmp_path, *points, report=interrupt_at("preparing", 1))
+    assert len(tables.read(tmp_path)) == 1
+    assert len(measure(tmp_path, *points).statuses) >= 2
+    assert set(tables.read(tmp_path)["point_id"]) == {p.id for p in points}
+
+
+def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path) -> None:
+    points = [point(behaviour=does.REFUSES), point(), point(backend="torch")]
+    with pytest.raises(Incomplete):
+        measure(tmp_path, *points, report=interrupt_at("timing", 2))
+    frame = tables.read(tmp_path)
+    assert "unsupported" in set(frame["status"]) and 1 <= len(frame) <= 2
+
+
+def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
+    with pytest.raises(Incomplete, match="time budget is used up: 0 of 2 points"):
+        measure(tmp_path, point(m=1), point(m=2), time_budget=0.0)
+
+
+def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
+    measure(tmp_path, point(behaviour=does.REFUSES))
+    frame = tables.read(tmp_path)
+    row = {name: value for name, value in frame.iloc[0].items() if not pd.isna(value)}
+    tables.write_part(tmp_path, [row | {"device": "nvidia-h200"}])
+    with pytest.raises(UsageError, match="nvidia-h200"):
+        measure(tmp_path, point())
+
+
+def test_a_damaged_part_stops_the_sweep_before_it_measures(tmp_path: Path) -> None:
+    measure(tmp_path, point(behaviour=does.REFUSES))
+    part = next(tmp_path.glob("part-*.parquet"))
+    part.write_bytes(part.read_bytes()[:-50])
+    with pytest.raises(BadData, match=part.name):
+        measure(tmp_path, point())
+
+
+def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
+    leftover = tmp_path / ".part-0123.parquet.abc.tmp"
+    leftover.write_bytes(b"half a part")
+    measure(tmp_path, point(behaviour=does.REFUSES))
+    assert not leftover.exists()
+
+
+def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure(tmp_path, point(m=1, behaviour=does.REFUSES))
+    before = tables.table_hash(tmp_path)
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(EnvironmentUnusable, match="No space left on device"):
+        measure(tmp_path, point(m=2, behaviour=does.REFUSES))
+    assert tables.table_hash(tmp_path) == before
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> None:
+    points = [point(behaviour=b) for b in range(5)]
+    assert [len(part) for part in sweep._fitting(points, 1e12)] == [5]
+    assert [len(part) for part in sweep._fitting(points, 1.0)] == [1] * 5
+    assert [p for part in sweep._fitting(points, 2e8) for p in part] == points

@@ -1,0 +1,273 @@
+"""The table: what is written comes back, what is damaged is refused, in one sentence with the file's name."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from latbench import tables
+from latbench.errors import BadData, EnvironmentUnusable
+
+
+def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None:
+    failed = row | {"m": 8, "status": "error", "samples_seconds": None, "error": "boom"}
+    path = tables.write_part(tmp_path / "table", [row, failed])
+    assert path.parent == tmp_path / "table"
+    frame = tables.read(tmp_path / "table")
+    assert list(frame.columns) == tables.SCHEMA.names
+    first = frame.iloc[0]
+    assert {name: first[name] for name in row if name != "samples_seconds"} == {
+        name: value for name, value in row.items() if name != "samples_seconds"
+    }
+    assert first["samples_seconds"].tolist() == row["samples_seconds"]  # raw, in the order they were taken
+    assert first["median_seconds"] == 2e-3
+    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, 1)
+    assert math.isnan(first["block_h"]) and math.isnan(frame.iloc[1]["median_seconds"])
+    assert frame.iloc[1]["error"] == "boom"
+    pd.testing.assert_frame_equal(frame, tables.read(path))
+
+
+def test_parts_open_in_plain_pandas(tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path, [row])
+    tables.write_part(tmp_path, [row | {"m": 8}])
+    frame = pd.read_parquet(sorted(tmp_path.glob("part-*.parquet")))
+    assert sorted(frame["m"]) == [7, 8]
+
+
+def test_the_environment_is_beside_the_rows_not_among_them(tmp_path: Path, row: dict[str, Any]) -> None:
+    part = tables.write_part(tmp_path, [row | {"env_id": "a"}])
+    assert tables.read_env(tmp_path).empty
+    for env_id in ("a", "b", "a"):
+        tables.write_environment(tmp_path, {"env_id": env_id, "python": "3.11"})
+    assert len(tables.read(tmp_path)) == 1
+    assert tables.read_env(tmp_path)["env_id"].tolist() == ["a", "b"]
+    assert tables.read_env(part)["env_id"].tolist() == ["a", "b"]
+
+
+def test_what_is_being_written_is_not_read(tmp_path: Path, row: dict[str, Any]) -> None:
+    part = tables.write_part(tmp_path, [row])
+    (tmp_path / f".{part.name}.xyz.tmp").write_bytes(part.read_bytes()[:100])
+    (tmp_path / "part-1.parquet.tmp").write_bytes(b"half")
+    assert len(tables.read(tmp_path)) == 1
+
+
+def test_equal_rows_have_one_id_however_they_are_typed(row: dict[str, Any]) -> None:
+    wanted = tables.point_id(row)
+    assert len(wanted) == 16 and int(wanted, 16) >= 0
+    assert tables.point_id(row | {"m": 7.0, "batch": float("nan"), "c_in": None, "status": "error"}) == wanted
+    assert tables.point_id(row | {"sparsity_target": 0.5 + 0.25}) == wanted
+    assert tables.point_id(row | {"sparsity_target": np.float64(0.75), "k": np.int64(13)}) == wanted
+
+
+@pytest.mark.parametrize("column", [field.name for field in tables.KEY])
+def test_every_key_column_makes_another_point(row: dict[str, Any], column: str) -> None:
+    changed = "other" if tables.SCHEMA.field(column).type == pa.string() else 3
+    assert tables.point_id(row | {column: changed}) != tables.point_id(row)
+
+
+def test_ids_survive_a_round_trip(tmp_path: Path, row: dict[str, Any]) -> None:
+    conv = dict.fromkeys(("batch", "c_in", "h", "w", "c_out", "kh", "kw", "stride_h", "stride_w"), 3)
+    tables.write_part(tmp_path, [row, row | conv | {"op": "conv2d"}])  # whole numbers beside nulls become reals
+    frame = tables.read(tmp_path)
+    assert [tables.point_id(found) for _, found in frame.iterrows()] == frame["point_id"].tolist()
+
+
+def test_the_summary_is_that_of_numpy(rng: np.random.Generator) -> None:
+    samples = rng.lognormal(size=101)
+    summary = tables.summarise(samples)
+    assert summary["median_seconds"] == np.median(samples)
+    assert summary["mean_seconds"] == pytest.approx(samples.mean(), rel=1e-12)
+    assert summary["std_seconds"] == pytest.approx(np.std(samples, ddof=1), rel=1e-12)
+    assert (summary["q25_seconds"], summary["q75_seconds"]) == tuple(np.quantile(samples, [0.25, 0.75]))
+    assert summary["sample_count"] == 101
+
+
+@pytest.mark.parametrize(("count", "rank"), [(6, 0), (8, 0), (9, 1), (20, 5), (100, 39)])
+def test_the_interval_of_the_median_is_the_tabulated_one(count: int, rank: int) -> None:
+    # Ranks from the table of the sign test at 5%, two-sided (Conover, table A3), here counted from 0.
+    samples = np.arange(1.0, count + 1)
+    summary = tables.summarise(samples)
+    assert (summary["low_seconds"], summary["high_seconds"]) == (samples[rank], samples[-1 - rank])
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says(rng: np.random.Generator) -> None:
+    runs = 2000
+    hits = 0
+    for _ in range(runs):
+        summary = tables.summarise(rng.exponential(size=15))
+        hits += summary["low_seconds"] <= math.log(2) <= summary["high_seconds"]
+    # 96.5% for 15 samples; the test's own scatter is 0.4% (one sigma), so 95% minus four of it.
+    assert hits / runs > 0.933
+
+
+def test_too_few_samples_have_no_interval() -> None:
+    summary = tables.summarise([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert summary["low_seconds"] is None and summary["high_seconds"] is None
+    assert tables.summarise([1.0])["std_seconds"] is None
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [0.0, 1.0], [-1.0], [float("inf")]])
+def test_samples_that_are_no_times_are_refused(samples: list[float]) -> None:
+    with pytest.raises(ValueError, match="positive finite seconds"):
+        tables.summarise(samples)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"speed": 3}, "no column speed"),
+        ({"status": "fine"}, "status must be one of"),
+        ({"samples_seconds": None}, "needs samples_seconds"),
+        ({"m": "seven"}, "seven"),
+        ({"block": "first"}, "does not fit the table"),
+        ({"pattern": "vectorial"}, "unknown pattern"),
+    ],
+)
+def test_a_wrong_row_is_refused_and_nothing_written(
+    tmp_path: Path, row: dict[str, Any], change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        tables.write_part(tmp_path, [row | change])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_hash_knows_rows_not_files(tmp_path: Path, row: dict[str, Any]) -> None:
+    rows = [row | {"m": m, "started_at": pd.Timestamp("2026-01-01", tz="UTC")} for m in (1, 2, 3)]
+    tables.write_part(tmp_path / "one", rows)
+    for each in reversed(rows):
+        tables.write_part(tmp_path / "many", [each])
+    assert tables.table_hash(tmp_path / "one") == tables.table_hash(tmp_path / "many")
+    tables.write_part(tmp_path / "many", [rows[0] | {"threads": 1}])
+    assert tables.table_hash(tmp_path / "one") != tables.table_hash(tmp_path / "many")
+
+
+def test_ok_takes_the_latest_valid_row_of_a_point(tmp_path: Path, row: dict[str, Any]) -> None:
+    def at(day: int, **change: Any) -> dict[str, Any]:
+        return row | {"started_at": pd.Timestamp(2026, 1, day, tz="UTC")} | change
+
+    tables.write_part(
+        tmp_path,
+        [
+            at(2, samples_seconds=[2.0]),
+            at(1, samples_seconds=[1.0]),
+            at(3, status="noisy", samples_seconds=[3.0]),
+            at(4, status="error", samples_seconds=None),
+            at(1, m=8, status="timeout", samples_seconds=None),
+        ],
+    )
+    assert tables.ok(tables.read(tmp_path))["median_seconds"].tolist() == [2.0]
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(BadData) as caught:
+        tables.read(path)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_missing_or_empty_table_is_said(tmp_path: Path) -> None:
+    assert "no such table" in _refusal(tmp_path / "nowhere")
+    assert "latbench sweep" in _refusal(tmp_path)
+    tables.write_environment(tmp_path, {"env_id": "a"})
+    assert "empty table" in _refusal(tmp_path)
+
+
+def test_foreign_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "text.parquet").write_text("hello")
+    assert "text.parquet: not a readable Parquet file" in _refusal(tmp_path)
+    (tmp_path / "zero.parquet").touch()
+    assert "zero.parquet: not a readable" in _refusal(tmp_path / "zero.parquet")
+    parquet.write_table(pa.table({"x": [1]}), tmp_path / "foreign.parquet")
+    assert "foreign.parquet: not a latbench table (its columns are x ...)" in _refusal(tmp_path / "foreign.parquet")
+
+
+def test_another_version_is_refused_with_both_numbers(tmp_path: Path, row: dict[str, Any]) -> None:
+    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    newer = table.set_column(0, "schema_version", pa.array([7])).rename_columns(
+        [*table.column_names[:-1], "column_of_the_future"]
+    )
+    parquet.write_table(newer, tmp_path / "newer.parquet")
+    assert _refusal(tmp_path / "newer.parquet") == (
+        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads 1"
+    )
+
+
+def test_a_missing_column_or_a_wrong_type_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    parquet.write_table(table.drop_columns(["threads"]), tmp_path / "a.parquet")
+    assert "no column threads" in _refusal(tmp_path / "a.parquet")
+    index = table.column_names.index("m")
+    parquet.write_table(table.set_column(index, "m", pa.array(["seven"])), tmp_path / "b.parquet")
+    assert "column m does not hold int64" in _refusal(tmp_path / "b.parquet")
+
+
+def test_an_ok_row_without_a_time_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    index = table.column_names.index("median_seconds")
+    for name, value in (("nan", math.nan), ("null", None), ("zero", 0.0)):
+        changed = table.set_column(index, "median_seconds", pa.array([value], pa.float64()))
+        parquet.write_table(changed, tmp_path / f"{name}.parquet")
+        assert "status ok and no positive time" in _refusal(tmp_path / f"{name}.parquet")
+
+
+def test_a_table_that_pandas_rewrote_is_still_one(tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path / "table", [row, row | {"m": 8, "status": "oom", "samples_seconds": None}])
+    frame = tables.read(tmp_path / "table")
+    frame.to_parquet(tmp_path / "rewritten.parquet")
+    pd.testing.assert_frame_equal(tables.read(tmp_path / "rewritten.parquet"), frame)
+
+
+def test_a_truncated_part_is_refused_wherever_it_ends(tmp_path: Path, row: dict[str, Any]) -> None:
+    part = tables.write_part(tmp_path, [row])
+    content = part.read_bytes()
+    for length in (0, 1, 4, len(content) // 2, len(content) - 8, len(content) - 1):
+        part.write_bytes(content[:length])
+        assert part.name in _refusal(tmp_path)
+
+
+def test_any_flipped_bit_is_seen(tmp_path: Path, row: dict[str, Any], rng: np.random.Generator) -> None:
+    part = tables.write_part(tmp_path, [row])
+    content = part.read_bytes()
+    for position in rng.integers(0, len(content), 64):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        part.write_bytes(damaged)
+        assert "damaged" in _refusal(tmp_path)
+
+
+def test_damage_without_the_telling_name_never_escapes_as_another_error(
+    tmp_path: Path, row: dict[str, Any], rng: np.random.Generator
+) -> None:
+    content = tables.write_part(tmp_path / "table", [row]).read_bytes()
+    copied = tmp_path / "copy.parquet"
+    for position in rng.integers(0, len(content), 200):
+        damaged = bytearray(content)
+        damaged[position] ^= 0xFF
+        copied.write_bytes(damaged)
+        try:
+            tables.read(copied)  # damage to a statistic or a comment changes no row
+        except BadData as error:
+            assert "copy.parquet" in str(error)
+
+
+def test_a_merge_keeps_every_row_once(tmp_path: Path, row: dict[str, Any]) -> None:
+    shared = row | {"started_at": pd.Timestamp("2026-01-01", tz="UTC")}
+    tables.write_part(tmp_path / "a", [shared, row | {"m": 1}])
+    tables.write_part(tmp_path / "b", [shared, row | {"m": 2}])
+    tables.write_environment(tmp_path / "a", {"env_id": "x", "python": "3.11"})
+    tables.write_environment(tmp_path / "b", {"env_id": "y", "numpy": "2"})
+    tables.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    assert sorted(tables.read(tmp_path / "out")["m"]) == [1, 2, 7]
+    assert sorted(tables.read_env(tmp_path / "out")["env_id"]) == ["x", "y"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, Any]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(EnvironmentUnusable, match="cannot write"):
+        tables.write_part(tmp_path / "file" / "table", [row])

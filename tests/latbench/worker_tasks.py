@@ -1,0 +1,105 @@
+"""What the tests ask a worker to do: work, crash, hang, run out of memory, make noise."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from latbench.backends import Rotation, Unsupported
+from latbench.plan import Point
+from sparse_kernels.oracle import WrongResult
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def environment(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def make_counter(start: int) -> Callable[[], int]:
+    state = [start]
+
+    def count() -> int:
+        state[0] += 1
+        return state[0]
+
+    count.facts = {"start": start}  # type: ignore[attr-defined]
+    return count
+
+
+def crash() -> None:
+    sys.stderr.write("something\nthe last words\n")
+    sys.stderr.flush()
+    os._exit(7)
+
+
+def segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def killed_for_memory() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_for_too_much() -> None:
+    np.zeros(2**60, np.float32)
+
+
+def hang() -> None:
+    threading.Event().wait()
+
+
+def shout() -> str:
+    os.write(1, b"a banner on stdout " * 10_000)
+    os.write(2, b"and on stderr")
+    return "done"
+
+
+def unpicklable() -> Callable[[], None]:
+    return lambda: None
+
+
+def start_grandchild() -> int:
+    import subprocess
+
+    return subprocess.Popen(["sleep", "600"]).pid
+
+
+# A backend whose misbehaviour is in the point: the seed says what goes wrong, in preparing or in running.
+
+FINE, REFUSES, IS_WRONG, RAISES, CRASHES, HANGS, EATS_MEMORY, CRASHES_LATER, RAISES_LATER = range(9)
+
+
+def prepare(point: Point) -> Rotation:
+    match point.seed:
+        case 1:
+            raise Unsupported("not here")
+        case 2:
+            raise WrongResult("off by one")
+        case 3:
+            raise RuntimeError("boom")
+        case 4:
+            crash()
+        case 5:
+            hang()
+        case 6:
+            ask_for_too_much()
+    calls = 0
+
+    def run() -> None:
+        nonlocal calls
+        calls += 1
+        if point.seed == CRASHES_LATER and calls > 5:
+            crash()
+        if point.seed == RAISES_LATER and calls > 5:
+            raise RuntimeError("boom in the middle")
+        time.sleep(0.0005)
+
+    return Rotation([run], {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5})
+
