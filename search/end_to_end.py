@@ -1,0 +1,121 @@
+"""Whole models timed against each other: an engine a process, taking turns, so the machine's moods hit all alike.
+
+A round gives every engine one burst of calls, in a shuffled order. Rounds are what repeats: within one, calls share
+the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a speedup's
+from resampling the same rounds of both engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from latbench.errors import LatbenchError
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from search.problem import Interval
+
+Blocks = Sequence[Sequence[float]]
+"""Samples in seconds a call, round by round."""
+
+ROUNDS = 15
+ROUND_SECONDS = 0.12
+PREPARE_SECONDS = 600.0
+SAMPLE_SECONDS = 300.0
+RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a worker builds one model: the worker's name, "module:function" and its arguments.
+
+    Engines of the same worker share its process: one library's threads do not slow its own.
+    """
+
+    worker: str
+    function: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Samples of every engine by round, equally many rounds each, and why engines were left out."""
+
+    blocks: Mapping[str, Blocks]
+    left_out: Mapping[str, str]
+
+    def seconds(self, engine: str, coverage: float) -> Interval:
+        """The median call, and the interval that holds it with probability `coverage`."""
+        medians = _resampled_medians(self.blocks[engine])
+        return _interval(_median(self.blocks[engine]), medians, coverage)
+
+    def speedup(self, engine: str, over: str, coverage: float) -> Interval:
+        """Median of `over` by median of `engine`, resampled in pairs."""
+        medians = _resampled_medians(self.blocks[over]), _resampled_medians(self.blocks[engine])
+        value = _median(self.blocks[over]) / _median(self.blocks[engine])
+        return _interval(value, medians[0] / medians[1], coverage)
+
+    def fastest(self, engines: Sequence[str]) -> str:
+        """The engine with the least median among those that ran."""
+        return min((name for name in engines if name in self.blocks), key=lambda name: _median(self.blocks[name]))
+
+
+def time_engines(
+    engines: Mapping[str, Engine],
+    *,
+    threads: int,
+    required: Sequence[str],
+    rounds: int = ROUNDS,
+    round_seconds: float = ROUND_SECONDS,
+    order: np.random.Generator | None = None,
+    progress: Callable[[str], None] = lambda activity: None,
+) -> Timings:
+    """Time the engines together. One that cannot run is left out with the reason; a `required` one raises it."""
+    order = order or np.random.default_rng(0)
+    blocks: dict[str, list[list[float]]] = {}
+    left_out: dict[str, str] = {}
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(Worker(threads=threads, name=name))
+            for name in dict.fromkeys(engine.worker for engine in engines.values())
+        }
+        prepared = {}
+        for name, engine in engines.items():
+            progress(f"preparing {name}")
+            try:
+                prepared[name] = workers[engine.worker].prepare(
+                    engine.function, *engine.arguments, timeout=PREPARE_SECONDS
+                )
+            except (TaskFailed, WorkerDied) as error:
+                if name in required:
+                    raise LatbenchError(f"{name} cannot run this model: {error}") from error
+                left_out[name] = " ".join(str(error).split())
+        blocks = {name: [] for name in prepared}
+        for number in range(rounds):
+            names = list(prepared)
+            order.shuffle(names)
+            for name in names:
+                progress(f"timing {name}, round {number + 1} of {rounds}")
+                worker = workers[engines[name].worker]
+                blocks[name].append(worker.sample(prepared[name], round_seconds, timeout=SAMPLE_SECONDS))
+    return Timings(blocks, left_out)
+
+
+def _median(blocks: Blocks) -> float:
+    return float(np.median(np.concatenate([np.asarray(block) for block in blocks])))
+
+
+def _resampled_medians(blocks: Blocks) -> np.ndarray:
+    """Medians over rounds drawn with replacement; equal numbers of rounds give equal draws, hence pairs."""
+    rng = np.random.default_rng(len(blocks))
+    arrays = [np.asarray(block) for block in blocks]
+    draws = rng.integers(0, len(arrays), (RESAMPLES, len(arrays)))
+    return np.array([np.median(np.concatenate([arrays[i] for i in draw])) for draw in draws])
+
+
+def _interval(value: float, resampled: np.ndarray, coverage: float) -> Interval:
+    low, high = np.quantile(resampled, [(1 - coverage) / 2, (1 + coverage) / 2])
+    return Interval(value, min(value, float(low)), max(value, float(high)))

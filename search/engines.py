@@ -1,0 +1,121 @@
+"""Whole models as engines run them: each function builds one, in the worker process that times it.
+
+A builder gets the task's reference and the number of threads, and returns a callable that runs the model once on the
+task's example inputs. Dense engines are what a pruned model must beat: torch as it is, torch with every Linear and
+Conv2d through oneDNN (on some machines twice as fast), and ONNX Runtime. Imports torch: only for worker processes and
+functions that need it anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from latbench.backends import synthetic_mask
+from search.database import Database
+from search.task import load
+from sparse_kernels.convert import Choice, convert
+from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import Dense, parse
+
+Run = Callable[[], Any]
+Choices = Mapping[str, tuple[str, float]]
+"""Layer name -> (pattern, sparsity)."""
+
+DENSE_ENGINES = {
+    "torch": "search.engines:dense_torch",
+    "torch-mkldnn": "search.engines:dense_mkldnn",
+    "onnxruntime": "search.engines:dense_onnxruntime",
+}
+
+
+def dense_torch(reference: str, threads: int) -> Run:
+    """The model as torch runs it."""
+    task = load(reference)
+    return _inference(task.model(), task.example(), threads)
+
+
+def dense_mkldnn(reference: str, threads: int) -> Run:
+    """The model with each Linear and Conv2d in oneDNN's own weight order; plain tensors in between."""
+    from torch.utils import mkldnn
+
+    task = load(reference)
+    model = task.model()
+    for name, module in list(model.named_modules()):
+        if type(module) in (nn.Linear, nn.Conv2d) and getattr(module, "padding_mode", "zeros") == "zeros":
+            if not name:
+                model = mkldnn.to_mkldnn(module)
+                break
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, mkldnn.to_mkldnn(module))
+    return _inference(model, task.example(), threads)
+
+
+def dense_onnxruntime(reference: str, threads: int) -> Run:
+    """The model exported to ONNX, on ONNX Runtime's CPU provider; its threads do not spin between calls."""
+    import onnxruntime
+
+    task = load(reference)
+    inputs = task.example()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
+        path = Path(folder) / "model.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the exporter's advice to its own developers
+            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+            torch.onnx.export(task.model(), inputs, str(path), dynamo=True, verbose=False)
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return lambda: session.run(None, feed)
+
+
+def random_converted(reference: str, threads: int, choices: Choices) -> Run:
+    """The model converted with random masks of these patterns and sparsities: what counts for its time."""
+    task = load(reference)
+    model = task.model()
+    rng = np.random.default_rng(0)
+    swapped = {}
+    for name, (spec, sparsity) in choices.items():
+        matrix = weight_matrix(model.get_submodule(name))
+        pattern = parse(spec)
+        dense = isinstance(pattern, Dense)
+        mask = None if dense else synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+        swapped[name] = Choice(pattern, mask)
+    return _inference(convert(model, swapped, task.example()), task.example(), threads)
+
+
+def database_converted(reference: str, threads: int, folder: str, model_hash: str, choices: Choices) -> Run:
+    """The model converted with the weights and masks that the layer database has for these choices."""
+    from search.pruning.apply import stitch
+
+    task = load(reference)
+    model = task.model()
+    masks = stitch(model, choices, Database(Path(folder), model_hash))
+    swapped = {
+        name: Choice(parse(spec), masks[name].numpy() if name in masks else None)
+        for name, (spec, _) in choices.items()
+    }
+    return _inference(convert(model, swapped, task.example()), task.example(), threads)
+
+
+def _inference(model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int) -> Run:
+    torch.set_num_threads(threads)
+
+    def run() -> Any:
+        with torch.inference_mode():
+            return model(*inputs)
+
+    return run

@@ -1,0 +1,125 @@
+"""Engines timed in processes, and what is concluded from the samples; the engines here are plain Python."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from latbench.errors import BadData, LatbenchError
+from search.end_to_end import Engine, Timings, time_engines
+from search.overhead import WholeModel, fit_line, load, probe_profiles, save, whole_model
+from search.problem import DENSE, Interval, Layer, Option, Problem
+
+ENGINES = """
+import time
+def sleeper(seconds):
+    return lambda: time.sleep(seconds)
+def broken():
+    raise RuntimeError("no such operator")
+"""
+
+
+def drawn(rng: np.random.Generator, median: float, rounds: int = 15, calls: int = 20) -> list[list[float]]:
+    """Rounds whose level moves by 5%, calls within that move by 1%."""
+    return [
+        (median * np.exp(0.05 * rng.standard_normal() + 0.01 * rng.standard_normal(calls))).tolist()
+        for _ in range(rounds)
+    ]
+
+
+def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "engines.py"
+    path.write_text(ENGINES)
+    engines = {
+        "slow": Engine("a", f"{path}:sleeper", (0.004,)),
+        "fast": Engine("b", f"{path}:sleeper", (0.001,)),
+        "other": Engine("b", f"{path}:sleeper", (0.002,)),
+        "absent": Engine("c", f"{path}:broken", ()),
+    }
+    told: list[str] = []
+    timings = time_engines(engines, threads=1, required=["slow"], rounds=3, round_seconds=0.01, progress=told.append)
+    assert {name: len(blocks) for name, blocks in timings.blocks.items()} == {"slow": 3, "fast": 3, "other": 3}
+    assert timings.left_out == {"absent": "RuntimeError: no such operator"}
+    assert min(min(block) for block in timings.blocks["slow"]) >= 0.004
+    assert timings.fastest(["slow", "absent", "other"]) == "other"
+    assert told[-1].endswith("round 3 of 3")
+    with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
+        time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:
+    # Calls of one round are alike: resampling calls instead of rounds would cover a third of the time.
+    covered = 0
+    for _ in range(60):
+        found = Timings({"a": drawn(rng, 2.0)}, {}).seconds("a", 0.9)
+        assert found.low <= found.value <= found.high
+        covered += found.low <= 2.0 <= found.high
+    assert covered >= 46  # of 60 at 0.9: fewer than that has a probability under 0.1% (binomial)
+
+
+def test_a_speedup_is_known_better_than_the_seconds_when_rounds_move_alike(rng: np.random.Generator) -> None:
+    dense = drawn(rng, 2.0)
+    pruned = [[second / 2 * float(np.exp(0.001 * rng.standard_normal())) for second in block] for block in dense]
+    timings = Timings({"dense": dense, "pruned": pruned}, {})
+    speedup, seconds = timings.speedup("pruned", "dense", 0.9), timings.seconds("pruned", 0.9)
+    assert speedup.low <= 2.0 <= speedup.high
+    assert (speedup.high - speedup.low) / speedup.value < 0.2 * (seconds.high - seconds.low) / seconds.value
+
+
+def test_a_line_is_found_and_stays_physical() -> None:
+    assert fit_line([10, 5, 2], [12, 7, 4]) == pytest.approx((2.0, 1.0))
+    assert fit_line([10, 5, 2], [9.5, 5, 2.3]) == pytest.approx((0.5, 0.9))
+    fixed, scale = fit_line([10, 5, 2], [9, 4, 1])
+    assert (fixed, scale) == (0.0, pytest.approx(0.65, abs=0.15))
+    assert fit_line([4, 4], [5, 7]) == (2.0, 1.0)
+    assert fit_line([8], [5]) == (0.0, 1.0)
+
+
+OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9))
+
+
+def problem() -> Problem:
+    t = np.array([4.0, 2.0, 1.0])
+    layers = tuple(Layer(name, OPTIONS, t, 0.9 * t, 1.1 * t, np.zeros(3)) for name in ("a", "b"))
+    return Problem(layers, Interval(0, 0, 0), Interval(1, 1, 1), "torch")
+
+
+def test_probes_are_dense_fastest_and_half_way() -> None:
+    assert probe_profiles(problem()) == {"dense 0": (0, 0), "vector:8 0.5": (1, 1), "vector:8 0.9": (2, 2)}
+    only = Problem(tuple(layer.take([0]) for layer in problem().layers), *[Interval(0, 0, 0)] * 2, "torch")
+    assert probe_profiles(only) == {"dense 0": (0, 0)}
+
+
+def test_the_whole_model_is_a_line_with_its_spread() -> None:
+    def steady(seconds: float) -> list[list[float]]:
+        return [[seconds] * 5] * 4
+
+    profiles = probe_profiles(problem())
+    measured = dict(zip(profiles, [8.2, 4.4, 2.5], strict=True))  # 0.6 + 0.95 x, exactly on the line
+    blocks = {name: steady(seconds) for name, seconds in measured.items()}
+    timings = Timings(blocks | {"torch": steady(9.0), "onnxruntime": steady(7.0)}, {"torch-mkldnn": "why"})
+    whole = whole_model(problem(), profiles, timings, 0.9)
+    assert (whole.fixed.value, whole.fixed.low, whole.fixed.high) == pytest.approx((0.6, 0.6, 0.6))
+    assert whole.scale == pytest.approx(0.95)
+    assert (whole.dense_engine, whole.left_out) == ("onnxruntime", {"torch-mkldnn": "why"})
+    applied = whole.apply(problem())
+    assert applied.predict((1, 1)).value == pytest.approx(4.4)
+    assert applied.dense == Interval(7.0, 7.0, 7.0)
+    blocks["vector:8 0.9"] = steady(3.0)
+    bent = whole_model(problem(), profiles, Timings(blocks | {"torch": steady(9.0)}, {}), 0.9)
+    assert all(
+        bent.fixed.low <= seconds - bent.scale * 2 * float(t) <= bent.fixed.high
+        for seconds, t in zip([8.2, 4.4, 3.0], [4, 2, 1], strict=True)
+    )
+
+
+def test_what_was_measured_is_kept_for_the_same_key_only(tmp_path: Path) -> None:
+    whole = WholeModel({"torch": Interval(2, 1, 3)}, Interval(0.5, 0.25, 0.75), 0.9, {"onnxruntime": "absent"})
+    path = tmp_path / "whole_model.json"
+    assert load(path, {"threads": 2}) is None
+    save(whole, {"threads": 2}, path)
+    assert load(path, {"threads": 2}) == whole
+    assert load(path, {"threads": 1}) is None
+    path.write_text(path.read_text()[:100])
+    with pytest.raises(BadData, match="damaged; delete it, or measure again with --remeasure"):
+        load(path, {"threads": 2})
