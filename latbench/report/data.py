@@ -98,18 +98,19 @@ def speedup(points: pd.DataFrame) -> pd.DataFrame:
 def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     """From which sparsity on each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossing`), at_lowest (it pays already at
-    the lowest sparsity measured, so the true value is that or less), best (the highest speedup), best_sparsity,
-    sparsities (how many).
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossing`), certain (the same of the lower
+    ends of the speedups' intervals), at_lowest (it pays already at the lowest sparsity measured, so the true value is
+    that or less), best (the highest speedup), best_sparsity, sparsities (how many).
     """
     ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
     first = ~ordered.duplicated([*PLACE, "pattern"])
     starts = np.flatnonzero(first)
-    sparsity, gain = ordered["sparsity"].to_numpy(float), ordered["speedup"].to_numpy(float)
+    sparsity, gain, lower = (ordered[name].to_numpy(float) for name in ("sparsity", "speedup", "speedup_low"))
     groups = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
     best = [group.start + gain[group].argmax() for group in groups]
     tidy = ordered.loc[first, [*PLACE, "pattern", "format"]].reset_index(drop=True)
     tidy["break_even"] = [crossing(sparsity[group], gain[group]) for group in groups]
+    tidy["certain"] = [crossing(sparsity[group], lower[group]) for group in groups]
     tidy["at_lowest"] = (gain[starts] >= 1) & (tidy["break_even"] == sparsity[starts])
     return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=[g.stop - g.start for g in groups])
 

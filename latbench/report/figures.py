@@ -76,7 +76,7 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
         "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
         "yaxis": {
             "title": {"text": "speedup over dense"}, "type": "log",
-            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **_log_ticks(lowest, highest),
+            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **_log_ticks(lowest, highest, "×"),
         },
         "shapes": [_line_at(y=1)],
         "annotations": [{
@@ -117,6 +117,7 @@ def _heat(speedups: Sequence[Record]) -> Figure:
 def noise(curve: pd.DataFrame) -> Figure:
     """The share of rows whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
     data = []
+    low, high = (float(100 * curve["width"].clip(lower=1e-5).agg(end)) for end in ("min", "max"))
     for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
         name, colour = _plain(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
         data.append({
@@ -127,7 +128,7 @@ def noise(curve: pd.DataFrame) -> Figure:
         })  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
-                  "ticksuffix": "%", "dtick": 1},
+                  **_log_ticks(low, high, "%")},
         "yaxis": {"title": {"text": "rows"}, "ticksuffix": "%", "range": [0, 102]},
         "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
         "height": 340,
@@ -234,11 +235,11 @@ def _line_at(x: float | None = None, y: float | None = None) -> Figure:
     return {"type": "line", "line": {"color": "@ink", "width": 1.5, "dash": "dash"}, **place}
 
 
-def _log_ticks(low: float, high: float) -> Figure:
+def _log_ticks(low: float, high: float, suffix: str) -> Figure:
     """1, 2, 5 in every decade that the axis shows."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-    return {"tickvals": ticks, "ticktext": [f"{tick:g}×" for tick in ticks]}
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}{suffix}" for tick in ticks]}
 
 
 def _short(values: Iterable[float]) -> list[float]:

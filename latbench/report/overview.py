@@ -148,7 +148,7 @@ def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> s
     wins = Counter(str(row["pattern"]) for row in best)
     favourite = max(paying, key=lambda pattern: (wins[pattern], paying[pattern]["best"]))
     earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
-    sentence = f"Use {favourite} {_from(paying[favourite])}"
+    sentence = f"Use {favourite} {_from(paying[favourite])}{_doubt(paying[favourite])}"
     if paying[earliest]["break_even"] < paying[favourite]["break_even"]:
         sentence += f"; {earliest} pays {_from(paying[earliest])}"
     if "unstructured" not in {favourite, earliest} and any(row["pattern"] == "unstructured" for row in break_evens):
@@ -161,3 +161,12 @@ def _from(start: Record) -> str:
     if start["sparsities"] == 1:
         return f"at {at}"
     return f"at {at} and above" if start["at_lowest"] else f"from {at}"
+
+
+def _doubt(start: Record) -> str:
+    """What the intervals leave open of a break-even sparsity."""
+    if math.isnan(start["certain"]):
+        return " (not certain: within the noise)"
+    if start["certain"] - start["break_even"] < 0.01:
+        return ""
+    return f" (certain from {units.percent(round(float(start['certain']), 2))})"

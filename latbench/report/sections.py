@@ -92,8 +92,7 @@ def environment(inputs: Inputs) -> Section:
     tables.append(("Engines", table(["backend", "version", "#rows", "kernels used"], backends)))
     for number, record in enumerate(inputs.environments, start=1):
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
-        known = [(name.replace("_", " "), value) for name, value in record.items() if _says_something(value)]
-        tables.append((title, facts(known)))
+        tables.append((title, facts(_fact(name, value) for name, value in record.items() if _says_something(value))))
     return Section("environment", "Device, and how it was measured", [], [], tables)
 
 
@@ -123,6 +122,11 @@ def _names(column: pd.Series) -> str:
     return ", ".join(sorted(set(column.dropna()) - {""}))
 
 
+def _fact(name: str, value: Any) -> tuple[str, object]:
+    title = name.removesuffix("_bytes").replace("_", " ")
+    return title, units.size(value) if name.endswith("_bytes") else value
+
+
 def _says_something(value: object) -> bool:
     return value is not None and value != "" and not (isinstance(value, float) and math.isnan(value))
 
@@ -147,7 +151,10 @@ def noise(inputs: Inputs) -> Section:
     heads = ["backend", "format", "#rows", "#median width", "#90% below", "#widest", "#noisy rows"]
     tables = [
         ("Noise by engine and format", table(heads, spread)),
-        ("How the rows ended", table(["backend", *(f"#{name}" for name in ends.columns[1:])], ended)),
+        (
+            "How the rows ended; a noisy point is measured again",
+            table(["backend", *(f"#{name}" for name in ends.columns[1:])], ended),
+        ),
     ]
     if len(failed):
         rows = [

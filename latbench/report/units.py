@@ -63,6 +63,14 @@ def _digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
+def size(value: float) -> str:
+    """`23.5 GiB`, `32 KiB`: a number of bytes."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= 1024**power:
+            return f"{value / 1024**power:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{value:.0f} bytes"
+
+
 def axis(value: float) -> tuple[float, str]:
     """The unit for an axis around `value` seconds: its size in seconds and its name."""
     return _unit(value)

@@ -180,8 +180,11 @@ def test_shown_levels_are_few_and_measured() -> None:
     assert data.levels(pd.DataFrame({"sparsity": [0.5, 0.7], "shape": "a"})) == [0.5, 0.7]
 
 
-def verdict(*rows: dict[str, Any]) -> str:
-    gains = data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
+def verdict(*rows: dict[str, Any], exact: bool = True) -> str:
+    table = frame(row("dense", 0.0, 8.0, "torch"), *rows)
+    if exact:
+        table["low_seconds"] = table["high_seconds"] = table["median_seconds"]
+    gains = data.speedup(data.points(table))
     starts, best = data.break_even(gains), data.fastest_pattern(gains)
     return overview.verdict_sentence(starts.to_dict("records"), best.to_dict("records"))
 
@@ -195,6 +198,14 @@ def test_verdicts_say_what_to_use() -> None:
     assert verdict(row("nm:2:4", 0.5, 4.0)) == "Use nm:2:4 at 50%."
     earlier = row("block:2x2", 0.25, 7.0), row("block:2x2", 0.75, 6.0)
     assert verdict(slow, fast, *earlier) == "Use unstructured from 62%; block:2x2 pays at 25% and above."
+
+
+def test_verdicts_say_what_is_not_certain() -> None:
+    slow, fast = row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0)
+    # The lower ends are 9/12 of the speedups: 0.375 and 1.5, whose logarithms cross zero at 0.677.
+    assert verdict(slow, fast, exact=False) == "Use unstructured from 62% (certain from 68%)."
+    barely = row("unstructured", 0.75, 7.9)
+    assert verdict(barely, exact=False) == "Use unstructured at 75% (not certain: within the noise)."
 
 
 def test_verdicts_say_when_to_stay_dense() -> None:
@@ -221,6 +232,8 @@ def test_verdicts_say_when_to_stay_dense() -> None:
         (units.percent(0.00421), "0.42%"),
         (units.percent(0.0), "0%"),
         (units.count(12345), "12\u2009345"),
+        (units.size(32768), "32 KiB"),
+        (units.size(25_276_502_016), "23.5 GiB"),
     ],
 )
 def test_numbers_have_the_digits_that_matter(text: str, expected: str) -> None:
