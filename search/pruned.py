@@ -2,7 +2,7 @@
 
 <folder>/model.safetensors    the model's whole state_dict
 <folder>/masks.safetensors    a uint8 tensor a pruned layer: numpy.packbits of its mask (m, k), True = kept; the
-                              metadata hold each shape "m,k". Zeros alone could not rebuild a mask.
+                              metadata hold the shapes as JSON. Zeros alone could not rebuild a mask.
 <folder>/profile.json         see search.profile
 <folder>/manifest.json        how it was made, and `files`: the SHA-256 of the other three
 """
@@ -42,7 +42,7 @@ class Pruned:
     manifest: Mapping[str, Any]
 
     def convert(self, example: tuple[Tensor, ...]) -> nn.Module:
-        """The model with sparse layers, as it is deployed and timed; dense layers of the profile run as it says, too."""
+        """The model as it is deployed and timed: every layer of the profile runs on its backend, dense ones too."""
         choices = {
             name: Choice(parse(choice.pattern), self.masks[name].numpy() if name in self.masks else None)
             for name, choice in self.profile.layers.items()
@@ -58,8 +58,8 @@ def save(
     state = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     write_atomically(folder / "model.safetensors", lambda path: save_file(state, path))
     bits = {name: torch.from_numpy(np.packbits(mask.numpy())) for name, mask in masks.items()}
-    shapes = {name: ",".join(map(str, mask.shape)) for name, mask in masks.items()}
-    write_atomically(folder / "masks.safetensors", lambda path: save_file(bits, path, metadata=shapes))
+    shapes = json.dumps({name: tuple(mask.shape) for name, mask in masks.items()})
+    write_atomically(folder / "masks.safetensors", lambda path: save_file(bits, path, metadata={"shapes": shapes}))
     profile.save(folder / "profile.json")
     content = {**manifest, "files": {name: sha256(folder / name) for name in FILES}}
     write_text_atomically(folder / "manifest.json", json.dumps(content, indent=2) + "\n")
@@ -75,7 +75,7 @@ def load(folder: Path, model: nn.Module) -> Pruned:
     try:
         model.load_state_dict(load_file(folder / "model.safetensors"))
         masks = _masks(folder / "masks.safetensors")
-    except (SafetensorError, RuntimeError, ValueError, KeyError) as error:
+    except (SafetensorError, RuntimeError, ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise BadData(f"{folder}: its weights do not fit the task's model: {reason}") from error
     modules = dict(model.named_modules())
@@ -113,8 +113,7 @@ def read_manifest(folder: Path) -> Mapping[str, Any]:
 def _masks(path: Path) -> dict[str, Tensor]:
     masks = {}
     with safe_open(path, "pt") as file:
-        for name, shape in (file.metadata() or {}).items():
-            m, k = map(int, shape.split(","))
+        for name, (m, k) in json.loads(file.metadata()["shapes"]).items():
             bits = np.unpackbits(file.get_tensor(name).numpy(), count=m * k)
             masks[name] = torch.from_numpy(bits.astype(bool)).view(m, k)
     return masks
