@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench import tables
+from latbench import files, tables
 from search.profile import LayerChoice, Profile
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -127,7 +127,8 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
                   "width": 0.11, "noise_floor": 0.008}  # fmt: skip
     example.model.write_text(json.dumps({"version": 1, "table_hash": table_hash, "validation": validation}))
     example.pruned.mkdir()
-    (example.pruned / "manifest.json").write_text(json.dumps({"version": 1, "task": task, "strategy": "one-shot"}))
+    manifest = {"task": task, "method": "one-shot", "files": {"profile.json": files.sha256(example.profile)}}
+    (example.pruned / "manifest.json").write_text(json.dumps(manifest))
     tables.write_part(example.verify, whole_model_rows(task, rng))
     (example.verify / "verify.json").write_text(json.dumps({
         **promise, "met": True, "measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4,

@@ -136,27 +136,6 @@ def noise(curve: pd.DataFrame) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def predictions(pairs: pd.DataFrame) -> Figure:
-    """Predicted against measured seconds of held-out points. Columns: measured, predicted, label."""
-    scale, unit = units.axis(float(pairs["measured"].median()))
-    low = float(pairs[["measured", "predicted"]].min().min()) / scale
-    high = float(pairs[["measured", "predicted"]].max().max()) / scale
-    data = [
-        {"type": "scatter", "mode": "lines", "x": [low, high], "y": [low, high], "hoverinfo": "skip",
-         "line": {"color": "@muted", "width": 1, "dash": "dash"}, "showlegend": False},
-        {"type": "scatter", "mode": "markers", "x": _short(pairs["measured"] / scale),
-         "y": _short(pairs["predicted"] / scale), "text": [_plain(label) for label in pairs["label"]],
-         "marker": {"color": GAIN, "size": 6, "opacity": 0.6}, "showlegend": False,
-         "hovertemplate": f"%{{text}}<br>measured %{{x:.3~r}} {unit}<br>predicted %{{y:.3~r}} {unit}<extra></extra>"},
-    ]  # fmt: skip
-    layout = {
-        "xaxis": {"title": {"text": f"measured, {unit}"}, "type": "log"},
-        "yaxis": {"title": {"text": f"predicted, {unit}"}, "type": "log"},
-        "height": 420,
-    }
-    return {"data": data, "layout": layout}
-
-
 def profile(layers: pd.DataFrame) -> Figure:
     """The predicted seconds of each layer, a bar with its interval, coloured by pattern; the first layer on top.
 

@@ -77,7 +77,7 @@ def read(
         environments=tables.read_env(table).to_dict("records"),
         model=learned,
         profile=chosen,
-        manifest=document("pruned model", pruned and pruned / "manifest.json", "prune", ()),
+        manifest=document("pruned model", pruned and pruned / "manifest.json", "prune", ("files",)),
         verification=document("verification", verify and verify / "verify.json", "verify", VERIFY_KEYS),
         model_rows=_model_rows(verify) if verify else None,
         sources=tuple(sources),

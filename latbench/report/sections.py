@@ -278,7 +278,7 @@ def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
 
 
 def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
-    """Sentences that say whether the cost model and the profile were made from this table, and whether they were."""
+    """Sentences that say whether table, cost model, profile and pruned model belong together, and whether they do."""
     found = []
     model_hash = (inputs.model or {}).get("table_hash")
     profile_hash = inputs.profile.table_hash if inputs.profile else None
@@ -287,6 +287,11 @@ def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
             same = table_hash == inputs.table_hash
             origin = "this very table" if same else "another table, or an earlier state of it: its figures may differ"
             found.append((f"The {role} was made from {origin}.", same))
+    followed = (inputs.manifest or {}).get("files", {}).get("profile.json")
+    given = next((source.digest for source in inputs.sources if source.role == "profile"), None)
+    if followed and given:
+        which = "this very profile" if followed == given else "another profile than the one shown here"
+        found.append((f"The pruned model follows {which}.", followed == given))
     return found
 
 

@@ -255,8 +255,13 @@ def test_a_failure_of_the_command_writes_nothing(tmp_path: Path) -> None:
 def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     read = inputs.read(files.table, **files.files)
     assert read.profile
-    read = replace(read, profile=replace(read.profile, table_hash="other"))
-    assert "The profile was made from another table" in Structure(html.render(read, command=[])).text
+    assert "The pruned model follows this very profile." in Structure(html.render(read, command=[])).text
+    other = replace(
+        read, profile=replace(read.profile, table_hash="other"), manifest={"files": {"profile.json": "other"}}
+    )
+    text = Structure(html.render(other, command=[])).text
+    assert "The profile was made from another table" in text
+    assert "The pruned model follows another profile" in text
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
