@@ -111,6 +111,7 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
         )
     speedups = speedup_table(frame[frame["point_id"].isin(keys)])
     if speedups is not None:
+        console.print("\nspeedup over the fastest dense engine, median of layers:")
         console.print(speedups)
 
 
@@ -134,7 +135,7 @@ def speedup_table(frame: pd.DataFrame) -> Table | None:
     if sparse.empty:
         return None
     medians = sparse.pivot_table(index="pattern", columns="sparsity_target", values="speedup", aggfunc="median")
-    table = Table(title="speedup over the fastest dense engine, median of layers", title_justify="left", box=None)
+    table = Table(box=None, pad_edge=False)
     table.add_column("pattern")
     for sparsity in medians.columns:
         table.add_column(f"{sparsity:.0%}", justify="right")
