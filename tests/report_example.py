@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cost_models import AnchoredLookup, storage
 from latbench import files, tables
 from search.profile import LayerChoice, Profile
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -123,9 +124,12 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         strategy="spdy", seed=0, table_hash=table_hash, model_hash="0123456789abcdef", inputs="fedcba9876543210",
     )  # fmt: skip
     profile.save(example.profile)
-    validation = {"median": 0.021, "p90": 0.064, "mape": 0.031, "within_5": 0.83, "within_10": 0.96, "coverage": 0.91,
-                  "width": 0.11, "noise_floor": 0.008}  # fmt: skip
-    example.model.write_text(json.dumps({"version": 1, "table_hash": table_hash, "validation": validation}))
+    shapes = {"median": 0.052, "p90": 0.164, "mape": 0.081, "within_5": 0.48, "within_10": 0.77, "coverage": 0.91,
+              "nominal_coverage": 0.9, "width": 0.31, "noise_floor": 0.008, "held_out": 414}  # fmt: skip
+    sparsities = {**shapes, "median": 0.011, "p90": 0.034, "mape": 0.017, "within_5": 0.95, "within_10": 0.99,
+                  "width": 0.06, "held_out": 120}  # fmt: skip
+    validation = {"held-out shapes": shapes, "held-out sparsities of measured shapes": sparsities}
+    storage.save(example.model, AnchoredLookup(), table_hash, validation=validation)
     example.pruned.mkdir()
     manifest = {"task": task, "method": "one-shot", "files": {"profile.json": files.sha256(example.profile)}}
     (example.pruned / "manifest.json").write_text(json.dumps(manifest))

@@ -136,6 +136,38 @@ def noise(curve: pd.DataFrame) -> Figure:
     return {"data": data, "layout": layout}
 
 
+def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
+    """Median and 90% error of each way of holding out, as bars, with the widest noise floor as a line."""
+    names = [_plain(method) for method in methods]
+    colours = {"median": GAIN, "p90": "#56B4E9"}
+    titles = {"median": "half of the points within", "p90": "nine of ten within"}
+    data = [
+        {
+            "type": "bar", "orientation": "h", "name": titles[figure], "y": names,
+            "x": [None if (share := found[figure]) is None else round(100 * share, 3) for found in methods.values()],
+            "marker": {"color": colours[figure]},
+            "hovertemplate": f"<b>%{{y}}</b><br>{titles[figure]} %{{x:.2~f}}%<extra></extra>",
+        }
+        for figure in ("p90", "median")  # plotly draws the first at the bottom
+    ]  # fmt: skip
+    floors = [floor for found in methods.values() if (floor := found["noise_floor"]) is not None]
+    floor = 100 * max(floors) if floors else None
+    note = {
+        "text": "noise floor", "x": floor, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
+        "showarrow": False, "font": {"size": 12, "color": "@ink"},
+    }  # fmt: skip
+    layout = {
+        "barmode": "group",
+        "xaxis": {"title": {"text": "error of the predicted time"}, "ticksuffix": "%", "rangemode": "tozero"},
+        "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
+        "shapes": [] if floor is None else [_line_at(x=floor)],
+        "annotations": [] if floor is None else [note],
+        "legend": {"orientation": "h", "y": -0.3, "yanchor": "top", "traceorder": "reversed"},
+        "height": 170 + 60 * len(names),
+    }
+    return {"data": data, "layout": layout}
+
+
 def profile(layers: pd.DataFrame) -> Figure:
     """The predicted seconds of each layer, a bar with its interval, coloured by pattern; the first layer on top.
 

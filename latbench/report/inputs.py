@@ -9,10 +9,12 @@ from typing import Any
 
 import pandas as pd
 
+from cost_models import storage
+from cost_models.storage import ModelFile
 from latbench import files, tables
 from latbench.errors import BadData
+from search import profile as profiles
 from search.profile import Profile
-from search.profile import load as load_profile
 
 VERIFY_KEYS = (
     "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
@@ -36,7 +38,7 @@ class Inputs:
     table: pd.DataFrame
     table_hash: str
     environments: list[dict[str, Any]]
-    model: dict[str, Any] | None = None
+    model: ModelFile | None = None
     profile: Profile | None = None
     manifest: dict[str, Any] | None = None
     verification: dict[str, Any] | None = None
@@ -67,10 +69,11 @@ def read(
         sources.append(Source(role, path, files.sha256(path)))
         return content
 
-    learned = document("cost model", model, "fit", ("validation",))
-    chosen = load_profile(profile) if profile else None
-    if profile:
-        sources.append(Source("profile", profile, files.sha256(profile)))
+    learned = storage.read(model) if model else None
+    chosen = profiles.load(profile) if profile else None
+    for role, path in (("cost model", model), ("profile", profile)):
+        if path:
+            sources.append(Source(role, path, files.sha256(path)))
     return Inputs(
         table=frame,
         table_hash=table_hash,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from cost_models.storage import ModelFile
 from latbench.report import data, figures, units
 from latbench.report.inputs import Inputs
 from latbench.report.views import Cell, Chart, Section, Table, facts, table
@@ -280,7 +281,7 @@ def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
 def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
     """Sentences that say whether table, cost model, profile and pruned model belong together, and whether they do."""
     found = []
-    model_hash = (inputs.model or {}).get("table_hash")
+    model_hash = inputs.model.table_hash if inputs.model else None
     profile_hash = inputs.profile.table_hash if inputs.profile else None
     for role, table_hash in (("cost model", model_hash), ("profile", profile_hash)):
         if table_hash:
@@ -302,26 +303,41 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-VALIDATION = {
+ACCURACY = {
     "median": "half of the points are predicted within",
     "p90": "nine of ten within",
     "mape": "mean absolute error",
-    "within_5": "points within 5%",
-    "within_10": "points within 10%",
-    "coverage": "points inside their interval",
-    "width": "width of the interval",
-    "noise_floor": "noise floor, the measurements' own intervals",
+    "within_5": "points predicted within 5%",
+    "within_10": "points predicted within 10%",
+    "nominal_coverage": "share that the intervals promise to hold",
+    "coverage": "share that they hold",
+    "width": "width of the intervals, relative",
+    "noise_floor": "noise floor: the measurements' own intervals",
 }
 
 
-def cost_model(content: Mapping[str, Any]) -> Section:
-    """How well the cost model predicts shapes it has not seen, beside the noise of the measurements themselves."""
-    found = content["validation"]
-    methods = found if all(isinstance(value, Mapping) for value in found.values()) else {"held-out shapes": found}
-    rows = [
-        [Cell(meaning), *(_share_cell(values.get(key)) for values in methods.values())]
-        for key, meaning in VALIDATION.items()
+def cost_model(model: ModelFile) -> Section:
+    """How well the cost model predicts what it has not seen, beside the noise of the measurements themselves."""
+    settings = ", ".join(f"{name} {value}" for name, value in sorted(model.estimator.get_params().items()))
+    methods, title = model.validation, "How well the cost model predicts"
+    sentences = [
+        f"{type(model.estimator).__name__}" + (f" ({settings})" if settings else "") + ". Errors are those of points "
+        "that were held out, whole shapes or whole sparsities at a time; none can be expected below the noise floor."
     ]
-    sentence = "Each shape was predicted by a model that had not seen it. No prediction can beat the noise floor."
-    tables = [("Errors on held-out shapes", table(["figure", *(f"#{method}" for method in methods)], rows))]
-    return Section("model", "How well the cost model predicts", [sentence], [], tables)
+    if not methods:
+        return Section(
+            "model", "How well the cost model predicts", [*sentences, "It was saved without a validation."]
+        )
+    rows = [
+        [Cell(meaning), *(_share_cell(figures_of.get(key)) for figures_of in methods.values())]
+        for key, meaning in ACCURACY.items()
+    ]
+    counts = [_count_cell(int(figures_of["held_out"] or 0)) for figures_of in methods.values()]
+    heads = ["figure", *(f"#{method}" for method in methods)]
+    return Section(
+        "model",
+        title,
+        sentences,
+        [Chart("model", "Errors of held-out predictions, with the noise floor", figures.accuracy(methods))],
+        [("On held-out points", table(heads, [*rows, [Cell("held-out points"), *counts]]))],
+    )

@@ -117,7 +117,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_scripts(page: str) -> None
     figures, *scripts = found.scripts
     allowed = set(re.findall(r"'sha256-([^']+)'", policy))
     assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts} == allowed
-    assert json.loads(figures).keys() == {"promise", "profile", "shapes", "noise"}
+    assert json.loads(figures).keys() == {"promise", "profile", "shapes", "model", "noise"}
     assert page.count("plotly.js v") == 1
     assert "\r" not in page  # a parser would read another text than was hashed
 
@@ -213,9 +213,9 @@ def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("model", None, "cost_model.json does not exist: make it with latbench fit"),
-        ("model", "{", "is no JSON file"),
-        ("model", "[]", "is not what latbench fit writes"),
+        ("model", None, "cost_model.json: no such cost model; make it with latbench fit"),
+        ("model", "{", "cost_model.json: not a cost model"),
+        ("model", "[]", "cost_model.json: not a cost model"),
         ("profile", "{}", "not a latbench profile"),
         ("profile", None, "profile.json does not exist"),
     ],

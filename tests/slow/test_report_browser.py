@@ -93,7 +93,7 @@ def opened(browser: Browser, report: Path) -> Iterator[Callable[..., Page]]:
 def test_all_charts_are_drawn(opened: Callable[..., Page]) -> None:
     page = opened()
     drawn = page.locator("[data-chart]:has(.xtick)").count()
-    assert drawn == page.locator("[data-chart]").count() == 5
+    assert drawn == page.locator("[data-chart]").count() == 6
 
 
 def test_hovering_a_point_shows_its_time_and_kernel(opened: Callable[..., Page]) -> None:
