@@ -21,6 +21,7 @@ from torch import nn
 
 from latbench.backends import synthetic_mask
 from search.database import Database
+from search.pruning.folder import load_pruned
 from search.task import load
 from sparse_kernels.convert import Choice, convert
 from sparse_kernels.nn import weight_matrix
@@ -109,6 +110,23 @@ def database_converted(reference: str, threads: int, folder: str, model_hash: st
         for name, (spec, _) in choices.items()
     }
     return _inference(convert(model, swapped, task.example()), task.example(), threads)
+
+
+def pruned_converted(reference: str, threads: int, folder: str) -> Run:
+    """The pruned model in `folder`, converted as it is deployed."""
+    task = load(reference)
+    model, choices = load_pruned(Path(folder), task.model())
+    return _inference(convert(model, choices, task.example()), task.example(), threads)
+
+
+def scores(reference: str, threads: int, folder: str) -> tuple[float, float]:
+    """The task's score of the dense model, and of the pruned model in `folder` as it is deployed."""
+    torch.set_num_threads(threads)
+    task = load(reference)
+    model, choices = load_pruned(Path(folder), task.model())
+    converted = convert(model, choices, task.example())
+    with torch.inference_mode():
+        return task.score(task.model()), task.score(converted)
 
 
 def _inference(model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int) -> Run:

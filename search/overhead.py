@@ -24,10 +24,9 @@ from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from search.end_to_end import Engine, Timings, time_engines
 from search.engines import DENSE_ENGINES
-from search.problem import DENSE, Choice, Interval, Problem
+from search.problem import DENSE, Choice, Interval, Layer, Problem, every_option, uniform_choice
+from search.solve import sum_in_order
 from search.task import Task
-
-CONVERTED = "search.engines:random_converted"
 
 
 @dataclass(frozen=True)
@@ -47,32 +46,28 @@ class WholeModel:
         """The fastest dense engine: what a speedup is measured against."""
         return min(self.dense, key=lambda name: self.dense[name].value)
 
-    def apply(self, problem: Problem) -> Problem:
-        """The problem with the layers' seconds as in the network, and the seconds around them."""
-        scaled = problem.scaled(self.scale)
+    def problem(self, layers: tuple[Layer, ...]) -> Problem:
+        """The problem of these layers: their seconds as in the network, and the seconds around them."""
         engine = self.dense_engine
-        return Problem(scaled.layers, self.fixed, self.dense[engine], engine)
+        return Problem(layers, self.fixed, self.dense[engine], engine).scaled(self.scale)
 
 
 def measure_whole_model(
     task: Task,
-    problem: Problem,
+    layers: Sequence[Layer],
     *,
     threads: int,
     coverage: float,
     progress: Callable[[str], None] = lambda activity: None,
 ) -> WholeModel:
     """Time the dense engines and the converted model at a few profiles, and fit `fixed` and `scale`."""
-    profiles = {f"converted, {label}": choice for label, choice in probe_profiles(problem).items()}
+    profiles = {f"converted, {label}": choice for label, choice in probe_profiles(layers).items()}
     engines = dense_engines(task, threads)
     for name, choice in profiles.items():
-        chosen = {
-            layer.name: (layer.options[j].pattern, layer.options[j].sparsity)
-            for layer, j in zip(problem.layers, choice, strict=True)
-        }
-        engines[name] = Engine("converted", CONVERTED, (task.reference, threads, chosen))
+        arguments = (task.reference, threads, by_name(layers, choice))
+        engines[name] = Engine("converted", "search.engines:random_converted", arguments)
     timings = time_engines(engines, threads=threads, required=["torch", *profiles], progress=progress)
-    return whole_model(problem, profiles, timings, coverage)
+    return whole_model(layers, profiles, timings, coverage)
 
 
 def dense_engines(task: Task, threads: int) -> dict[str, Engine]:
@@ -80,33 +75,39 @@ def dense_engines(task: Task, threads: int) -> dict[str, Engine]:
     return {name: Engine(name, function, (task.reference, threads)) for name, function in DENSE_ENGINES.items()}
 
 
-def probe_profiles(problem: Problem) -> dict[str, Choice]:
-    """All dense, and one uniform profile that is about half as slow and one that is as fast as uniform ones get."""
-    every = sorted(
-        {option for layer in problem.layers for option in layer.options}, key=lambda o: (o.pattern, o.sparsity)
-    )
-    choices = {f"{option.pattern} {option.sparsity:g}": problem.uniform_choice(option) for option in every}
-    seconds = {
-        label: sum(float(layer.seconds[j]) for layer, j in zip(problem.layers, choice, strict=True))
-        for label, choice in choices.items()
+def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
+    """Layer name -> (pattern, sparsity)."""
+    options = {layer.name: layer.options[j] for layer, j in zip(layers, choice, strict=True)}
+    return {name: (option.pattern, option.sparsity) for name, option in options.items()}
+
+
+def probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
+    """All dense, one uniform profile about half way to the fastest, and the fastest uniform one."""
+    choices = {
+        f"{option.pattern} {option.sparsity:g}": uniform_choice(layers, option) for option in every_option(layers)
     }
+    seconds = {label: seconds_of(layers, choice) for label, choice in choices.items()}
     dense = f"{DENSE} 0"
     fastest = min(seconds, key=seconds.__getitem__)
     half = min(seconds, key=lambda label: abs(seconds[label] - (seconds[dense] + seconds[fastest]) / 2))
     return {label: choices[label] for label in dict.fromkeys([dense, half, fastest])}
 
 
-def whole_model(problem: Problem, profiles: Mapping[str, Choice], timings: Timings, coverage: float) -> WholeModel:
+def seconds_of(layers: Sequence[Layer], choice: Choice) -> float:
+    """The layers' predicted seconds, each on its own."""
+    return sum_in_order(layer.seconds[j] for layer, j in zip(layers, choice, strict=True))
+
+
+def whole_model(
+    layers: Sequence[Layer], profiles: Mapping[str, Choice], timings: Timings, coverage: float
+) -> WholeModel:
     """Fit the timings of the converted model at `profiles` (names in `timings`)."""
     measured = [timings.seconds(name, coverage) for name in profiles]
-    layers = [
-        sum(float(layer.seconds[j]) for layer, j in zip(problem.layers, choice, strict=True))
-        for choice in profiles.values()
-    ]
-    fixed, scale = fit_line(layers, [interval.value for interval in measured])
+    alone = [seconds_of(layers, choice) for choice in profiles.values()]
+    fixed, scale = fit_line(alone, [interval.value for interval in measured])
     # The worst of: a profile off the line, and the noise of its own timing.
-    below = max(fixed + scale * x - interval.low for x, interval in zip(layers, measured, strict=True))
-    above = max(interval.high - fixed - scale * x for x, interval in zip(layers, measured, strict=True))
+    below = max(fixed + scale * x - interval.low for x, interval in zip(alone, measured, strict=True))
+    above = max(interval.high - fixed - scale * x for x, interval in zip(alone, measured, strict=True))
     return WholeModel(
         dense={name: timings.seconds(name, coverage) for name in DENSE_ENGINES if name in timings.blocks},
         fixed=Interval(fixed, fixed - max(below, 0.0), fixed + max(above, 0.0)),

@@ -152,13 +152,10 @@ class Problem:
         """
         budget = self.budget(target)
         found: dict[str, tuple[float, Choice]] = {}
-        every = sorted(
-            {option for layer in self.layers for option in layer.options}, key=lambda o: (o.pattern, o.sparsity)
-        )
-        for option in every:
+        for option in every_option(self.layers):
             if option.pattern in found or pattern not in (None, option.pattern):
                 continue
-            choice = self.uniform_choice(option)
+            choice = uniform_choice(self.layers, option)
             if sum_in_order(t[j] for t, j in zip(self.safe_seconds, choice, strict=True)) <= budget:
                 error = sum_in_order(e[j] for e, j in zip(self.errors, choice, strict=True))
                 found[option.pattern] = error, choice
@@ -174,10 +171,25 @@ class Problem:
             )  # fmt: skip
         return choices[0]
 
-    def uniform_choice(self, option: Option) -> Choice:
-        """This option in every layer that has it, dense elsewhere."""
-        dense = Option(DENSE, 0.0)
-        return tuple(layer.options.index(option if option in layer.options else dense) for layer in self.layers)
+    def calibrated(self, choice: Choice, measured: Interval, dense: Interval, dense_engine: str) -> Problem:
+        """The problem corrected by a measurement of the converted model with these options, and of the dense one.
+
+        All layers are taken to be as much slower or faster than predicted as these were, so that the prediction for
+        `choice` becomes `measured`. `measured` and `dense` come from the same rounds: the noise of their ratio is in
+        `measured` alone.
+        """
+        fixed = min(self.fixed.value, measured.low / 2)
+        layers = sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, choice, strict=True))
+        value, low, high = ((end - fixed) / layers for end in (measured.value, measured.low, measured.high))
+        return Problem(
+            tuple(
+                replace(layer, seconds=layer.seconds * value, low=layer.seconds * low, high=layer.seconds * high)
+                for layer in self.layers
+            ),
+            Interval(fixed, fixed, fixed),
+            Interval(dense.value, dense.value, dense.value),
+            dense_engine,
+        )
 
     def scaled(self, factor: float) -> Problem:
         """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
@@ -212,6 +224,18 @@ class Problem:
             ]))
             for layer in self.layers
         ))  # fmt: skip
+
+
+def every_option(layers: Sequence[Layer]) -> list[Option]:
+    """The options that any layer has, by pattern and rising sparsity."""
+    every = {option for layer in layers for option in layer.options}
+    return sorted(every, key=lambda option: (option.pattern, option.sparsity))
+
+
+def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
+    """This option in every layer that has it, dense elsewhere."""
+    dense = Option(DENSE, 0.0)
+    return tuple(layer.options.index(option if option in layer.options else dense) for layer in layers)
 
 
 def predicted_layers(

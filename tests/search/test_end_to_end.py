@@ -8,7 +8,7 @@ import pytest
 from latbench.errors import BadData, LatbenchError
 from search.end_to_end import Engine, Timings, time_engines
 from search.overhead import WholeModel, fit_line, load, probe_profiles, save, whole_model
-from search.problem import DENSE, Interval, Layer, Option, Problem
+from search.problem import DENSE, Interval, Layer, Option
 
 ENGINES = """
 import time
@@ -78,35 +78,33 @@ def test_a_line_is_found_and_stays_physical() -> None:
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9))
 
 
-def problem() -> Problem:
+def layers() -> tuple[Layer, ...]:
     t = np.array([4.0, 2.0, 1.0])
-    layers = tuple(Layer(name, OPTIONS, t, 0.9 * t, 1.1 * t, np.zeros(3)) for name in ("a", "b"))
-    return Problem(layers, Interval(0, 0, 0), Interval(1, 1, 1), "torch")
+    return tuple(Layer(name, OPTIONS, t, 0.9 * t, 1.1 * t, np.zeros(3)) for name in ("a", "b"))
 
 
 def test_probes_are_dense_fastest_and_half_way() -> None:
-    assert probe_profiles(problem()) == {"dense 0": (0, 0), "vector:8 0.5": (1, 1), "vector:8 0.9": (2, 2)}
-    only = Problem(tuple(layer.take([0]) for layer in problem().layers), *[Interval(0, 0, 0)] * 2, "torch")
-    assert probe_profiles(only) == {"dense 0": (0, 0)}
+    assert probe_profiles(layers()) == {"dense 0": (0, 0), "vector:8 0.5": (1, 1), "vector:8 0.9": (2, 2)}
+    assert probe_profiles([layer.take([0]) for layer in layers()]) == {"dense 0": (0, 0)}
 
 
 def test_the_whole_model_is_a_line_with_its_spread() -> None:
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
 
-    profiles = probe_profiles(problem())
+    profiles = probe_profiles(layers())
     measured = dict(zip(profiles, [8.2, 4.4, 2.5], strict=True))  # 0.6 + 0.95 x, exactly on the line
     blocks = {name: steady(seconds) for name, seconds in measured.items()}
     timings = Timings(blocks | {"torch": steady(9.0), "onnxruntime": steady(7.0)}, {"torch-mkldnn": "why"})
-    whole = whole_model(problem(), profiles, timings, 0.9)
+    whole = whole_model(layers(), profiles, timings, 0.9)
     assert (whole.fixed.value, whole.fixed.low, whole.fixed.high) == pytest.approx((0.6, 0.6, 0.6))
     assert whole.scale == pytest.approx(0.95)
     assert (whole.dense_engine, whole.left_out) == ("onnxruntime", {"torch-mkldnn": "why"})
-    applied = whole.apply(problem())
+    applied = whole.problem(layers())
     assert applied.predict((1, 1)).value == pytest.approx(4.4)
     assert applied.dense == Interval(7.0, 7.0, 7.0)
     blocks["vector:8 0.9"] = steady(3.0)
-    bent = whole_model(problem(), profiles, Timings(blocks | {"torch": steady(9.0)}, {}), 0.9)
+    bent = whole_model(layers(), profiles, Timings(blocks | {"torch": steady(9.0)}, {}), 0.9)
     assert all(
         bent.fixed.low - 1e-9 <= seconds - bent.scale * 2 * float(t) <= bent.fixed.high + 1e-9
         for seconds, t in zip([8.2, 4.4, 3.0], [4, 2, 1], strict=True)

@@ -11,7 +11,7 @@ import pytest
 from latbench import tables
 from latbench.errors import BadData
 from latbench.plan import Point, shape_columns
-from search.problem import DENSE, Interval, Layer, Option, Problem, predicted_layers
+from search.problem import DENSE, Interval, Layer, Option, Problem, predicted_layers, uniform_choice
 from search.solve import Infeasible
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -80,7 +80,7 @@ def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> No
 def test_a_layer_without_the_option_stays_dense_in_a_uniform_profile() -> None:
     p = problem()
     short = Problem((p.layers[0], layer("b", [6.0], [0.0])), p.fixed, p.dense, p.dense_engine)
-    assert short.uniform_choice(Option("vector:8", 0.9)) == (2, 0)
+    assert uniform_choice(short.layers, Option("vector:8", 0.9)) == (2, 0)
 
 
 def test_options_that_nothing_efficient_needs_are_left_out() -> None:
@@ -95,6 +95,19 @@ def test_scaling_and_errors_change_only_what_they_say() -> None:
     assert p.layers[0].high.tolist() == (problem().layers[0].high * 0.5).tolist()
     errors = {name: dict.fromkeys(OPTIONS, 7.0) for name in ("a", "b")}
     assert p.with_errors(errors).layers[1].errors.tolist() == [0.0, 7.0, 7.0, 7.0]
+
+
+def test_a_measurement_becomes_the_prediction_for_what_was_measured() -> None:
+    measured, dense = Interval(7.0, 6.5, 7.5), Interval(11.0, 10.8, 11.2)
+    p = problem().calibrated((1, 1), measured, dense, "torch")
+    found = p.predict((1, 1))
+    assert (found.value, found.low, found.high) == pytest.approx((7.0, 6.5, 7.5))
+    assert p.budget(1.1) == pytest.approx(11.0 / 1.1 - 1.0)  # the ratio's noise is in `measured` already
+    faster = p.predict((2, 2))
+    assert faster.value == pytest.approx(1.0 + 2.0 * 6.0 / 5.0)
+    assert faster.low < faster.value < faster.high
+    tiny = problem().calibrated((1, 1), Interval(0.9, 0.8, 1.0), dense, "torch")
+    assert tiny.predict((1, 1)).value == pytest.approx(0.9)
 
 
 class Doubling:

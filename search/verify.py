@@ -1,0 +1,174 @@
+"""Whether the promise holds: the pruned model and every dense engine, timed end to end on this machine, in turns.
+
+A speedup is over the fastest dense engine, whichever that is here. Scores are of the dense model and of the converted
+pruned model, the very thing that was timed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from latbench import backends, devices, tables
+from latbench.errors import BadData
+from latbench.files import write_text_atomically
+from latbench.runners.local import TaskFailed, Worker, device_lock
+from search.end_to_end import Engine, Timings, time_engines
+from search.engines import DENSE_ENGINES
+from search.overhead import dense_engines
+from search.profile import Profile
+from search.profile import load as load_profile
+from search.pruning.folder import read_manifest
+from search.task import Task
+
+PRUNED = "pruned"
+COVERAGE = 0.95
+
+# How a dense engine is called in a table's columns: backend and kernel.
+COLUMNS = {
+    "torch": ("torch", "auto"),
+    "torch-mkldnn": ("torch", "mkldnn"),
+    "onnxruntime": ("onnxruntime", "auto"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The content of verify.json: what was promised, what was measured, and whether the promise is met.
+
+    Seconds are medians of whole-model calls with 95% intervals; `engines` holds those of every engine that ran,
+    `left_out` why others did not. `inputs` is the hash of the pruned model's manifest.
+    """
+
+    task: str
+    target: float
+    met: bool
+    predicted_seconds: float
+    predicted_low: float
+    predicted_high: float
+    measured_seconds: float
+    measured_low: float
+    measured_high: float
+    measured_speedup: float
+    measured_speedup_low: float
+    measured_speedup_high: float
+    dense_engine: str
+    dense_seconds: float
+    engines: Mapping[str, Mapping[str, float]]
+    left_out: Mapping[str, str]
+    score_name: str
+    score_dense: float
+    score_pruned: float
+    device: str
+    threads: int
+    batch: int
+    inputs: str
+
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        low, high = self.measured_speedup_low, self.measured_speedup_high
+        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured against {self.dense_engine}"
+        return f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
+
+
+def verify(
+    task: Task, folder: Path, output: Path, *, progress: Callable[[str], None] = lambda activity: None
+) -> Verdict:
+    """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
+
+    Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails.
+    """
+    profile = load_profile(folder / "profile.json")
+    inputs = manifest_hash(folder)
+    if profile.task != task.name:
+        raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
+    engines = dense_engines(task, profile.threads)
+    arguments = (task.reference, profile.threads, str(folder.resolve()))
+    engines[PRUNED] = Engine("converted", "search.engines:pruned_converted", arguments)
+    progress(f"waiting for {devices.cpu_device()}")
+    before, started = devices.cpu_times(), datetime.now(UTC)
+    with device_lock(devices.cpu_device()):
+        timings = time_engines(engines, threads=profile.threads, required=["torch", PRUNED], progress=progress)
+    state = devices.telemetry(before)
+    progress("scoring")
+    with Worker(threads=profile.threads, name="score") as worker:
+        try:
+            score_dense, score_pruned = worker.call("search.engines:scores", *arguments, timeout=3600.0)
+        except TaskFailed as error:
+            raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
+    verdict = conclude(task, profile, timings, (score_dense, score_pruned), inputs)
+    environment = devices.environment(profile.threads)
+    identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
+    tables.write_environment(output, environment)
+    tables.write_part(output, [{**row, **identity, **state} for row in rows(verdict, profile, timings)])
+    write_text_atomically(output / "verify.json", json.dumps({"version": 1, **asdict(verdict)}, indent=2) + "\n")
+    return verdict
+
+
+def conclude(task: Task, profile: Profile, timings: Timings, scores: tuple[float, float], inputs: str) -> Verdict:
+    """The verdict on timings of the dense engines and of PRUNED."""
+    dense = timings.fastest(list(DENSE_ENGINES))
+    seconds, speedup = timings.seconds(PRUNED, COVERAGE), timings.speedup(PRUNED, dense, COVERAGE)
+    return Verdict(
+        task=task.name,
+        target=profile.target,
+        met=speedup.value >= profile.target,
+        predicted_seconds=profile.predicted_seconds,
+        predicted_low=profile.predicted_low,
+        predicted_high=profile.predicted_high,
+        measured_seconds=seconds.value,
+        measured_low=seconds.low,
+        measured_high=seconds.high,
+        measured_speedup=speedup.value,
+        measured_speedup_low=speedup.low,
+        measured_speedup_high=speedup.high,
+        dense_engine=dense,
+        dense_seconds=timings.seconds(dense, COVERAGE).value,
+        engines={name: asdict(timings.seconds(name, COVERAGE)) for name in timings.blocks},
+        left_out=dict(timings.left_out),
+        score_name=task.score_name,
+        score_dense=scores[0],
+        score_pruned=scores[1],
+        device=devices.cpu_device(),
+        threads=profile.threads,
+        batch=profile.batch,
+        inputs=inputs,
+    )
+
+
+def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:
+    """A table row for every engine: op "model", purpose "verify"."""
+    found = []
+    for seq, (name, blocks) in enumerate(timings.blocks.items()):
+        backend, kernel = COLUMNS.get(name, (profile.backend, "auto"))
+        found.append({
+            "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
+            "backend": backend, "backend_version": backends.version(backend), "kernel_requested": kernel,
+            "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
+            "batch": verdict.batch, "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32",
+            "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
+            "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
+            "samples_seconds": [sample for block in blocks for sample in block],
+        })  # fmt: skip
+    return found
+
+
+def manifest_hash(folder: Path) -> str:
+    """What the pruned model in `folder` is: its manifest lists the hashes of its files. Raises BadData."""
+    manifest = read_manifest(folder)
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: Path) -> Verdict | None:
+    """The verdict in a verify.json; None where there is none, or one that cannot be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return Verdict(**{name: value for name, value in content.items() if name != "version"})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
