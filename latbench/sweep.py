@@ -8,12 +8,12 @@ the same sweep goes on where it was stopped, in whatever way it was.
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -91,11 +91,15 @@ def run(
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
                 sweep.measure_all([point for point in todo if sweep.statuses[point.id] == "noisy"])
-        except KeyboardInterrupt:
-            raise Incomplete(
-                f"interrupted; {sweep.done} points are in {folder}, and the same command goes on from there"
-            ) from None
+        except (KeyboardInterrupt, _TimeUsedUp) as end:
+            why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
+            kept = f"{sweep.done} of {sweep.total} points are in {folder}"
+            raise Incomplete(f"{why}: {kept}, and the same command goes on from there") from None
         return Summary(sweep.statuses, len(sweep.skipped))
+
+
+class _TimeUsedUp(Exception):
+    """The time budget of a run is over."""
 
 
 class _Sweep:
@@ -117,7 +121,7 @@ class _Sweep:
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.environment = devices.environment(engines.threads)
-        self.end = None if time_budget is None else time.monotonic() + time_budget
+        self.end = None if time_budget is None else monotonic() + time_budget
         self.total = 0
         self.block = 0
 
@@ -148,17 +152,17 @@ class _Sweep:
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
     def measure_all(self, points: Sequence[Point]) -> None:
-        """Measure `points` block by block; the time budget is looked at between blocks."""
+        """Measure `points` block by block."""
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed):
             for chunk in _fitting(block, psutil.virtual_memory().available / 4):
-                if self.end is not None and time.monotonic() >= self.end:
-                    raise Incomplete(
-                        f"the time budget is used up: {self.done} of {self.total} points are in {self.folder}, and "
-                        "the same command goes on from there"
-                    )
+                self._check_time()
                 self._measure_block(chunk)
+
+    def _check_time(self) -> None:
+        if self.end is not None and monotonic() >= self.end:
+            raise _TimeUsedUp
 
     def _measure_block(self, points: list[Point]) -> None:
         rows: list[dict[str, Any]] = []
@@ -181,6 +185,8 @@ class _Sweep:
         done = self.done
         for number, point in enumerate(points):
             self.report(Progress(done, self.total, f"preparing {point}"))
+            if self.statuses:  # a run that measures nothing at all would never get anywhere by being repeated
+                self._check_time()
             try:
                 self.engines.prepare(point)
                 ready[str(number)] = point
@@ -191,6 +197,8 @@ class _Sweep:
 
         def sampler(name: str) -> measure.Sampler:
             def sample(seconds: float) -> list[float]:
+                if self.statuses:
+                    self._check_time()
                 try:
                     return self.engines.sample(ready[name], seconds)
                 except (TaskFailed, WorkerDied) as failure:

@@ -114,7 +114,7 @@ def interrupt_at(activity: str, done: int) -> Callable[[Progress], None]:
 
 def test_an_interruption_keeps_what_is_finished_and_the_same_sweep_goes_on(tmp_path: Path) -> None:
     points = [point(m=m) for m in (1, 2, 3)]
-    with pytest.raises(Incomplete, match=r"1 points are in .* the same command goes on"):
+    with pytest.raises(Incomplete, match=r"1 of 3 points are in .* the same command goes on"):
         measure(tmp_path, *points, report=interrupt_at("preparing", 1))
     assert len(tables.read(tmp_path)) == 1
     assert len(measure(tmp_path, *points).statuses) >= 2
@@ -177,3 +177,13 @@ def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> 
     assert [len(part) for part in sweep._fitting(points, 1e12)] == [5]
     assert [len(part) for part in sweep._fitting(points, 1.0)] == [1] * 5
     assert [p for part in sweep._fitting(points, 2e8) for p in part] == points
+
+
+def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
+    with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
+        measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
+    assert len(tables.read(tmp_path)) == 1
