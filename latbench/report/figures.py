@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,6 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
             "text": f"1× = fastest dense: {engine}, {seconds}", "xref": "paper", "x": 0, "xanchor": "left",
             "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": "@muted"},
         }],
-        "legend": {"orientation": "h", "y": -0.16, "yanchor": "top"},
         "height": 480,
     }  # fmt: skip
     return {"data": data, "layout": layout}
@@ -130,7 +130,6 @@ def noise(curve: pd.DataFrame) -> Figure:
         "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
                   **_log_ticks(low, high, "%")},
         "yaxis": {"title": {"text": "rows"}, "ticksuffix": "%", "range": [0, 102]},
-        "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
         "height": 340,
     }  # fmt: skip
     return {"data": data, "layout": layout}
@@ -138,7 +137,7 @@ def noise(curve: pd.DataFrame) -> Figure:
 
 def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
     """Median and 90% error of each way of holding out, as bars, with the widest noise floor as a line."""
-    names = [_plain(method) for method in methods]
+    names = ["<br>".join(textwrap.wrap(_plain(method), 24)) for method in methods]
     colours = {"median": GAIN, "p90": "#56B4E9"}
     titles = {"median": "half of the points within", "p90": "nine of ten within"}
     data = [
@@ -162,7 +161,7 @@ def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
         "shapes": [] if floor is None else [_line_at(x=floor)],
         "annotations": [] if floor is None else [note],
-        "legend": {"orientation": "h", "y": -0.3, "yanchor": "top", "traceorder": "reversed"},
+        "legend": {"traceorder": "reversed"},
         "height": 170 + 60 * len(names),
     }
     return {"data": data, "layout": layout}
@@ -197,7 +196,6 @@ def profile(layers: pd.DataFrame) -> Figure:
         "xaxis": {"title": {"text": f"predicted time, {unit}"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "categoryorder": "array", "showgrid": False,
                   "categoryarray": [_plain(name) for name in reversed(layers["name"].tolist())]},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "height": 150 + 26 * len(layers),
     }  # fmt: skip
     return {"data": data, "layout": layout}

@@ -25,6 +25,13 @@
   const fitting = (trace, width) =>
     trace.texttemplate && (width - 120) / trace.x.length < 46 ? { ...trace, texttemplate: "" } : trace;
 
+  // Where room is short, a long layer name keeps its end: that is where layers differ.
+  const shortened = (figure) => {
+    const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
+    return narrow.matches && figure.layout.yaxis.categoryarray
+      ? { tickvals: names, ticktext: names.map((name) => (name.length > 18 ? "…" + name.slice(-17) : name)) } : {};
+  };
+
   const draw = (place) => {
     const entry = figures[place.dataset.chart];
     const select = document.querySelector(`select[data-choose="${place.dataset.chart}"]`);
@@ -33,12 +40,13 @@
     const layout = {
       ...figure.layout,
       xaxis: axis(figure.layout.xaxis),
-      yaxis: axis(figure.layout.yaxis),
+      yaxis: axis({ ...figure.layout.yaxis, ...shortened(figure) }),
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: "@ink" },
       hoverlabel: { bgcolor: "@panel", bordercolor: "@line", font: { color: "@ink", size: 13 }, align: "left" },
       hovermode: "closest",
+      legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", ...figure.layout.legend },
       margin: { l: 56, r: 16, t: 28, b: 48 },
       width: printing.matches ? 640 : undefined, // A4 less its margins and the frame
     };
