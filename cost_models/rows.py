@@ -22,18 +22,17 @@ Array = npt.NDArray[np.float64]
 
 
 def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
-    """The layers of a table that a cost model learns from: X, one row a point (the latest), y their median seconds.
+    """The layers of a table that a cost model learns from: X, one valid row a point, and y, their median seconds.
 
-    A noisy time is one of them: its own interval says how noisy. Whole-model rows and verifications are left out;
-    `backend` narrows the rest to one. Raises BadData where nothing is left.
+    Whole models and verifications are left out; `backend` narrows the rest to one. Raises BadData if nothing is left.
     """
-    timed = table["status"].isin(("ok", "noisy")) & table["op"].ne("model") & table["purpose"].ne("verify")
-    rows = table[timed if backend is None else timed & table["backend"].eq(backend)]
+    layers = table["op"].ne("model") & table["purpose"].ne("verify")
+    rows = tables.ok(table[layers if backend is None else layers & table["backend"].eq(backend)])
     if rows.empty:
-        raise BadData(f"the table holds no time of a layer{f' on {backend}' if backend else ''}; sweep one first")
-    rows = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
-    rows = rows.sort_index().reset_index(drop=True)
-    return rows, rows["median_seconds"].to_numpy(np.float64)
+        raise BadData(
+            f"the table holds no valid time of a layer{f' on {backend}' if backend else ''}; sweep one first"
+        )
+    return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
 
 def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
@@ -72,10 +71,20 @@ def _plain(value: Hashable) -> Hashable:
 
 
 def shape_groups(X: pd.DataFrame) -> npt.NDArray[np.int64]:
-    """(rows of X,) a number for each layer shape: what hold-outs are split by. Unknown shapes differ by `model`."""
-    names = [name for name in ("op", "m", "k", "n", *_CONVOLUTION, "model") if name in X.columns]
+    """(rows,) a number for each layer shape, to split hold-outs by. Rows without m differ by `model` instead."""
+    shape = [name for name in ("op", "m", "k", "n", *_CONVOLUTION) if name in X.columns]
+    instead = keys(X, [name for name in ("model",) if name in X.columns])
+    known = X["m"].notna() if "m" in X.columns else np.zeros(len(X), bool)
+    groups = [key if sure else other for key, other, sure in zip(keys(X, shape), instead, known, strict=True)]
     seen: dict[tuple[Hashable, ...], int] = {}
-    return np.array([seen.setdefault(key, len(seen)) for key in keys(X, names)], dtype=np.int64)
+    return np.array([seen.setdefault(group, len(seen)) for group in groups], dtype=np.int64)
+
+
+def split_by_shape(shapes: npt.NDArray[np.int64], folds: int, random_state: int) -> npt.NDArray[np.int64]:
+    """(rows,) which fold each row is held out with; a shape falls into one fold as a whole."""
+    count = int(shapes.max()) + 1
+    fold: npt.NDArray[np.int64] = np.random.default_rng(random_state).permutation(count) % min(folds, count)
+    return fold[shapes]
 
 
 _CONVOLUTION = KEY[KEY.index("batch") : KEY.index("pattern")]

@@ -1,0 +1,120 @@
+"""How good is a model on what it has not seen: always by whole shapes, or by whole sparsities, never by random rows.
+
+Random rows would flatter: the neighbours of a held-out row, same shape and next sparsity, would stay in the training
+set, and intervals calibrated so cover far less of a new shape than they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from sklearn.base import clone
+
+from cost_models.boosted import Boosted
+from cost_models.errors import Uncalibrated
+from cost_models.lookup import AnchoredLookup
+from cost_models.rows import CURVE, Array, checked, keys, sparsities
+
+ANCHORS = 6
+Mask = npt.NDArray[np.bool_]
+
+
+Figures = dict[str, float | int | None]
+
+
+def validate(
+    estimator: AnchoredLookup | Boosted, X: pd.DataFrame, y: npt.ArrayLike, coverage: float = 0.9
+) -> Figures:
+    """Errors of `estimator`, which may be unfitted, on the parts of (X, y) that it did not see.
+
+    A learned model predicts shapes that were held out, with intervals calibrated on others. A look-up predicts the
+    other sparsities of curves of which it keeps six anchors, spread evenly over those measured; a curve of no more
+    than six leaves out one inner anchor at a time.
+
+    Errors are |predicted / measured - 1|. Returns median, p90, mape (their mean), within_5 and within_10 (shares),
+    coverage (the share inside the interval of nominal_coverage), width (median of (high - low) / predicted; both None
+    where too little was measured for intervals), noise_floor (see there) and held_out, how many rows were predicted;
+    all figures are None where nothing could be held out.
+    """
+    seconds = checked(X, y)
+    if isinstance(estimator, Boosted):
+        errors, covered, widths = _held_out_shapes(clone(estimator).fit(X, seconds), coverage)
+    else:
+        errors, covered, widths = _held_out_sparsities(estimator, X, seconds, coverage)
+    return {
+        "median": _over(np.median, errors),
+        "p90": _over(lambda values: np.quantile(values, 0.9), errors),
+        "mape": _over(np.mean, errors),
+        "within_5": _over(np.mean, errors <= 0.05),
+        "within_10": _over(np.mean, errors <= 0.10),
+        "coverage": _over(np.mean, covered),
+        "nominal_coverage": coverage,
+        "width": _over(np.median, widths),
+        "noise_floor": noise_floor(X, seconds),
+        "held_out": int(errors.size),
+    }
+
+
+def _held_out_shapes(model: Boosted, coverage: float) -> tuple[Array, Mask, Array]:
+    """Errors of every row, and of those that have intervals whether they are inside, and the intervals' widths."""
+    log_errors = model.held_out_errors_
+    if np.isnan(log_errors).any():  # one shape alone
+        return np.empty(0), np.empty(0, bool), np.empty(0)
+    try:
+        half = np.array([model.half_width(coverage, fold) for fold in range(int(model.fold_.max()) + 1)])[model.fold_]
+    except Uncalibrated:
+        half = np.empty(0)
+    return np.abs(np.expm1(log_errors)), np.abs(log_errors[: half.size]) <= half, 2 * np.sinh(half)
+
+
+def _held_out_sparsities(
+    estimator: AnchoredLookup, X: pd.DataFrame, seconds: Array, coverage: float
+) -> tuple[Array, Mask, Array]:
+    errors, covered, widths = np.empty(0), np.empty(0, bool), np.empty(0)
+    for held_out in by_sparsity(X):
+        model = clone(estimator).fit(X[~held_out], seconds[~held_out])
+        truth, predicted = seconds[held_out], model.predict(X[held_out])
+        errors = np.append(errors, np.abs(predicted / truth - 1))
+        try:
+            low, high = model.predict_interval(X[held_out], coverage)
+        except Uncalibrated:
+            continue
+        covered = np.append(covered, (low <= truth) & (truth <= high))
+        widths = np.append(widths, (high - low) / predicted)
+    return errors, covered, widths
+
+
+def by_sparsity(X: pd.DataFrame, anchors: int = ANCHORS) -> Iterator[Mask]:
+    """Rows to hold out of every curve so that `anchors` of it stay, or all but one where it has no more than that."""
+    sparsity = sparsities(X)
+    columns = [name for name in CURVE if name in X.columns]
+    curves: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys(X, columns)):
+        curves.setdefault(key, []).append(row)
+    ordered = [np.array(rows)[np.argsort(sparsity[rows], kind="stable")] for rows in curves.values()]
+    for turn in range(1, anchors - 1):
+        held_out = np.zeros(len(X), bool)
+        for rows in ordered:
+            if len(rows) > anchors and turn == 1:
+                kept = np.round(np.linspace(0, len(rows) - 1, anchors)).astype(int)
+                held_out[np.delete(rows, kept)] = True
+            elif turn < len(rows) - 1 and len(rows) <= anchors:
+                held_out[rows[turn]] = True
+        if held_out.any():
+            yield held_out
+
+
+def noise_floor(X: pd.DataFrame, seconds: Array) -> float | None:
+    """The median width of the measurements' own 95% intervals, relative; None where X has none."""
+    if not {"low_seconds", "high_seconds"} <= set(X.columns):
+        return None
+    widths = (X["high_seconds"] - X["low_seconds"]).to_numpy(np.float64) / seconds
+    return _over(np.median, widths[np.isfinite(widths)])
+
+
+def _over(figure: Any, values: npt.NDArray[Any]) -> float | None:
+    return float(figure(values)) if values.size else None
