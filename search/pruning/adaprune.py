@@ -37,7 +37,7 @@ class AdaPrune:
     """One dense layer's least-squares problem, ready to be solved for any number of masks.
 
     `weight` (m, k) float32 and `hessian` (k, k) float64 are the layer's. `damping` is the ridge, as a share of H's
-    mean diagonal. Each fit is exact where that is cheaper than `iterations` conjugate-gradient steps, else those steps.
+    mean diagonal. A fit is exact where that is cheaper than `iterations` conjugate-gradient steps, else those steps.
     """
 
     def __init__(

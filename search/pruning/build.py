@@ -25,7 +25,7 @@ def build_database(
     database: Database,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
-    """Compute what `database` lacks of `options`, {layer: [(pattern, sparsity), ...]}; returns how many were computed.
+    """Compute what `database` lacks of `options`, {layer: [(pattern, sparsity), ...]}; returns how many those were.
 
     Each entry is stored when it is done, so a build that was killed goes on from there. Dense options need no entry.
     `progress` is told how many of all options are there. Raises BadData, naming the layer, for weights or calibration

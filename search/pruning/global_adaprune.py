@@ -21,8 +21,8 @@ from search.pruning.hooks import forward_hooks
 from search.pruning.masks import apply_masks
 from search.task import Task
 
-LEARNING_RATE = 1e-4
-STEPS = 100
+LEARNING_RATE = 5e-4
+STEPS = 60
 
 
 def global_adaprune(

@@ -1,0 +1,98 @@
+"""`latbench prune`: the model that a profile describes, with weights that make up for what was dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def prune(
+    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
+    profile: Annotated[Path, typer.Option(help="The profile that latbench search wrote.")],
+    database: Annotated[Path, typer.Option(help="The layer database that latbench search filled.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
+    joint: Annotated[
+        bool, typer.Option("--global/--no-global", help="Tune all pruned layers together on calibration data.")
+    ] = True,
+    finetune_steps: Annotated[
+        int, typer.Option(min=0, help="Also train with gradual pruning, for so many steps; the better model is kept.")
+    ] = 0,
+    learning_rate: Annotated[float, typer.Option(help="Of fine-tuning, by Adam.")] = 1e-3,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same model.")] = 0,
+) -> None:
+    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest."""
+    import hashlib
+    import json
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from latbench.files import sha256
+    from search import profile as profiles
+    from search import task as tasks
+    from search.database import Database
+    from search.pruning import folder, pipeline
+
+    searched = profiles.load(profile)
+    loaded = tasks.load(task)
+    settings = {
+        "profile_sha256": sha256(profile),
+        "model_hash": searched.model_hash,
+        "global": joint,
+        "finetune_steps": finetune_steps,
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "version": pipeline.VERSION,
+    }
+    inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+    if folder.unchanged(output, inputs):
+        _show(folder.read_manifest(output), f"{output} is up to date")
+        return
+    folder.check_writable(output)
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("reading the model and its data", total=None)
+        stages = pipeline.prune(
+            loaded, searched, Database(database, searched.model_hash),
+            seed=seed, joint=joint, finetune_steps=finetune_steps, learning_rate=learning_rate,
+            progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
+        )  # fmt: skip
+    kept = pipeline.best(stages)
+    facts = {
+        "task": loaded.name,
+        "score_name": loaded.score_name,
+        "score_dense": stages[0].score,
+        "score_pruned": kept.score,
+        "method": kept.name,
+        "stages": [{"name": stage.name, "score": stage.score, "loss": stage.loss} for stage in stages],
+        **settings,
+        "inputs": inputs,
+    }
+    _show(folder.save_pruned(output, kept.model, kept.masks, searched, facts), f"{output} is written")
+
+
+def _show(manifest: dict[str, Any], last_line: str) -> None:
+    """The stages' scores, and how much of the searched layers is left."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("stage")
+    table.add_column(manifest["score_name"], justify="right")
+    table.add_column("calibration loss", justify="right")
+    table.add_column("")
+    for stage in manifest["stages"]:
+        mark = "kept" if stage["name"] == manifest["method"] else ""
+        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", mark)
+    layers = manifest["layers"].values()
+    weights, left = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights"))
+    size = sum(layer["packed_bytes"] for layer in layers)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\n{left:,} of {weights:,} weights kept in {len(layers)} layers ({1 - left / weights:.1%} pruned), "
+        f"{size / 1e6:.1f} MB packed, {4 * weights / 1e6:.1f} MB dense; {last_line}",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,164 @@
+"""A pruned model on disk: a folder that is whole or absent.
+
+    model.safetensors    the full state_dict, dense, exact zeros where a weight is pruned
+    masks.safetensors    a pruned layer's mask, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
+    profile.json         the profile that it was pruned to
+    manifest.json        version; what made it; scores; each layer's pattern, sparsity, kept weights and packed bytes
+
+Masks are saved as bits, because a kept weight may be zero too: zeros in weights cannot rebuild a mask.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from latbench.files import sha256
+from search import profile as profiles
+from sparse_kernels.convert import Choice
+from sparse_kernels.formats import pack
+from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import parse
+
+VERSION = 1
+FILES = ("model.safetensors", "masks.safetensors", "profile.json")
+
+
+def save_pruned(
+    folder: Path,
+    model: nn.Module,
+    masks: Mapping[str, Tensor],
+    profile: profiles.Profile,
+    facts: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
+
+    Raises UsageError when `folder` is something else than a pruned model, EnvironmentUnusable when the disk refuses.
+    """
+    folder = Path(folder)
+    check_writable(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a prune that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+        temporary.mkdir()
+        try:
+            state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
+            save_file(state, temporary / "model.safetensors")
+            bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
+            shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
+            save_file(bits, temporary / "masks.safetensors", metadata=shapes)
+            profile.save(temporary / "profile.json")
+            manifest = {
+                "version": VERSION,
+                **facts,
+                "layers": layer_facts(model, masks, profile),
+                "files": {name: sha256(temporary / name) for name in FILES},
+            }
+            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            for name in FILES:  # safetensors makes its files private; these are as readable as any other
+                (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
+            if folder.exists():
+                shutil.rmtree(folder)
+            temporary.replace(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise EnvironmentUnusable(f"cannot write {folder}: {error}") from error
+    return manifest
+
+
+def layer_facts(
+    model: nn.Module, masks: Mapping[str, Tensor], profile: profiles.Profile
+) -> dict[str, dict[str, Any]]:
+    """For each layer of the profile: pattern, sparsity asked for, kept weights, packed bytes, the mask's hash."""
+    modules = dict(model.named_modules())
+    facts = {}
+    for layer, choice in profile.layers.items():
+        weight = weight_matrix(modules[layer]).float().contiguous().numpy()
+        mask = masks[layer].numpy() if layer in masks else None
+        packed = pack(weight, mask, parse(choice.pattern))
+        facts[layer] = {
+            "pattern": choice.pattern,
+            "sparsity": choice.sparsity,
+            "kept_weights": weight.size if mask is None else int(mask.sum()),
+            "weights": weight.size,
+            "packed_bytes": packed.nbytes,
+            "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
+        }
+    return facts
+
+
+def check_writable(folder: Path) -> None:
+    """Raise UsageError when `folder` is there and is something else than a pruned model or an empty folder."""
+    if folder.exists() and not is_pruned(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"{folder} exists and is no pruned model: give another output folder")
+
+
+def is_pruned(folder: Path) -> bool:
+    """Whether the folder looks like a pruned model of any version."""
+    return (Path(folder) / "manifest.json").is_file()
+
+
+def unchanged(folder: Path, inputs: str) -> bool:
+    """Whether the folder is a whole pruned model that was made from these inputs (a hash)."""
+    try:
+        return read_manifest(folder).get("inputs") == inputs
+    except BadData:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest. Raises BadData when the folder is missing or foreign, or a file of it is missing or changed."""
+    path = Path(folder) / "manifest.json"
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        version, hashes = manifest["version"], dict(manifest["files"])
+    except FileNotFoundError:
+        raise BadData(f"{folder} is no pruned model: it has no manifest.json; `latbench prune` writes one") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadData(f"{path}: not the manifest of a pruned model ({type(error).__name__}: {error})") from None
+    if version != VERSION:
+        raise BadData(f"{path}: pruned model version {version}, this latbench reads {VERSION}; prune again")
+    for name in FILES:
+        file = Path(folder) / name
+        if not file.is_file() or sha256(file) != hashes.get(name):
+            raise BadData(f"{file}: missing, or not as it was written; prune again")
+    return dict(manifest)
+
+
+def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choice]]:
+    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: choice} for `convert`.
+
+    The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
+    model, or is one of another model.
+    """
+    folder = Path(folder)
+    read_manifest(folder)
+    profile = profiles.load(folder / "profile.json")
+    state = load_file(folder / "model.safetensors")
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        first = " ".join(str(error).split())[:200]
+        raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
+    choices = {layer: Choice(parse(choice.pattern)) for layer, choice in profile.layers.items()}
+    with safe_open(folder / "masks.safetensors", "np") as file:
+        for layer, shape in (file.metadata() or {}).items():
+            m, k = map(int, shape.split(","))
+            mask = np.unpackbits(file.get_tensor(layer), count=m * k).astype(bool).reshape(m, k)
+            choices[layer] = Choice(parse(profile.layers[layer].pattern), mask)
+    return model.eval(), choices
