@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import images, rows
-from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
+from sparse_kernels.cpu.linear import contiguous_bias
+from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.formats import Packed
@@ -28,12 +29,15 @@ from sparse_kernels.shapes import Conv2dShape
 # Elements of x that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
+# Elements of x and y of the images that are worked on at a time: 2 MB, the second-level caches of two cores.
+IMAGES_CACHED = 500_000
+
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """The vectors of positions: their starts in x and in y (int64, whole tiles), and the stride of rows in y.
+    """The vectors of positions: their starts in x and in y (int64), and the stride of rows in y.
 
-    image, pitch: of the flat y that `images.collect` reads; 0 where y is written directly. lanes: of a vector.
+    lanes: of a vector. image, pitch: of the flat y that is collected afterwards; 0 where y is written directly.
     """
 
     lanes: int
@@ -45,8 +49,21 @@ class Positions:
 
 
 @dataclass(frozen=True, eq=False)
+class Placed:
+    """What a plan knows about one batch: panels with offsets for columns, and the places of everything.
+
+    where is None if x is read in place. block: vectors whose x stays in the second-level cache.
+    """
+
+    weights: tuple[np.ndarray, ...]
+    where: images.Layout | None
+    at: Positions
+    block: int
+
+
+@dataclass(frozen=True, eq=False)
 class Conv2dPlan:
-    """A convolution's plan: weights as panels, and the places of everything for each batch it has met."""
+    """A convolution's plan: weights as panels, and what it knows of each batch it has met."""
 
     shape: Conv2dShape
     panels: Panels
@@ -55,7 +72,7 @@ class Conv2dPlan:
     kernel: str
     layout: str
     _pool: Pool = field(default_factory=Pool)
-    _placed: dict[int, tuple[tuple[np.ndarray, ...], Positions]] = field(default_factory=dict)
+    _placed: dict[int, Placed] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -70,56 +87,65 @@ class Conv2dPlan:
         check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, s.c_out, s.out_h, s.out_w), s.c_out)
         batch = x.shape[0]
         y = np.empty((batch, s.c_out, s.out_h, s.out_w), np.float32) if out is None else out
-        if batch == 0:
-            return y
-        x = np.ascontiguousarray(x)
-        bias = np.zeros(s.c_out, np.float32) if bias is None else np.ascontiguousarray(bias)
-        if batch not in self._placed:
-            self._placed[batch] = self._place(replace(s, batch=batch))
-        weights, at = self._placed[batch]
-        threads = numba.get_num_threads()
-        shape = replace(s, batch=batch)
-        relaid = not in_place(shape, self.target)
-        source = x
-        if relaid:
-            where = images.layout(shape, self.target.lanes)
-            source = self._pool.take(where.size, batch)
-            images.fill(x, source, where, shape, threads)
-        flat = y if not at.pitch else self._pool.take(s.c_out * at.y_stride, -batch)
-        columns = s.c_in * (int(where.phases.max()) + 1 if relaid else 1)
-        block = max(1, CACHED // (columns * self.tile[1] * at.lanes))
-        rows.kernel(*self.tile, at.lanes, self.target.fused)(
-            weights,
-            source.reshape(-1),
-            1,
-            at.x_starts,
-            flat.reshape(-1),
-            at.y_stride,
-            at.y_starts,
-            bias,
-            ACTIVATIONS.index(activation),
-            block,
-            threads,
-        )
-        if at.pitch:
-            images.collect(flat, at.y_stride, at.image, at.pitch, y, threads)
-            self._pool.give_back(flat, -batch)
-        if relaid:
-            self._pool.give_back(source, batch)
+        x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, s.c_out), ACTIVATIONS.index(activation)
+        # A few images at a time, so that what one step writes is in the cache when the next one reads it.
+        images_cached = max(1, IMAGES_CACHED // (s.c_in * s.h * s.w + s.c_out * s.out_h * s.out_w))
+        step = -(-images_cached // numba.get_num_threads()) * numba.get_num_threads()
+        for first in range(0, batch, step):
+            self._run(x[first : first + step], bias, code, y[first : first + step])
         return y
 
     def copy(self) -> Conv2dPlan:
         """The same plan with weights of its own."""
         return Conv2dPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
 
-    def _place(self, shape: Conv2dShape) -> tuple[tuple[np.ndarray, ...], Positions]:
-        """The panels with offsets for columns, and the positions, for this shape's batch."""
+    def _run(self, x: Array, bias: Array, activation: int, y: Array) -> None:
+        batch = x.shape[0]
+        placed = self._placed.get(batch)
+        if placed is None:
+            placed = self._placed[batch] = self._place(replace(self.shape, batch=batch))
+        where, at = placed.where, placed.at
+        threads = numba.get_num_threads()
+        fill, collect = images.kernels(self.target.lanes)
+        source, result = x, y
+        if where is not None:
+            source = self._pool.take(where.size, batch)
+            fill(x, source, where.phases, where.plane, where.image, where.pitch, *self.shape.padding, threads)
+        if at.pitch:
+            result = self._pool.take(self.shape.c_out * at.y_stride, -batch)
+        rows.kernel(*self.tile, at.lanes, self.target.fused)(
+            placed.weights,
+            source.reshape(-1),
+            1,
+            at.x_starts,
+            result.reshape(-1),
+            at.y_stride,
+            at.y_starts,
+            bias,
+            activation,
+            placed.block,
+            threads,
+        )
+        if at.pitch:
+            collect(result, at.y_stride, at.image, at.pitch, y, threads)
+            self._pool.give_back(result, -batch)
+        if where is not None:
+            self._pool.give_back(source, batch)
+
+    def _place(self, shape: Conv2dShape) -> Placed:
+        """Everything for this shape's batch."""
         if in_place(shape, self.target):
+            where = None
             offsets = (np.arange(shape.c_in) * (shape.h * shape.w)).astype(np.int32)
+            channels = shape.c_in
         else:
-            offsets = images.layout(shape, self.target.lanes).offsets
+            where = images.layout(shape, self.target.lanes)
+            offsets = where.offsets
+            channels = shape.c_in * (int(where.phases.max()) + 1)
         table, values, columns, work, row_ids = self.panels.arrays
-        return (table, values, offsets[columns], work, row_ids), positions(shape, self.tile[1], self.target)
+        at = positions(shape, self.target)
+        tiles = max(1, CACHED // (channels * self.tile[1] * at.lanes))
+        return Placed((table, values, offsets[columns], work, row_ids), where, at, tiles * self.tile[1])
 
 
 def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
@@ -127,7 +153,15 @@ def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
     target = host()
     tile = rows.tile(group_height(packed), target)
     name = f"numba.{packed.pattern.format}.conv2d.rows{tile[0]}x{tile[1]}.{target.name}"
-    return Conv2dPlan(shape, panels(groups(packed), tile[0]), tile, target, name, layout)
+    cut = panels(_by_channel(groups(packed), shape.c_in), tile[0])
+    return Conv2dPlan(shape, cut, tile, target, name, layout)
+
+
+def _by_channel(groups: Groups, c_in: int) -> Groups:
+    """The groups with their columns sorted by channel, then tap: taps of a channel read nearly the same of x."""
+    group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
+    order = np.lexsort((groups.columns // c_in, groups.columns % c_in, group))
+    return replace(groups, columns=groups.columns[order], values=groups.values[order])
 
 
 def in_place(shape: Conv2dShape, target: Target) -> bool:
@@ -137,13 +171,11 @@ def in_place(shape: Conv2dShape, target: Target) -> bool:
 
 
 @lru_cache(maxsize=256)
-def positions(shape: Conv2dShape, vectors: int, target: Target) -> Positions:
-    """The cheapest vectors that cover all output positions."""
+def positions(shape: Conv2dShape, target: Target) -> Positions:
+    """The cheapest vectors that cover all output positions; collecting them costs about as much as a tenth more."""
     widths = (target.lanes, target.lanes // 2) if target.halves else (target.lanes,)
     choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target)]
-    best = min(choices, key=lambda at: at.x_starts.size * at.lanes * (1.1 if at.pitch else 1.0))
-    missing = -best.x_starts.size % vectors
-    return replace(best, x_starts=_filled(best.x_starts, missing), y_starts=_filled(best.y_starts, missing))
+    return min(choices, key=lambda at: at.x_starts.size * at.lanes * (1.1 if at.pitch else 1.0))
 
 
 def _coverings(shape: Conv2dShape, lanes: int, target: Target) -> list[Positions]:
@@ -176,8 +208,3 @@ def _run(length: int, lanes: int) -> NDArray[np.int64]:
 
 def _flat(starts: NDArray[np.int64]) -> NDArray[np.int64]:
     return starts.ravel().astype(np.int64)
-
-
-def _filled(starts: NDArray[np.int64], missing: int) -> NDArray[np.int64]:
-    """Whole tiles: the last vector once more, as often as it takes."""
-    return np.append(starts, np.full(missing, starts[-1], np.int64))

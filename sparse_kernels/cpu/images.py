@@ -7,18 +7,20 @@ the output. Rows of a phase follow each other with a pitch, images with a pitch 
 (image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
 
 The buffer is (phases, c_in, plane), plane = all images of one channel in one phase. The zeros are written once, when
-the buffer is made: `fill` writes only what x holds.
+the buffer is made: filling writes only what x holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.micro import copy_run
 from sparse_kernels.cpu.target import VERSION
 from sparse_kernels.shapes import Conv2dShape
 
@@ -85,42 +87,50 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
     return pitch
 
 
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def _fill(x, buffer, phases, plane, image, pitch, padding_h, padding_w, parts, version):  # type: ignore[no-untyped-def]
-    batch, c_in, h, w = x.shape
-    stride_h, stride_w = phases.shape
-    for part in prange(parts):
-        for pair in range(batch * c_in * part // parts, batch * c_in * (part + 1) // parts):
-            b, c = pair // c_in, pair % c_in
-            for i in range(h):
-                phase_h, row = (i + padding_h) % stride_h, (i + padding_h) // stride_h
-                for phase_w in range(stride_w):
-                    number = phases[phase_h, phase_w]
-                    if number >= 0:
-                        first = (phase_w - padding_w) % stride_w
-                        column = (first + padding_w) // stride_w
-                        at = (number * c_in + c) * plane + b * image + row * pitch + column
-                        if stride_w == 1:
-                            for j in range(w):
-                                buffer[at + j] = x[b, c, i, j]
-                        else:
-                            for j in range((w - first + stride_w - 1) // stride_w):
-                                buffer[at + j] = x[b, c, i, first + j * stride_w]
+@cache
+def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(fill, collect), copying vectors of `lanes`."""
+    version = VERSION
 
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def fill(x, buffer, phases, plane, image, pitch, padding_h, padding_w, parts):  # type: ignore[no-untyped-def]
+        """Write x (batch, c_in, h, w) into a buffer of this layout, whose other elements are zero."""
+        batch, c_in, h, w = x.shape
+        stride_h, stride_w = phases.shape
+        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
+        for part in prange(parts):
+            for pair in range(batch * c_in * part // parts, batch * c_in * (part + 1) // parts):
+                b = pair // c_in
+                c = pair - b * c_in
+                for i in range(h):
+                    row = (i + padding_h) // stride_h
+                    phase_h = i + padding_h - row * stride_h
+                    for phase_w in range(stride_w):
+                        number = phases[phase_h, phase_w]
+                        if number >= 0:
+                            first = (phase_w - padding_w) % stride_w
+                            column = (first + padding_w) // stride_w
+                            source = (pair * h + i) * w
+                            target = (number * c_in + c) * plane + b * image + row * pitch + column
+                            if stride_w == 1:
+                                copy_run(lanes, version, x_at + source * 4, buffer_at + target * 4, w)
+                            else:
+                                flat = x.reshape(-1)
+                                for j in range((w - first + stride_w - 1) // stride_w):
+                                    buffer[target + j] = flat[source + first + j * stride_w]
 
-def fill(x: NDArray[np.float32], buffer: NDArray[np.float32], where: Layout, shape: Conv2dShape, parts: int) -> None:
-    """Write x (batch, c_in, h, w) into a buffer whose other elements are zero."""
-    _fill(x, buffer, where.phases, where.plane, where.image, where.pitch, *shape.padding, parts, VERSION)
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]
+        """y (batch, c_out, out_h, out_w) from its valid positions; row c of flat is at c * stride."""
+        batch, c_out, out_h, out_w = y.shape
+        flat_at, y_at = flat.ctypes.data, y.ctypes.data
+        for part in prange(parts):
+            for pair in range(batch * c_out * part // parts, batch * c_out * (part + 1) // parts):
+                b = pair // c_out
+                c = pair - b * c_out
+                for i in range(out_h):
+                    source = c * stride + b * image + i * pitch
+                    target = (pair * out_h + i) * out_w
+                    copy_run(lanes, version, flat_at + source * 4, y_at + target * 4, out_w)
 
-
-@njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]
-    """y (batch, c_out, out_h, out_w) from its valid positions; row c of flat is at c * stride."""
-    batch, c_out, out_h, out_w = y.shape
-    for part in prange(parts):
-        for pair in range(batch * c_out * part // parts, batch * c_out * (part + 1) // parts):
-            b, c = pair // c_out, pair % c_out
-            for i in range(out_h):
-                at = c * stride + b * image + i * pitch
-                for j in range(out_w):
-                    y[b, c, i, j] = flat[at + j]
+    return fill, collect

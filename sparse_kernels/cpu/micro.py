@@ -232,6 +232,34 @@ def transpose_tile(
     return signature, generate
 
 
+@_with_literals
+def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target: Any, count: Any) -> Any:
+    """Copy `count` float32 from one address to another, a vector at a time; for runs too short for memcpy to pay."""
+    signature = types.void(lanes, version, *([types.intp] * 3))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n = int(signature.args[0].literal_value)
+        source, target, count = args[2:]
+        emit = _Emitter(builder, n, False)
+        source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
+        whole = builder.sdiv(count, emit.integer(n))
+
+        def vector(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            at = builder.mul(i, emit.integer(n))
+            emit.store(emit.load(builder.gep(source_pointer, [at]), 0), builder.gep(target_pointer, [at]), 0)
+            return []
+
+        emit.loop(whole, [], vector)
+        done = builder.mul(whole, emit.integer(n))
+        with builder.if_then(builder.icmp_signed("<", done, count)):
+            mask = emit.mask(builder.sub(count, done))
+            rest = emit.load_masked(builder.gep(source_pointer, [done]), 0, mask)
+            emit.store_masked(rest, builder.gep(target_pointer, [done]), 0, mask)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 class _Emitter:
     """Vector code of one width, written with one builder."""
 

@@ -6,7 +6,8 @@ a group have weight 0 and row_ids -1.
 
 values   float32 (sum of count * width)
 columns  int32 (sum of count over groups): panels of one group share their columns
-table    int64 (panels, 3): where the panel's values start, where its columns start, count
+table    int64 (stages, panels, 3): where the panel's values start, where its columns start, count; with more than one
+         stage, those of its columns in that stage: stages cut the columns of the matrix into equal ranges
 work     int64 (panels + 1): the cost of all panels before each one, in columns
 row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 for none
 """
@@ -48,6 +49,11 @@ class Panels:
     table: NDArray[np.int64]
     work: NDArray[np.int64]
     row_ids: NDArray[np.int32]
+
+    @property
+    def stages(self) -> int:
+        """How many ranges of columns the panels come in."""
+        return self.table.shape[0]
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
@@ -99,8 +105,8 @@ def groups(packed: Packed) -> Groups:
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def panels(groups: Groups, width: int) -> Panels:
-    """Cut each group into panels of `width` rows, the last one filled up."""
+def panels(groups: Groups, width: int, stages: int = 1) -> Panels:
+    """Cut each group into panels of `width` rows, the last one filled up, and its columns into `stages` ranges."""
     cuts = -(-groups.height // width)
     filled = cuts * width
     counts = np.diff(groups.indptr)
@@ -112,15 +118,30 @@ def panels(groups: Groups, width: int) -> Panels:
     for start, stop in zip(groups.indptr, groups.indptr[1:], strict=False):
         block = padded[start:stop].reshape(stop - start, cuts, width).swapaxes(0, 1)
         values[start * filled : stop * filled] = block.ravel()
-    table = np.empty((n_groups, cuts, 3), np.int64)
-    table[:, :, 0] = groups.indptr[:-1, None] * filled + np.arange(cuts) * width * counts[:, None]
-    table[:, :, 1] = groups.indptr[:-1, None]
-    table[:, :, 2] = counts[:, None]
+    bounds = _bounds(groups, stages)
+    inside = bounds[:-1] - groups.indptr[:-1]
+    table = np.empty((stages, n_groups, cuts, 3), np.int64)
+    table[..., 0] = groups.indptr[:-1, None] * filled + np.arange(cuts) * width * counts[:, None]
+    table[..., 0] += inside[:, :, None] * width
+    table[..., 1] = bounds[:-1, :, None]
+    table[..., 2] = np.diff(bounds, axis=0)[:, :, None]
     work = np.zeros(n_groups * cuts + 1, np.int64)
     np.cumsum(np.repeat(counts + PANEL_COST, cuts), out=work[1:])
     row_ids = np.full((n_groups, filled), -1, np.int32)
     row_ids[:, : groups.height] = groups.row_ids.reshape(n_groups, groups.height)
-    return Panels(width, values, groups.columns.copy(), table.reshape(-1, 3), work, row_ids.ravel())
+    return Panels(width, values, groups.columns.copy(), table.reshape(stages, -1, 3), work, row_ids.ravel())
+
+
+def _bounds(groups: Groups, stages: int) -> NDArray[np.int64]:
+    """Where each stage begins in the columns of each group, int64 (stages + 1, groups); columns rise in a group."""
+    if stages == 1:
+        return np.stack([groups.indptr[:-1], groups.indptr[1:]])
+    k = int(groups.columns.max(initial=0)) + 1
+    group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
+    stage = groups.columns.astype(np.int64) * stages // k
+    numbers = np.bincount(stage * (groups.indptr.size - 1) + group, minlength=stages * (groups.indptr.size - 1))
+    before = np.cumsum(numbers.reshape(stages, -1), axis=0)
+    return np.concatenate([groups.indptr[None, :-1], groups.indptr[:-1] + before])
 
 
 def _of_nm(packed: NMWeight) -> Groups:

@@ -20,13 +20,12 @@ from sparse_kernels.cpu.target import VERSION, Target
 def tile(height: int, target: Target) -> tuple[int, int, int] | None:
     """(tokens, vectors, lanes) of the register tile for groups of `height` rows; None where none fits.
 
-    A vector must be filled by rows of one group; vectors of half the lanes still run at full speed where the
-    multiply-adds of a wide one are done in halves, and never slower than repacking x.
+    A vector must be filled by rows of one group.
     """
     tokens = 8 if target.registers >= 32 else 4
-    for vectors, lanes in ((2, target.lanes), (1, target.lanes), (1, target.lanes // 2)):
-        if lanes >= 4 and height % (vectors * lanes) == 0:
-            return tokens, vectors, lanes
+    for vectors in (2, 1):
+        if height % (vectors * target.lanes) == 0:
+            return tokens, vectors, target.lanes
     return None
 
 
@@ -45,7 +44,7 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
         table, values, columns, work, _ = weights
         n, k = x.shape
         features = y.shape[1]
-        panels = table.shape[0]
+        panels = table.shape[1]
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at, bias_at = values.ctypes.data, columns.ctypes.data, bias.ctypes.data
         x_at, y_at = x.ctypes.data, y.ctypes.data
@@ -61,9 +60,9 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
                         lanes,
                         fuse,
                         version,
-                        values_at + table[panel, 0] * 4,
-                        columns_at + table[panel, 1] * 4,
-                        table[panel, 2],
+                        values_at + table[0, panel, 0] * 4,
+                        columns_at + table[0, panel, 1] * 4,
+                        table[0, panel, 2],
                         x_at + token * k * 4,
                         k,
                         n - token,

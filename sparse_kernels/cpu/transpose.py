@@ -1,7 +1,7 @@
-"""Transposition between token-major rows and blocks of tokens, vectorised, threads included.
+"""Activations as blocks of tokens, and back, vectorised, threads included.
 
-x (n, k) becomes blocks (ceil(n / span), k, span): element [b, c, i] is feature c of token b * span + i. Tokens beyond
-n repeat the last one: what is computed for them is never read.
+Blocks are (ceil(n / lanes), features, lanes): element [b, c, i] is feature c of token b * lanes + i. So all that a
+vector of tokens needs is packed together and aligned, whatever n is. Lanes beyond n mean nothing.
 """
 
 from __future__ import annotations
@@ -11,56 +11,80 @@ from functools import cache
 
 from numba import njit, prange
 
-from sparse_kernels.cpu.micro import transpose_tile
+from sparse_kernels.cpu.micro import copy_run, transpose_tile
 from sparse_kernels.cpu.target import VERSION
 
 
 @cache
-def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(into blocks, out of blocks) for vectors of `lanes`."""
+def token_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(into blocks from x (n, k), out of blocks to y (n, m)); called with (x, blocks, parts), (blocks, y, parts)."""
     version = VERSION
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def into_blocks(x, blocks, span, parts):  # type: ignore[no-untyped-def]
-        """x (n, k) to blocks, flat; span a multiple of lanes."""
+    def into_blocks(x, blocks, parts):  # type: ignore[no-untyped-def]
         n, k = x.shape
-        strips = (n + span - 1) // span * (span // lanes)
+        count = (n + lanes - 1) // lanes
         x_at, blocks_at = x.ctypes.data, blocks.ctypes.data
         for part in prange(parts):
-            for strip in range(strips * part // parts, strips * (part + 1) // parts):
-                token = min(strip * lanes, n - 1)
-                target = blocks_at + (strip * lanes // span * k * span + strip * lanes % span) * 4
-                source = x_at + token * k * 4
-                for c in range(0, k - lanes + 1, lanes):
-                    transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * span * 4, span)
+            for block in range(count * part // parts, count * (part + 1) // parts):
+                token = block * lanes
+                source, target = x_at + token * k * 4, blocks_at + token * k * 4
                 if k >= lanes:
-                    c = k - lanes
-                    transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * span * 4, span)
+                    for tile in range((k + lanes - 1) // lanes):
+                        c = min(tile * lanes, k - lanes)
+                        transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * lanes * 4, lanes)
                 else:
-                    at = strip * lanes // span * k * span + strip * lanes % span
                     for c in range(k):
-                        for i in range(lanes):
-                            blocks[at + c * span + i] = x[min(token + i, n - 1), c]
+                        for i in range(min(lanes, n - token)):
+                            blocks[(block * k + c) * lanes + i] = x[token + i, c]
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def out_of_blocks(blocks, y, span, parts):  # type: ignore[no-untyped-def]
-        """Blocks of m features, flat, to y (n, m)."""
+    def out_of_blocks(blocks, y, parts):  # type: ignore[no-untyped-def]
         n, m = y.shape
-        strips = (n + lanes - 1) // lanes
+        count = (n + lanes - 1) // lanes
         y_at, blocks_at = y.ctypes.data, blocks.ctypes.data
         for part in prange(parts):
-            for strip in range(strips * part // parts, strips * (part + 1) // parts):
-                token = strip * lanes
-                at = strip * lanes // span * m * span + strip * lanes % span
-                source, target = blocks_at + at * 4, y_at + token * m * 4
+            for block in range(count * part // parts, count * (part + 1) // parts):
+                token = block * lanes
+                source, target = blocks_at + token * m * 4, y_at + token * m * 4
                 if m >= lanes and token + lanes <= n:
-                    for r in range(0, m - lanes + 1, lanes):
-                        transpose_tile(lanes, version, source + r * span * 4, span, lanes, target + r * 4, m)
-                    r = m - lanes
-                    transpose_tile(lanes, version, source + r * span * 4, span, lanes, target + r * 4, m)
+                    for tile in range((m + lanes - 1) // lanes):
+                        r = min(tile * lanes, m - lanes)
+                        transpose_tile(lanes, version, source + r * lanes * 4, lanes, lanes, target + r * 4, m)
                 else:
                     for i in range(min(lanes, n - token)):
                         for r in range(m):
-                            y[token + i, r] = blocks[at + r * span + i]
+                            y[token + i, r] = blocks[(block * m + r) * lanes + i]
+
+    return into_blocks, out_of_blocks
+
+
+@cache
+def feature_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(into blocks from x (k, n), out of blocks to y (m, n)); called with (x, blocks, parts), (blocks, y, parts)."""
+    version = VERSION
+
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def into_blocks(x, blocks, parts):  # type: ignore[no-untyped-def]
+        k, n = x.shape
+        count = (n + lanes - 1) // lanes
+        x_at, blocks_at = x.ctypes.data, blocks.ctypes.data
+        for part in prange(parts):
+            for block in range(count * part // parts, count * (part + 1) // parts):
+                width = min(lanes, n - block * lanes)
+                for c in range(k):
+                    source, target = x_at + (c * n + block * lanes) * 4, blocks_at + (block * k + c) * lanes * 4
+                    copy_run(lanes, version, source, target, width)
+
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def out_of_blocks(blocks, y, parts):  # type: ignore[no-untyped-def]
+        m, n = y.shape
+        count = (n + lanes - 1) // lanes
+        y_at, blocks_at = y.ctypes.data, blocks.ctypes.data
+        for part in prange(parts):
+            for r in range(m * part // parts, m * (part + 1) // parts):
+                for block in range(count):
+                    source, target = blocks_at + (block * m + r) * lanes * 4, y_at + (r * n + block * lanes) * 4
+                    copy_run(lanes, version, source, target, min(lanes, n - block * lanes))
 
     return into_blocks, out_of_blocks
