@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import numpy as np
 from cost_models import AnchoredLookup, storage
 from latbench import files, tables
 from search.profile import LayerChoice, Profile
+from search.pruning.folder import FILES
+from search.verify import Verdict, manifest_hash
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 OVERHEAD_SECONDS = 4e-6
@@ -131,23 +133,26 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
     validation = {"held-out shapes": shapes, "held-out sparsities of measured shapes": sparsities}
     storage.save(example.model, AnchoredLookup(), table_hash, validation=validation)
     example.pruned.mkdir()
-    manifest = {"task": task, "method": "one-shot", "files": {"profile.json": files.sha256(example.profile)}}
+    profile.save(example.pruned / "profile.json")
+    for name in ("model.safetensors", "masks.safetensors"):
+        (example.pruned / name).touch()
+    stages = [("dense", 0.071, 0.9806), ("one-shot", 0.142, 0.9694), ("global", 0.083, 0.975)]
+    manifest = {
+        "version": 1, "task": task, "score_name": "accuracy", "method": "global",
+        "stages": [{"name": name, "loss": loss, "score": score} for name, loss, score in stages],
+        "layers": {name: {"weights": 4096, "kept_weights": 1024, "packed_bytes": 6000} for name in layers},
+        "files": {name: files.sha256(example.pruned / name) for name in FILES},
+    }  # fmt: skip
     (example.pruned / "manifest.json").write_text(json.dumps(manifest))
-    tables.write_part(example.verify, whole_model_rows(task, rng))
-    (example.verify / "verify.json").write_text(json.dumps({
-        **promise, "met": True, "measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4,
-        "measured_speedup": 2.17, "score_name": "accuracy", "score_dense": 0.9806, "score_pruned": 0.975,
-    }))  # fmt: skip
+    measured = {"measured_seconds": 5.2e-4, "measured_low": 5.15e-4, "measured_high": 5.27e-4}
+    gain = {"measured_speedup": 2.17, "measured_speedup_low": 2.14, "measured_speedup_high": 2.2}
+    dense = {"torch": 2.1e-3, "torch-mkldnn": 1.3e-3, "onnxruntime": 1.13e-3, "pruned": 5.2e-4}
+    engines = {name: {"value": time, "low": 0.99 * time, "high": 1.01 * time} for name, time in dense.items()}
+    verdict = Verdict(
+        **promise, **measured, **gain, met=True, dense_seconds=1.13e-3, engines=engines, left_out={},
+        score_name="accuracy", score_dense=0.9806, score_pruned=0.975, device="amd-epyc-example", threads=2, batch=64,
+        inputs=manifest_hash(example.pruned),
+    )  # fmt: skip
+    example.verify.mkdir()
+    (example.verify / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
     return example
-
-
-def whole_model_rows(task: str, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """The verification's rows: the dense engines and the pruned model, end to end."""
-    shape = LinearShape(1, 1, 1)
-    seconds = {("torch", "linear"): 2.1e-3, ("torch", "mkldnn"): 1.3e-3, ("onnxruntime", "auto"): 1.13e-3}
-    whole = {"purpose": "verify", "op": "model", "model": task, "m": None, "k": None, "n": None}
-    found = [
-        row(shape, backend, "dense", 0.0, time, rng, kernel_requested=kernel, **whole)
-        for (backend, kernel), time in seconds.items()
-    ]
-    return [*found, row(shape, "numba", "profile", 0.7, 5.2e-4, rng, **whole)]

@@ -58,8 +58,9 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
     settings = data.settings(inputs.table)
     pays = overview.what_pays(speedups, starts, data.noise(inputs.table), settings["device"])
     parts = [
-        sections.promise(inputs) if inputs.verification else None,
+        sections.promise(inputs.verdict, inputs.profile) if inputs.verdict else None,
         sections.profile(inputs.profile) if inputs.profile else None,
+        sections.pruned(inputs.manifest) if inputs.manifest else None,
         sections.shapes(speedups, starts, places[:SHAPES], data.without_dense(points)),
         sections.cost_model(inputs.model) if inputs.model else None,
         sections.noise(inputs),
@@ -75,8 +76,8 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
             "the figures over all shapes count every one."
         )
     return {
-        "headline": overview.promise(inputs) if inputs.verification else pays,
-        "pays": pays if inputs.verification else None,
+        "headline": overview.promise(inputs.verdict, inputs.profile) if inputs.verdict else pays,
+        "pays": pays if inputs.verdict else None,
         "subtitle": " · ".join(facts),
         "warnings": warnings,
         "verdicts": overview.verdicts(speedups, starts, places[:SHAPES]),

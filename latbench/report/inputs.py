@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,15 @@ from cost_models.storage import ModelFile
 from latbench import files, tables
 from latbench.errors import BadData
 from search import profile as profiles
+from search import verify as verification
 from search.profile import Profile
-
-VERIFY_KEYS = (
-    "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
-    "score_dense", "score_pruned",
-)  # fmt: skip
+from search.pruning.folder import read_manifest
+from search.verify import Verdict
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file that the report was made from: what it is, its path as given, its SHA-256 or the table's own hash."""
+    """A file that the report was made from: what it is, its path as given, its hash."""
 
     role: str
     path: Path
@@ -33,16 +31,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything a report shows. All but the table may be absent."""
+    """Everything a report shows. All but the table may be absent.
+
+    manifest_hash is that of the pruned model's manifest, as a verification of it records it.
+    """
 
     table: pd.DataFrame
     table_hash: str
     environments: list[dict[str, Any]]
     model: ModelFile | None = None
     profile: Profile | None = None
-    manifest: dict[str, Any] | None = None
-    verification: dict[str, Any] | None = None
-    model_rows: pd.DataFrame | None = None  # the verification's whole-model times, table columns
+    manifest: Mapping[str, Any] | None = None
+    manifest_hash: str | None = None
+    verdict: Verdict | None = None
     sources: tuple[Source, ...] = field(default=())
 
 
@@ -60,48 +61,31 @@ def read(
     frame, table_hash = tables.read(table), tables.table_hash(table)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
-    sources = [Source("table", table, table_hash)]
-
-    def document(role: str, path: Path | None, made_by: str, keys: tuple[str, ...]) -> dict[str, Any] | None:
-        if path is None:
-            return None
-        content = _json(path, made_by, keys)
-        sources.append(Source(role, path, files.sha256(path)))
-        return content
-
-    learned = storage.read(model) if model else None
-    chosen = profiles.load(profile) if profile else None
-    for role, path in (("cost model", model), ("profile", profile)):
-        if path:
-            sources.append(Source(role, path, files.sha256(path)))
-    return Inputs(
+    found = Inputs(
         table=frame,
         table_hash=table_hash,
         environments=tables.read_env(table).to_dict("records"),
-        model=learned,
-        profile=chosen,
-        manifest=document("pruned model", pruned and pruned / "manifest.json", "prune", ("files",)),
-        verification=document("verification", verify and verify / "verify.json", "verify", VERIFY_KEYS),
-        model_rows=_model_rows(verify) if verify else None,
-        sources=tuple(sources),
+        model=storage.read(model) if model else None,
+        profile=profiles.load(profile) if profile else None,
+        manifest=read_manifest(pruned) if pruned else None,
+        manifest_hash=verification.manifest_hash(pruned) if pruned else None,
+        verdict=_verdict(verify / "verify.json") if verify else None,
+        sources=(Source("table", table, table_hash),),
     )
+    given = {
+        "cost model": model,
+        "profile": profile,
+        "pruned model": pruned and pruned / "manifest.json",
+        "verification": verify and verify / "verify.json",
+    }
+    sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
+    return replace(found, sources=(*found.sources, *sources))
 
 
-def _json(path: Path, made_by: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    advice = f"make it with latbench {made_by}"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadData(f"{path} does not exist: {advice}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadData(f"{path} is no JSON file ({error}): {advice}") from None
-    missing = [key for key in keys if not isinstance(content, dict) or key not in content]
-    if missing or not isinstance(content, dict):
-        lacks = f"it lacks {', '.join(missing)}" if missing else "it is no JSON object"
-        raise BadData(f"{path} is not what latbench {made_by} writes: {lacks}")
-    return content
-
-
-def _model_rows(verify: Path) -> pd.DataFrame:
-    rows = tables.read(verify)
-    return rows[(rows["purpose"] == "verify") & (rows["op"] == "model")]
+def _verdict(path: Path) -> Verdict:
+    if not path.is_file():
+        raise BadData(f"{path} does not exist: make it with latbench verify")
+    verdict = verification.load(path)
+    if verdict is None:
+        raise BadData(f"{path} is not what latbench verify writes: verify again")
+    return verdict

@@ -11,8 +11,9 @@ from typing import Any
 import pandas as pd
 
 from latbench.report import data, units
-from latbench.report.inputs import Inputs
 from latbench.report.views import Cell, Table, Tile, table
+from search.profile import Profile
+from search.verify import Verdict
 
 Record = Mapping[str, Any]
 
@@ -55,54 +56,39 @@ def what_pays(speedups: pd.DataFrame, break_evens: pd.DataFrame, noise: pd.DataF
     return Headline(f"What sparsity pays on {device}", lead, tiles)
 
 
-def promise(inputs: Inputs) -> Headline:
-    """What was promised and what was measured; the inputs hold a verification."""
-    found = inputs.verification or {}
-    target, gain = units.ratio(found["target"]), units.ratio(found["measured_speedup"])
-    measured, predicted = found["measured_seconds"], found["predicted_seconds"]
-    engine = dense_engine(inputs)
-    dense = units.seconds(measured * found["measured_speedup"])
-    side = "inside" if found["predicted_low"] <= measured <= found["predicted_high"] else "outside"
-    off = measured / predicted - 1
+def promise(verdict: Verdict, profile: Profile | None) -> Headline:
+    """What was promised and what was measured."""
+    target, gain = units.ratio(verdict.target), units.ratio(verdict.measured_speedup)
+    measured, predicted = units.seconds(verdict.measured_seconds), units.seconds(verdict.predicted_seconds)
+    dense = units.seconds(verdict.dense_seconds)
+    title = f"{verdict.task} runs {gain} faster" + (", as promised" if verdict.met else f", not {target} as promised")
+    off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
-    title = f"{task_name(inputs)} runs {gain} faster" + (
-        ", as promised" if found["met"] else f", not {target} as promised"
-    )
+    inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
-        f"pruned model takes {units.seconds(measured)} where {engine} takes {dense}: {gain}. The prediction was "
-        f"{units.seconds(predicted)}; the measurement lies {difference}, {side} the interval."
+        f"pruned model takes {measured} where {verdict.dense_engine} takes {dense}: "
+        f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
+        f"The prediction was {predicted}; the measurement lies {difference}, "
+        f"{'inside' if inside else 'outside'} the interval."
     )
-    interval = f"{units.seconds(found['predicted_low'])} to {units.seconds(found['predicted_high'])}"
-    name = str(found.get("score_name") or "score")
-    before, pruned = (score(found[f"score_{which}"], name) for which in ("dense", "pruned"))
+    interval = f"{units.seconds(verdict.predicted_low)} to {units.seconds(verdict.predicted_high)}"
+    name = verdict.score_name or "score"
     tiles = [
         Tile("Target", target, "over the fastest dense engine, end to end"),
-        Tile("Measured", gain, f"{units.seconds(measured)} instead of {dense} ({engine})"),
-        Tile("Predicted", units.seconds(predicted), f"interval {interval}"),
-        Tile(name.capitalize(), pruned, f"pruned; {before} dense"),
+        Tile("Measured", gain, f"{measured} instead of {dense} ({verdict.dense_engine})"),
+        Tile("Predicted", predicted, f"interval {interval}"),
+        Tile(
+            name.capitalize(), score(verdict.score_pruned, name), f"pruned; {score(verdict.score_dense, name)} dense"
+        ),
     ]
-    if inputs.profile and inputs.profile.ceiling:
-        ceiling = units.ratio(inputs.profile.ceiling)
-        tiles.append(Tile("Ceiling", ceiling, "if every searched layer took no time at all"))
-    return Headline(title, lead, tiles, ("kept", "promise kept") if found["met"] else ("missed", "promise missed"))
+    if profile and profile.ceiling:
+        tiles.append(Tile("Ceiling", units.ratio(profile.ceiling), "if every searched layer took no time at all"))
+    return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
 
 
-def task_name(inputs: Inputs) -> str:
-    """The task as the verification or the profile names it."""
-    return str((inputs.verification or {}).get("task") or (inputs.profile and inputs.profile.task) or "the model")
-
-
-def dense_engine(inputs: Inputs) -> str:
-    """The fastest dense engine of the verification, or the one the profile was searched against."""
-    searched = inputs.profile.dense_engine if inputs.profile else "the fastest dense engine"
-    return str((inputs.verification or {}).get("dense_engine") or searched)
-
-
-def score(value: float | None, name: str = "") -> str:
+def score(value: float, name: str) -> str:
     """A score as text: a percentage where its name says that it is a share, else four significant digits."""
-    if value is None:
-        return units.NOTHING
     is_share = 0 <= value <= 1 and "accuracy" in name.lower()
     return f"{100 * value:.2f}%" if is_share else f"{value:.4g}"
 

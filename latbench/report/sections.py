@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 
 from cost_models.storage import ModelFile
-from latbench.report import data, figures, units
+from latbench.report import data, figures, overview, units
 from latbench.report.inputs import Inputs
 from latbench.report.views import Cell, Chart, Section, Table, facts, table
 from search.profile import Profile
+from search.verify import PRUNED, Verdict
 
 CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
@@ -208,25 +209,42 @@ def profile_layers(chosen: Profile) -> pd.DataFrame:
     return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
 
 
-def promise(inputs: Inputs) -> Section:
+def pruned(manifest: Mapping[str, Any]) -> Section:
+    """What is left of the weights, and what each stage of pruning made of loss and score."""
+    layers = list(manifest["layers"].values())
+    weights, kept, size = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights", "packed_bytes"))
+    share = units.percent(1 - kept / weights) if weights else units.NOTHING
+    sentence = (
+        f"{units.count(kept)} of {units.count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
+        f"packed they take {units.size(size)}, dense {units.size(4 * weights)}. "
+        "The stage with the least loss on the calibration data is kept."
+    )
+    name = str(manifest["score_name"])
+    rows = [
+        [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
+         Cell(overview.score(stage["score"], name), stage["score"]),
+         Cell("kept" if stage["name"] == manifest["method"] else "")]
+        for stage in manifest["stages"]
+    ]  # fmt: skip
+    stages = table(["stage", "#calibration loss", f"#{name}", ""], rows)
+    return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
+
+
+def promise(verdict: Verdict, chosen: Profile | None) -> Section:
     """Promised and measured, beside the dense engines it was measured against."""
-    found = inputs.verification or {}
-    times = promise_times(inputs)
-    dense = float(found["measured_seconds"] * found["measured_speedup"])
-    budget = dense / found["target"]
+    times = promise_times(verdict)
+    budget = verdict.dense_seconds / verdict.target
     sentences = [
-        "Dense engines and pruned model were timed end to end, each in a process of its own, in alternating blocks. "
-        f"The target of {units.ratio(found['target'])} leaves {units.seconds(budget)}."
+        "Dense engines and pruned model were timed end to end, each engine in a process of its own, in turns. "
+        f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
     ]
-    ceiling = inputs.profile.ceiling if inputs.profile else None
-    if ceiling:
-        sentences.append(
-            f"The ceiling, with every searched layer free, is {units.ratio(ceiling)}: "
-            f"{units.percent(found['measured_speedup'] / ceiling)} of it is reached."
-        )
+    if chosen and chosen.ceiling:
+        ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
+        sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
+    sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
     rows = [
         [row["name"], row["kind"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         Cell(units.ratio(dense / row["seconds"]), dense / row["seconds"])]
+         Cell(units.ratio(verdict.dense_seconds / row["seconds"]), verdict.dense_seconds / row["seconds"])]
         for row in times.to_dict("records")
     ]  # fmt: skip
     heads = ["what", "kind", "#time", "#speedup"]
@@ -239,28 +257,17 @@ def promise(inputs: Inputs) -> Section:
     )
 
 
-def promise_times(inputs: Inputs) -> pd.DataFrame:
-    """Whole-model seconds of dense engines, prediction and measurement: name, kind, seconds, low, high."""
-    found = inputs.verification or {}
-    rows = []
-    if inputs.model_rows is not None and len(inputs.model_rows):
-        timed = data.timed_rows(inputs.model_rows)
-        dense = timed[timed["pattern"] == "dense"]
-        for record in dense.sort_values("median_seconds", ascending=False).to_dict("records"):
-            name, middle = data.engine_name(record["backend"], record["kernel_requested"]), record["median_seconds"]
-            ends = (record["low_seconds"], record["high_seconds"])
-            low, high = (middle if pd.isna(end) else end for end in ends)  # too few samples have no interval
-            rows.append({"name": f"dense, {name}", "kind": "dense", "seconds": middle, "low": low, "high": high})
-    rows.append({
-        "name": "pruned, predicted", "kind": "predicted", "seconds": found["predicted_seconds"],
-        "low": found["predicted_low"], "high": found["predicted_high"],
-    })  # fmt: skip
-    measured = found["measured_seconds"]
-    rows.append({
-        "name": "pruned, measured", "kind": "measured", "seconds": measured,
-        "low": found.get("measured_low", measured), "high": found.get("measured_high", measured),
-    })  # fmt: skip
-    return pd.DataFrame(rows)
+def promise_times(verdict: Verdict) -> pd.DataFrame:
+    """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
+    dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
+    rows = [
+        (f"dense, {name}", "dense", found["value"], found["low"], found["high"])
+        for name, found in sorted(dense.items(), key=lambda item: -item[1]["value"])
+    ]
+    predicted = (verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
+    measured = (verdict.measured_seconds, verdict.measured_low, verdict.measured_high)
+    rows += [("pruned, predicted", "predicted", *predicted), ("pruned, measured", "measured", *measured)]
+    return pd.DataFrame(rows, columns=["name", "kind", "seconds", "low", "high"])
 
 
 def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
@@ -272,28 +279,24 @@ def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
         ("Versions that wrote this report", facts([*versions, ("python", platform.python_version())])),
         ("Command", facts([("this report", " ".join(command))])),
     ]
-    if inputs.manifest:
-        plain = {key: value for key, value in inputs.manifest.items() if not isinstance(value, dict | list)}
-        tables.append(("The pruned model", facts((key.replace("_", " "), value) for key, value in plain.items())))
     return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
 
 
 def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
-    """Sentences that say whether table, cost model, profile and pruned model belong together, and whether they do."""
-    found = []
-    model_hash = inputs.model.table_hash if inputs.model else None
-    profile_hash = inputs.profile.table_hash if inputs.profile else None
-    for role, table_hash in (("cost model", model_hash), ("profile", profile_hash)):
-        if table_hash:
-            same = table_hash == inputs.table_hash
-            origin = "this very table" if same else "another table, or an earlier state of it: its figures may differ"
-            found.append((f"The {role} was made from {origin}.", same))
-    followed = (inputs.manifest or {}).get("files", {}).get("profile.json")
-    given = next((source.digest for source in inputs.sources if source.role == "profile"), None)
-    if followed and given:
-        which = "this very profile" if followed == given else "another profile than the one shown here"
-        found.append((f"The pruned model follows {which}.", followed == given))
-    return found
+    """Sentences that say whether the given files were made from each other, and whether that is so."""
+    digests = {source.role: source.digest for source in inputs.sources}
+    followed = inputs.manifest["files"]["profile.json"] if inputs.manifest else None
+    links = [
+        ("cost model", "was made from", "table", inputs.model and inputs.model.table_hash, inputs.table_hash),
+        ("profile", "was made from", "table", inputs.profile and inputs.profile.table_hash, inputs.table_hash),
+        ("pruned model", "follows", "profile", followed, digests.get("profile")),
+        ("verification", "is of", "pruned model", inputs.verdict and inputs.verdict.inputs, inputs.manifest_hash),
+    ]
+    return [
+        (f"The {one} {verb} {'this very' if theirs == ours else 'another'} {other}.", theirs == ours)
+        for one, verb, other, theirs, ours in links
+        if theirs and ours
+    ]
 
 
 def _version(package: str) -> str:

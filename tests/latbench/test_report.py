@@ -86,14 +86,24 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
     for expected in ("digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32"):
         assert expected in text
     anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
-    assert anchors == ["pays", "promise", "profile", "shapes", "model", "noise", "environment", "provenance"]
+    assert anchors == [
+        "pays",
+        "promise",
+        "profile",
+        "pruned",
+        "shapes",
+        "model",
+        "noise",
+        "environment",
+        "provenance",
+    ]
 
 
 def test_a_missed_promise_is_said(files: Any) -> None:
     read = inputs.read(files.table, **files.files)
-    assert read.verification
-    read.verification["met"] = False
-    text = Structure(html.render(read, command=[])).text
+    assert read.verdict
+    missed = replace(read, verdict=replace(read.verdict, met=False))
+    text = Structure(html.render(missed, command=[])).text
     assert "promise missed" in text
     assert "not 2.00× as promised" in text
 
@@ -230,10 +240,14 @@ def test_a_bad_file_is_named(
         inputs.read(files.table, **files.files)
 
 
-def test_a_missing_verification_is_named(tmp_path: Path, rng: np.random.Generator) -> None:
-    files = example.write(tmp_path, rng)
+def test_a_bad_folder_is_named(files: Any, tmp_path: Path) -> None:
     with pytest.raises(BadData, match=r"verify\.json does not exist: make it with latbench verify"):
-        inputs.read(files.table, verify=tmp_path / "elsewhere")
+        inputs.read(files.table, verify=tmp_path)
+    (tmp_path / "verify.json").write_text("{}")
+    with pytest.raises(BadData, match=r"verify\.json is not what latbench verify writes"):
+        inputs.read(files.table, verify=tmp_path)
+    with pytest.raises(BadData, match="is no pruned model"):
+        inputs.read(files.table, pruned=tmp_path)
 
 
 def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
@@ -256,12 +270,10 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     read = inputs.read(files.table, **files.files)
     assert read.profile
     assert "The pruned model follows this very profile." in Structure(html.render(read, command=[])).text
-    other = replace(
-        read, profile=replace(read.profile, table_hash="other"), manifest={"files": {"profile.json": "other"}}
-    )
+    other = replace(read, profile=replace(read.profile, table_hash="other"), manifest_hash="other")
     text = Structure(html.render(other, command=[])).text
-    assert "The profile was made from another table" in text
-    assert "The pruned model follows another profile" in text
+    assert "The profile was made from another table." in text
+    assert "The verification is of another pruned model." in text
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
