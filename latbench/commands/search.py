@@ -1,0 +1,93 @@
+"""`latbench search`: the profile of least loss that keeps a promised speedup, measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from search.profile import Profile
+
+
+def search(
+    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
+    target: Annotated[float, typer.Option(min=1.0, help="The speedup to promise over the fastest dense engine.")],
+    table: Annotated[Path, typer.Option(help="The table that latbench sweep measured on this machine.")],
+    model: Annotated[Path, typer.Option(help="The cost model that latbench fit wrote.")],
+    database: Annotated[Path, typer.Option(help="Folder for pruned layers; what is there is used again.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
+    patterns: Annotated[
+        list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same coefficients.")] = 0,
+    evaluations: Annotated[
+        int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
+    ] = 200,
+    risk: Annotated[
+        float, typer.Option(min=0.01, max=0.999, help="Coverage of the intervals whose upper end must fit.")
+    ] = 0.9,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
+    remeasure: Annotated[
+        bool, typer.Option("--remeasure", help="Time whole models again, and search again.")
+    ] = False,
+) -> None:
+    """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
+    from latbench import devices
+    from latbench.commands.live import live
+    from latbench.plan import parse_patterns
+    from search import job
+    from search import task as tasks
+
+    chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
+    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, risk)
+    with live() as tell:
+        tell("reading the task", None, None)
+        inputs = job.read_inputs(tasks.load(task), table, model, database)
+        found = None if remeasure else _finished(output, inputs.digest(settings))
+        last_line = f"{output} is up to date"
+        if found is None:
+            found = job.search(inputs, settings, remeasure=remeasure, progress=tell)
+            found.save(output)
+            last_line = f"{output} is written"
+    _show(found, last_line)
+
+
+def _finished(path: Path, digest: str) -> Profile | None:
+    """The profile at `path` if it is what these inputs and settings give."""
+    from latbench.errors import BadData
+    from search import profile
+
+    try:
+        found = profile.load(path)
+    except BadData:
+        return None
+    return found if found.inputs == digest else None
+
+
+def _show(found: Profile, last_line: str) -> None:
+    """Layer by layer, and the promise."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from latbench.report.units import ratio, seconds
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("layer")
+    table.add_column("pattern")
+    for heading in ("sparsity", "time", "error"):
+        table.add_column(heading, justify="right")
+    for name, choice in found.layers.items():
+        table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
+    value, low, high = found.speedup
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\n{ratio(value, low, high)} promised over {found.dense_engine}: "
+        f"{seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
+        f"{seconds(found.dense_seconds)}; {ratio(found.target)} was asked for; calibration loss {found.loss:.4f} "
+        f"({found.strategy}); {last_line}",
+        highlight=False,
+        soft_wrap=True,
+    )

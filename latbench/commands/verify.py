@@ -1,0 +1,63 @@
+"""`latbench verify`: whether a pruned model keeps its promise on this machine, end to end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from search.verify import Verdict
+
+
+def verify(
+    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
+    pruned: Annotated[Path, typer.Argument(help="The folder that latbench prune wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the rows measured.")],
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
+) -> None:
+    """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
+    from latbench.commands.live import live
+    from latbench.errors import PromiseMissed
+    from search import task as tasks
+    from search import verify as verification
+
+    known = None if remeasure else verification.load(output / "verify.json")
+    # A promise that was missed is measured again: the machine may have been busy.
+    fresh = known is None or not known.met or known.inputs != verification.manifest_hash(pruned)
+    if known is None or fresh:
+        with live() as tell:
+            known = verification.verify(
+                tasks.load(task), pruned, output, progress=lambda activity: tell(activity, None, None)
+            )
+    _show(known, f"{output / 'verify.json'} is {'written' if fresh else 'up to date'}")
+    if not known.met:
+        raise PromiseMissed(known.sentence())
+
+
+def _show(verdict: Verdict, last_line: str) -> None:
+    """Every engine's time, the scores, and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from latbench.report.units import ratio, seconds
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("engine")
+    for heading in ("time", "speedup"):
+        table.add_column(heading, justify="right")
+    for name, time in sorted(verdict.engines.items(), key=lambda item: -item[1]["value"]):
+        table.add_row(
+            name, seconds(time["value"], time["low"], time["high"]), ratio(verdict.dense_seconds / time["value"])
+        )
+    console = Console()
+    console.print(table)
+    for name, reason in verdict.left_out.items():
+        console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned\n"
+        f"{verdict.sentence()}; {last_line}",
+        highlight=False,
+        soft_wrap=True,
+    )

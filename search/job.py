@@ -1,0 +1,320 @@
+"""The search as a user asks for it: from a task, a table and a cost model to a profile whose promise was measured.
+
+1. The converted model is timed whole at a few profiles, beside the dense engines (kept for the next search).
+2. Every option that may pay is pruned into the layer database (kept, too).
+3. The coefficient search finds the profile of least calibration loss whose predicted seconds fit.
+4. That very profile is timed end to end against dense. If the promise does not hold there, or holds with much to
+   spare, the prediction is corrected by the measurement and the search goes again, a few rounds. Only a profile that
+   was measured to keep the promise is returned: the guarantee is measured, or it is not given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cost_models
+from latbench import devices, tables, workloads
+from latbench.errors import PromiseMissed, UsageError
+from latbench.files import sha256
+from latbench.runners.local import device_lock
+from search import overhead
+from search.database import Database, model_hash
+from search.end_to_end import Engine, time_engines
+from search.engines import DENSE_ENGINES
+from search.judge import Judge
+from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
+from search.profile import LayerChoice, Profile
+from search.pruning.build import build_database
+from search.solve import Infeasible
+from search.spdy import Evaluation, Found, spdy_search
+from search.task import Task
+from sparse_kernels.shapes import Shape
+
+Progress = Callable[[str, int | None, int | None], None]
+"""Told what is done now, and how much of how much, if that is known."""
+
+# Medians of one engine differ by about as much from one process to the next, which no interval of one process shows.
+BETWEEN_PROCESSES = 0.02
+# A profile that is faster than it has to be by more than this gave away accuracy for nothing.
+TO_SPARE = 0.03
+ROUNDS = 3
+
+FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbour": "spdy"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user may choose; `risk` is the coverage of the intervals whose unfavourable ends keep the promise."""
+
+    target: float
+    threads: int
+    patterns: tuple[str, ...] | None = None
+    seed: int = 0
+    evaluations: int = 200
+    risk: float = 0.9
+    backend: str = "numba"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The task's model and what was measured for its layers, with the hashes that say which they are."""
+
+    task: Task
+    model: Any
+    table: Path
+    cost_model: Path
+    database: Path
+    model_hash: str
+    table_hash: str
+
+    def key(self, settings: Settings) -> dict[str, Any]:
+        """What the whole-model times depend on."""
+        return {
+            "model_hash": self.model_hash, "table_hash": self.table_hash, "cost_model": sha256(self.cost_model)[:16],
+            "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
+            "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
+            "patterns": list(settings.patterns) if settings.patterns else None,
+        }  # fmt: skip
+
+    def digest(self, settings: Settings) -> str:
+        """What the profile depends on."""
+        return hashlib.sha256(json.dumps([self.key(settings), asdict(settings)]).encode()).hexdigest()[:16]
+
+
+def read_inputs(task: Task, table: Path, cost_model: Path, database: Path) -> Inputs:
+    """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
+    model = task.model()
+    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table))
+
+
+def search(
+    inputs: Inputs,
+    settings: Settings,
+    *,
+    remeasure: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> Profile:
+    """The profile of least loss that was measured to be `settings.target` times as fast as the fastest dense engine.
+
+    Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
+    """
+    task = inputs.task
+    progress("reading the table", None, None)
+    shapes = prunable_layers(task, inputs.model)
+    layers = predicted_layers(
+        cost_models.load(inputs.cost_model, inputs.table), tables.read(inputs.table), shapes,
+        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
+    )  # fmt: skip
+    database = Database(inputs.database, inputs.model_hash)
+    whole = _whole_model(inputs, settings, layers, remeasure, progress)
+    problem = whole.problem(layers).without_hopeless()
+    problem.budget(settings.target)  # Infeasible is said before an hour of pruning, not after
+
+    options = {
+        layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in problem.layers
+    }
+    build_database(
+        task, inputs.model, options, database,
+        lambda done, total: progress("pruning layers into the database", done, total),
+    )  # fmt: skip
+    problem = problem.with_errors(_errors(problem, database))
+    judge = Judge(task, inputs.model, problem.layers, database)
+
+    def measure(choice: Choice) -> Measured:
+        progress("timing the profile end to end", None, None)
+        return measure_profile(inputs, settings, problem.layers, choice, progress)
+
+    kept = keep_promise(problem, judge, measure, settings, progress)
+    return _profile(inputs, settings, shapes, whole, kept)
+
+
+def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
+    """The layers to choose for, by name: what can be pruned, but for the task's `excluded`. Raises UsageError."""
+    traced, skipped = workloads.trace(model, task.example())
+    known = {layer.name for layer in traced.layers} | {name for name, _ in skipped}
+    if unknown := [name for name in task.excluded if name not in known]:
+        raise UsageError(f"task {task.name} excludes {', '.join(unknown)}, which its model does not have")
+    shapes = {layer.name: layer.shape for layer in traced.layers if layer.name not in task.excluded}
+    if not shapes:
+        raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
+    return shapes
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile timed end to end: its speedup over `dense_engine`, whose seconds are of the same rounds."""
+
+    speedup: Interval
+    dense: Interval
+    dense_engine: str
+
+    @property
+    def seconds(self) -> Interval:
+        """The converted model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
+        dense = self.dense.value
+        return Interval(dense / self.speedup.value, dense / self.speedup.high, dense / self.speedup.low)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A profile that was measured to keep the promise, and the problem that predicts just that for it."""
+
+    problem: Problem
+    found: Found
+    bound: float
+    measured: Measured
+
+
+def keep_promise(
+    problem: Problem,
+    judge: Callable[[Choice], float],
+    measure: Callable[[Choice], Measured],
+    settings: Settings,
+    progress: Progress,
+) -> Kept:
+    """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
+
+    Raises Infeasible or PromiseMissed if there is none after a few rounds.
+    """
+    best: Kept | None = None
+    tried: dict[Choice, Measured] = {}
+    for number in range(ROUNDS):
+        try:
+            found = _search_once(problem, judge, settings, number, progress)
+        except Infeasible:
+            if best is None:
+                raise
+            break
+        if found.choice in tried:
+            break
+        measured = tried[found.choice] = measure(found.choice)
+        corrected = problem.calibrated(found.choice, measured.seconds, measured.dense, measured.dense_engine)
+        if measured.speedup.low >= settings.target and (best is None or found.loss < best.found.loss):
+            # The bound is the old problem's: that of the budget which the search had.
+            best = Kept(corrected, found, problem.solve(settings.target).bound, measured)
+        if settings.target <= measured.speedup.low <= settings.target * (1 + TO_SPARE):
+            break
+        problem = corrected
+    if best is None:
+        fastest = max(tried.values(), key=lambda one: one.speedup.low).speedup
+        raise PromiseMissed(
+            f"{settings.target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
+            f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
+            "search again with --remeasure when the machine is quiet"
+        )
+    return best
+
+
+def _search_once(
+    problem: Problem, judge: Callable[[Choice], float], settings: Settings, number: int, progress: Progress
+) -> Found:
+    budget = problem.budget(settings.target)
+    done = 0
+
+    def tell(evaluation: Evaluation, best: float) -> None:
+        nonlocal done
+        done += 1
+        what = "searching" if number == 0 else f"searching, round {number + 1}"
+        progress(f"{what}: calibration loss {best:.4f}", done, settings.evaluations)
+
+    return spdy_search(
+        judge, problem.safe_seconds, problem.errors, budget, np.random.default_rng(settings.seed),
+        starts=problem.uniforms(settings.target), evaluations=settings.evaluations, progress=tell,
+    )  # fmt: skip
+
+
+def measure_profile(
+    inputs: Inputs, settings: Settings, layers: Sequence[Layer], choice: Choice, progress: Progress
+) -> Measured:
+    """Time the converted model with these options of the database against the dense engines."""
+    task, name = inputs.task, "the profile"
+    engines = overhead.dense_engines(task, settings.threads)
+    chosen = overhead.by_name(layers, choice)
+    arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
+    engines[name] = Engine("converted", "search.engines:database_converted", arguments)
+    with device_lock(devices.cpu_device()):
+        timings = time_engines(
+            engines, threads=settings.threads, required=["torch", name],
+            progress=lambda activity: progress(activity, None, None),
+        )  # fmt: skip
+    dense = timings.fastest(list(DENSE_ENGINES))
+    speedup = timings.speedup(name, dense, settings.risk)
+    wider = Interval(speedup.value, speedup.low * (1 - BETWEEN_PROCESSES), speedup.high * (1 + BETWEEN_PROCESSES))
+    return Measured(wider, timings.seconds(dense, settings.risk), dense)
+
+
+def _whole_model(
+    inputs: Inputs, settings: Settings, layers: Sequence[Layer], remeasure: bool, progress: Progress
+) -> overhead.WholeModel:
+    path = inputs.database / "whole_model.json"
+    known = None if remeasure else overhead.load(path, inputs.key(settings))
+    if known is not None:
+        return known
+    progress(f"waiting for {devices.cpu_device()}", None, None)
+    with device_lock(devices.cpu_device()):
+        whole = overhead.measure_whole_model(
+            inputs.task, layers, threads=settings.threads, coverage=settings.risk,
+            progress=lambda activity: progress(activity, None, None),
+        )  # fmt: skip
+    overhead.save(whole, inputs.key(settings), path)
+    return whole
+
+
+def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, float]]:
+    return {
+        layer.name: {
+            option: database.error(layer.name, option.pattern, option.sparsity)
+            for option in layer.options
+            if option.pattern != DENSE
+        }
+        for layer in problem.layers
+    }
+
+
+def _profile(
+    inputs: Inputs, settings: Settings, shapes: dict[str, Shape], whole: overhead.WholeModel, kept: Kept
+) -> Profile:
+    problem, found = kept.problem, kept.found
+    predicted = problem.predict(found.choice)
+    chosen = {
+        layer.name: LayerChoice(
+            layer.options[j].pattern, layer.options[j].sparsity,
+            float(layer.seconds[j]), float(layer.low[j]), float(layer.high[j]), float(layer.errors[j]),
+        )
+        for layer, j in zip(problem.layers, found.choice, strict=True)
+    }  # fmt: skip
+    return Profile(
+        task=inputs.task.name,
+        layers=chosen,
+        backend=settings.backend,
+        threads=settings.threads,
+        batch=int(inputs.task.example()[0].shape[0]),
+        device=devices.cpu_device(),
+        target=settings.target,
+        dense_engine=kept.measured.dense_engine,
+        dense_seconds=kept.measured.dense.value,
+        dense_seconds_low=kept.measured.dense.low,
+        dense_seconds_high=kept.measured.dense.high,
+        fixed_seconds=problem.fixed.value,
+        fixed_seconds_low=whole.fixed.low,
+        fixed_seconds_high=whole.fixed.high,
+        predicted_seconds=predicted.value,
+        predicted_low=predicted.low,
+        predicted_high=predicted.high,
+        loss=found.loss,
+        error=sum(choice.error for choice in chosen.values()),
+        bound=kept.bound,
+        ceiling=problem.ceiling,
+        strategy=FOUND_BY[found.found_by],
+        seed=settings.seed,
+        table_hash=inputs.table_hash,
+        model_hash=inputs.model_hash,
+        inputs=inputs.digest(settings),
+    )

@@ -1,0 +1,46 @@
+"""What a profile costs in loss: the database's weights swapped into one model in place, and the calibration loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from search.database import Database
+from search.problem import DENSE, Choice, Layer
+from search.task import Task
+from sparse_kernels.nn import set_weight_matrix, weight_matrix
+
+
+class Judge:
+    """Called with a choice, answers the mean loss over the task's calibration batches; remembers what it answered.
+
+    `model` is changed in place: only the layers that differ from the profile before are swapped.
+    """
+
+    def __init__(self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database) -> None:
+        self._task, self._model, self._layers, self._database = task, model, layers, database
+        self._batches = task.calibration()
+        self._modules = [model.get_submodule(layer.name) for layer in layers]
+        self._dense = [weight_matrix(module).clone() for module in self._modules]
+        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)
+        self._known: dict[tuple[tuple[str, float], ...], float] = {}
+
+    def __call__(self, choice: Choice) -> float:
+        """The loss of the model that `choice` gives."""
+        wanted = [layer.options[j] for layer, j in zip(self._layers, choice, strict=True)]
+        key = tuple((option.pattern, option.sparsity) for option in wanted)
+        if key not in self._known:
+            self._swap(key)
+            with torch.inference_mode():
+                losses = [float(self._task.loss(self._model, batch)) for batch in self._batches]
+            self._known[key] = sum(losses) / len(losses)
+        return self._known[key]
+
+    def _swap(self, wanted: Sequence[tuple[str, float]]) -> None:
+        for i, (layer, (pattern, sparsity)) in enumerate(zip(self._layers, wanted, strict=True)):
+            if self._now[i] != (pattern, sparsity):
+                dense = pattern == DENSE
+                weight = self._dense[i] if dense else self._database.get(layer.name, pattern, sparsity).weight
+                set_weight_matrix(self._modules[i], weight)
+                self._now[i] = (pattern, sparsity)

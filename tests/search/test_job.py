@@ -1,0 +1,114 @@
+"""The promise is measured: searched, timed, corrected, searched again. Machines here are formulas."""
+
+import types
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from latbench.errors import PromiseMissed, UsageError
+from search.job import Measured, Settings, keep_promise, prunable_layers
+from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
+from search.solve import Infeasible
+from search.task import Task
+
+SPARSITIES = (0.0, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95)
+OPTIONS = tuple(Option(DENSE if s == 0 else "vector:8", s) for s in SPARSITIES)
+LAYERS = 6
+DENSE_SECONDS = 10.0
+FIXED = 0.5
+
+
+def problem(spread: float = 0.02) -> Problem:
+    seconds = np.array([1.5 * (1 - s) + 0.05 for s in SPARSITIES])
+    errors = np.array([s**3 for s in SPARSITIES])
+    layers = tuple(
+        Layer(f"fc{i}", OPTIONS, seconds, seconds * (1 - spread), seconds * (1 + spread), errors * (1 + i))
+        for i in range(LAYERS)
+    )
+    return Problem(
+        layers, Interval(FIXED, FIXED, FIXED), Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS), "torch"
+    )
+
+
+def loss(choice: Choice) -> float:
+    return sum((1 + i) * SPARSITIES[j] ** 2 for i, j in enumerate(choice))
+
+
+def machine(slowness: float, noise: float = 0.01) -> tuple[Callable[[Choice], Measured], list[Choice]]:
+    """A machine on which the layers take `slowness` times what is predicted; and what it was asked to time."""
+    asked: list[Choice] = []
+
+    def measure(choice: Choice) -> Measured:
+        asked.append(choice)
+        seconds = FIXED + slowness * sum(float(problem().layers[0].seconds[j]) for j in choice)
+        value = DENSE_SECONDS / seconds
+        dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
+        return Measured(Interval(value, value * (1 - noise), value * (1 + noise)), dense, "onnxruntime")
+
+    return measure, asked
+
+
+def settings(target: float) -> Settings:
+    return Settings(target, threads=1, evaluations=150)
+
+
+def quiet(what: str, done: int | None, total: int | None) -> None:
+    return None
+
+
+@pytest.mark.parametrize("slowness", [0.8, 0.95, 1.0, 1.1, 1.3])
+def test_what_is_returned_was_measured_to_keep_the_promise(slowness: float) -> None:
+    measure, asked = machine(slowness)
+    kept = keep_promise(problem(), loss, measure, settings(2.0), quiet)
+    assert kept.found.choice in asked
+    assert kept.measured.speedup.low >= 2.0
+    assert len(asked) <= 3
+    predicted = kept.problem.predict(kept.found.choice)
+    assert predicted.value == pytest.approx(kept.measured.seconds.value)
+    assert (predicted.low, predicted.high) == pytest.approx((kept.measured.seconds.low, kept.measured.seconds.high))
+    assert kept.problem.speedup(predicted).low == pytest.approx(kept.measured.speedup.low)
+
+
+def test_speed_to_spare_is_turned_into_accuracy() -> None:
+    measure, asked = machine(0.7)
+    kept = keep_promise(problem(), loss, measure, settings(2.0), quiet)
+    assert loss(kept.found.choice) < loss(asked[0])
+    assert kept.measured.speedup.low < measure(asked[0]).speedup.low
+
+
+def test_a_machine_that_is_too_slow_is_said_with_what_it_reached() -> None:
+    # No correction helps: whatever is timed is slow.
+    dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
+    with pytest.raises((PromiseMissed, Infeasible), match=r"2x is infeasible: the best is 1\.\d+x|best reached"):
+        keep_promise(
+            problem(), loss, lambda choice: Measured(Interval(1.2, 1.1, 1.3), dense, "torch"), settings(2.0), quiet
+        )
+
+
+def test_infeasible_before_anything_is_measured() -> None:
+    measure, asked = machine(1.0)
+    with pytest.raises(Infeasible, match="target 15x is infeasible"):
+        keep_promise(problem(), loss, measure, settings(15.0), quiet)
+    assert asked == []
+
+
+def test_the_same_seed_gives_the_same_profile() -> None:
+    results = [keep_promise(problem(), loss, machine(1.1)[0], settings(2.5), quiet).found for _ in range(2)]
+    assert results[0] == results[1]
+
+
+def task(model: nn.Module, excluded: tuple[str, ...]) -> Task:
+    return Task("t", "t", "s", excluded, types.SimpleNamespace(example=lambda: (torch.zeros(2, 4),)))
+
+
+def test_layers_are_those_that_can_be_pruned_but_for_the_excluded() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).eval()
+    assert list(prunable_layers(task(model, ()), model)) == ["0", "2"]
+    assert list(prunable_layers(task(model, ("0",)), model)) == ["2"]
+    with pytest.raises(UsageError, match="excludes fc, which its model does not have"):
+        prunable_layers(task(model, ("fc",)), model)
+    with pytest.raises(UsageError, match="no layer that can be pruned"):
+        prunable_layers(task(model, ("0", "2")), model)
