@@ -45,7 +45,7 @@ class Settings:
     """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`."""
 
     rel_error: float = 0.01
-    max_seconds: float = 0.5
+    max_seconds: float = 0.4
     round_seconds: float = 0.03
 
 
@@ -90,7 +90,7 @@ def run(
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
-                sweep.measure_all([point for point in todo if sweep.statuses[point.id] == "noisy"])
+                sweep.measure_all([point for point in todo if sweep.statuses[point.id] == "noisy"], last=True)
         except (KeyboardInterrupt, _TimeUsedUp) as end:
             why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
             kept = f"{sweep.done} of {sweep.total} points are in {folder}"
@@ -124,6 +124,7 @@ class _Sweep:
         self.end = None if time_budget is None else monotonic() + time_budget
         self.total = 0
         self.block = 0
+        self.last = False
 
     @property
     def done(self) -> int:
@@ -151,8 +152,13 @@ class _Sweep:
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
-    def measure_all(self, points: Sequence[Point]) -> None:
-        """Measure `points` block by block."""
+    def measure_all(self, points: Sequence[Point], last: bool = False) -> None:
+        """Measure `points` block by block.
+
+        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the `last`
+        chance: then it is what there is, and the row says so in its flags.
+        """
+        self.last = last
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed):
@@ -196,14 +202,14 @@ class _Sweep:
         failures: dict[str, _Outcome] = {}
 
         def sampler(name: str) -> measure.Sampler:
-            def sample(seconds: float) -> list[float]:
+            def sample(seconds: float) -> measure.Burst:
                 if self.statuses:
                     self._check_time()
                 try:
-                    return self.engines.sample(ready[name], seconds)
+                    return self.engines.burst(ready[name], seconds)
                 except (TaskFailed, WorkerDied) as failure:
                     failures[name] = _failed(failure)
-                    return []
+                    return measure.Burst([])
 
             return sample
 
@@ -222,8 +228,10 @@ class _Sweep:
 
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
         prepared = self.engines.prepare(point)
+        steady = timing.relative_error <= measure.NOISY_ERROR and (self.last or not timing.preempted)
         return {
-            "status": "ok" if timing.relative_error <= measure.NOISY_ERROR else "noisy",
+            "status": "ok" if steady else "noisy",
+            "flags": "preempted" if timing.preempted else "",
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
             "inner_loops": prepared.inner_loops,
@@ -282,10 +290,10 @@ class _Engines:
             self._prepared[point] = prepared
         return prepared
 
-    def sample(self, point: Point, seconds: float) -> list[float]:
-        """Samples of the point, in seconds a call."""
+    def burst(self, point: Point, seconds: float) -> measure.Burst:
+        """Time the point for about `seconds`."""
         prepared = self.prepare(point)
-        return self._worker(point.backend).sample(prepared, seconds, timeout=SAMPLE_SECONDS)
+        return self._worker(point.backend).burst(prepared, seconds, timeout=SAMPLE_SECONDS)
 
     def drop(self) -> None:
         """Free all points; the workers stay, with what they imported and compiled."""

@@ -115,7 +115,7 @@ QUALITY = [
     pa.field("stop_reason", _text),  # relative_error, plateau, budget
     pa.field("status", _text),  # ok, noisy, throttled, unsupported, oom, incorrect, timeout, error
     pa.field("max_rel_err", _real),
-    pa.field("flags", _text),
+    pa.field("flags", _text),  # preempted: other processes took the cores in most bursts; else ""
     pa.field("error", _text),
 ]
 

@@ -102,13 +102,15 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
     failed = frame[frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect"])]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
-    if counts["noisy"]:
-        console.print(
-            f"{counts['noisy']} points are too noisy to count (the load is {os.getloadavg()[0]:.1f} on "
-            f"{devices.cores()} cores): the same command measures them again on a quieter machine",
-            highlight=False,
-            soft_wrap=True,
-        )
+    ours = frame[frame["point_id"].isin(set(summary.statuses))]
+    disturbed = int((tables.ok(ours)["flags"] == "preempted").sum())
+    for count, what in (
+        (counts["noisy"], "are too noisy to count: the same command measures them again"),
+        (disturbed, "were measured while other processes took the cores: their times may be too long"),
+    ):
+        if count:
+            load = f"the load is {os.getloadavg()[0]:.1f} on {devices.cores()} cores"
+            console.print(f"{count} points {what} ({load})", highlight=False, soft_wrap=True)
     speedups = speedup_table(frame[frame["point_id"].isin(keys)])
     if speedups is not None:
         console.print("\nspeedup over the fastest dense engine, median of layers:")

@@ -30,6 +30,7 @@ import filelock
 import platformdirs
 
 from latbench.errors import EnvironmentUnusable, LatbenchError
+from latbench.measure import Burst
 
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
@@ -108,12 +109,16 @@ class Worker:
         """Whether `prepared` still waits in this worker: false once the process died."""
         return prepared.generation == self.generation
 
-    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
-        """Time `prepared` for about `seconds`: seconds a call, one value a sample. Raises as `call` does."""
+    def burst(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
+        """Time `prepared` for about `seconds`. Raises as `call` does."""
         if not self.holds(prepared):
             raise WorkerDied("crash", f"the {self.name} worker that had this prepared is gone")
-        samples: list[float] = self._request(("sample", prepared.key, seconds), timeout)
-        return samples
+        sampled: Burst = self._request(("burst", prepared.key, seconds), timeout)
+        return sampled
+
+    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
+        """The samples of a burst, whatever else ran meanwhile: seconds a call, one value a sample."""
+        return self.burst(prepared, seconds, timeout).samples
 
     def drop(self, prepared: Iterable[Prepared]) -> None:
         """Free what the worker still holds of these."""

@@ -55,14 +55,14 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, tuple[Callable[[], obje
             run = resolve(function)(*args)
             prepared[key] = run, measure.calibrate(run)
             return prepared[key][1], getattr(run, "facts", {})
-        case ("sample", key, seconds):
+        case ("burst", key, seconds):
             run, loops = prepared[key]
             return measure.burst(run, seconds, loops)
         case ("drop", keys):
             for key in keys:
                 prepared.pop(key, None)
             return None
-    raise ValueError(f"a worker knows call, prepare, sample and drop, not {request[0]!r}")
+    raise ValueError(f"a worker knows call, prepare, burst and drop, not {request[0]!r}")
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from latbench import measure
+from latbench.measure import Burst
 
 
 class FakeClock:
@@ -27,16 +28,21 @@ class FakeClock:
         return call
 
 
+def alone() -> tuple[int, float]:
+    """The usage of a process that nothing disturbs."""
+    return 0, 0.0
+
+
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 
 
 def test_a_steady_run_converges_at_once(clock: FakeClock) -> None:
-    timing = measure.measure(clock.run(lambda: 1e-3), rel_error=0.01, max_seconds=10, clock=clock)
+    timing = measure.measure(clock.run(lambda: 1e-3), rel_error=0.01, max_seconds=10, clock=clock, usage=alone)
     assert timing.converged and timing.stop_reason == "relative_error"
     assert timing.samples == pytest.approx([1e-3] * len(timing.samples), rel=1e-9)
-    assert len(timing.samples) >= measure.FEWEST_SAMPLES and len(timing.rounds) == measure.FEWEST_ROUNDS
+    assert len(timing.samples) >= measure.FEWEST_SAMPLES and len(timing.bursts) == measure.FEWEST_ROUNDS
     assert clock.now < 1.0
 
 
@@ -45,8 +51,8 @@ def test_a_sample_is_long_enough_to_be_read(clock: FakeClock, seconds: float) ->
     loops = measure.calibrate(clock.run(lambda: seconds), clock=clock)
     longest_needed = max(1, round(measure.SHORTEST_SAMPLE_SECONDS / seconds))
     assert min(longest_needed, measure.MOST_INNER_LOOPS) <= loops <= 2 * longest_needed + 1
-    samples = measure.burst(clock.run(lambda: seconds), 0.0, loops, clock=clock)
-    assert samples == pytest.approx([seconds], rel=1e-6)
+    samples = measure.burst(clock.run(lambda: seconds), 0.0, loops, clock=clock, usage=alone)
+    assert samples.samples == pytest.approx([seconds], rel=1e-6)
 
 
 def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
@@ -55,14 +61,14 @@ def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
 
 def test_the_first_sample_of_a_burst_is_not_kept(clock: FakeClock) -> None:
     costs = iter([9.0] + [1.0] * 20)  # cold caches, then warm
-    samples = measure.burst(clock.run(lambda: next(costs)), 4.5, 1, clock=clock)
-    assert samples == [1.0] * 5
+    samples = measure.burst(clock.run(lambda: next(costs)), 4.5, 1, clock=clock, usage=alone)
+    assert samples.samples == [1.0] * 5
 
 
 def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
     costs = itertools.cycle([1e-3, 9e-3])
     run = clock.run(lambda: next(costs))
-    timing = measure.measure(run, rel_error=0.001, max_seconds=0.5, clock=clock)
+    timing = measure.measure(run, rel_error=0.001, max_seconds=0.5, clock=clock, usage=alone)
     assert not timing.converged and timing.stop_reason == "budget"
     assert timing.relative_error > measure.NOISY_ERROR
     # It may stretch its budget, and no further.
@@ -71,7 +77,7 @@ def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
 
 def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.random.Generator) -> None:
     run = clock.run(lambda: float(rng.normal(1e-3, 1e-4)))
-    timing = measure.measure(run, rel_error=1e-5, max_seconds=0.5, clock=clock)
+    timing = measure.measure(run, rel_error=1e-5, max_seconds=0.5, clock=clock, usage=alone)
     assert timing.stop_reason == "budget" and timing.relative_error < measure.NOISY_ERROR
     assert clock.now < 0.7
 
@@ -79,7 +85,7 @@ def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.rand
 def test_a_median_that_moves_no_more_is_a_plateau(clock: FakeClock) -> None:
     pattern = iter([1.0, 1.0, 1.08, 0.92] * 10_000)  # symmetric: the median stands, the interval stays wide for long
     run = clock.run(lambda: 5e-3 * next(pattern))
-    timing = measure.measure(run, rel_error=0.001, max_seconds=100, clock=clock)
+    timing = measure.measure(run, rel_error=0.001, max_seconds=100, clock=clock, usage=alone)
     assert timing.stop_reason in ("plateau", "relative_error")
     assert np.median(timing.samples) == pytest.approx(5e-3, rel=1e-3)
     assert clock.now < 50
@@ -93,21 +99,23 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
             seconds *= 1.001
 
     costs = rising()
-    timing = measure.measure(clock.run(lambda: next(costs)), rel_error=1e-9, max_seconds=0.3, clock=clock)
+    timing = measure.measure(
+        clock.run(lambda: next(costs)), rel_error=1e-9, max_seconds=0.3, clock=clock, usage=alone
+    )
     assert timing.samples == sorted(timing.samples)
     drift = timing.drift()
     assert drift is not None and drift > 1.01
-    assert timing.rounds[0] == 0 and len(timing.medians) == len(timing.rounds)
+    assert [sample for burst in timing.bursts for sample in burst.samples] == timing.samples
 
 
 def test_runs_take_turns(clock: FakeClock) -> None:
     order: list[str] = []
 
     def sampler(name: str, seconds: float) -> measure.Sampler:
-        def sample(_: float) -> list[float]:
+        def sample(_: float) -> Burst:
             order.append(name)
             clock.now += 4 * seconds
-            return [seconds] * 4
+            return Burst([seconds] * 4)
 
         return sample
 
@@ -120,10 +128,10 @@ def test_runs_take_turns(clock: FakeClock) -> None:
 
 def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
     def sampler(seconds: float) -> measure.Sampler:
-        def sample(_: float) -> list[float]:
+        def sample(_: float) -> Burst:
             slow = 1.5 if 0.2 < clock.now < 0.6 else 1.0
             clock.now += 10 * seconds * slow
-            return [seconds * slow] * 10
+            return Burst([seconds * slow] * 10)
 
         return sample
 
@@ -135,12 +143,12 @@ def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
 
 
 def test_who_gives_nothing_drops_out_and_the_others_go_on(clock: FakeClock) -> None:
-    def broken(_: float) -> list[float]:
-        return []
+    def broken(_: float) -> Burst:
+        return Burst([])
 
-    def works(_: float) -> list[float]:
+    def works(_: float) -> Burst:
         clock.now += 0.01
-        return [0.001] * 10
+        return Burst([0.001] * 10)
 
     finished = dict(measure.interleave({"broken": broken, "works": works}, clock=clock))
     assert finished["broken"].stop_reason == "failed" and finished["broken"].samples == []
@@ -148,8 +156,39 @@ def test_who_gives_nothing_drops_out_and_the_others_go_on(clock: FakeClock) -> N
 
 
 def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) -> None:
-    timing = measure.measure(clock.run(lambda: 0.25), max_seconds=1.0, clock=clock)
+    timing = measure.measure(clock.run(lambda: 0.25), max_seconds=1.0, clock=clock, usage=alone)
     assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
+
+
+@pytest.mark.parametrize(("switches", "preempted"), [(0, False), (2, False), (3, True), (300, True)])
+def test_a_burst_that_others_cut_into_says_so(clock: FakeClock, switches: int, preempted: bool) -> None:
+    # 30 ms of CPU time: what an undisturbed run may have is one switch and 60 a second.
+    readings = iter([(10, 5.0), (10 + switches, 5.03)])
+    burst = measure.burst(clock.run(lambda: 1e-2), 0.03, 1, clock=clock, usage=lambda: next(readings))
+    assert burst.preempted is preempted
+
+
+def test_preempted_bursts_do_not_count_once_there_are_enough_others(clock: FakeClock) -> None:
+    busy = iter([True, True, True, True, False, True] + [False] * 100)
+
+    def sample(_: float) -> Burst:
+        clock.now += 0.03
+        preempted = next(busy)
+        return Burst([9e-3 if preempted else 1e-3] * 10, preempted)
+
+    timing = dict(measure.interleave({"run": sample}, clock=clock))["run"]
+    # Four slow bursts agree to the last digit, and are no reason to stop.
+    assert timing.converged and not timing.preempted and timing.samples == [1e-3] * 30
+
+
+def test_where_others_never_rest_the_result_says_so(clock: FakeClock) -> None:
+    def sample(_: float) -> Burst:
+        clock.now += 0.03
+        return Burst([9e-3] * 10, preempted=True)
+
+    timing = dict(measure.interleave({"run": sample}, max_seconds=0.3, clock=clock))["run"]
+    assert timing.stop_reason == "budget" and timing.preempted and not timing.converged
+    assert set(timing.samples) == {9e-3} and clock.now < 1.0
 
 
 def test_garbage_is_collected_again_afterwards(clock: FakeClock) -> None:
@@ -161,5 +200,5 @@ def test_garbage_is_collected_again_afterwards(clock: FakeClock) -> None:
         seen.append(gc.isenabled())
         clock.now += 1.0
 
-    measure.burst(run, 1.0, 1, clock=clock)
+    measure.burst(run, 1.0, 1, clock=clock, usage=alone)
     assert gc.isenabled() and not any(seen)
