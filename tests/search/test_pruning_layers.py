@@ -1,0 +1,215 @@
+"""One layer at a time: H, saliency masks, and least squares, against NumPy done the long way."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from latbench.errors import BadData
+from search.database import Database, model_hash
+from search.pruning.adaprune import AdaPrune
+from search.pruning.apply import stitch
+from search.pruning.build import build_database
+from search.pruning.hessian import input_hessians
+from search.pruning.magnitude import magnitude
+from search.task import Task, load
+from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
+
+PATTERNS: list[tuple[Pattern, float]] = [
+    (Unstructured(), 0.6),
+    (NM(2, 4), 0.5),
+    (BlockWise(4, 3), 0.5),
+    (VectorWise(4), 0.7),
+    (ShflBW(4), 0.7),
+]
+
+
+@pytest.fixture
+def task() -> Task:
+    return load(str(Path(__file__).parent / "pruning_task.py"))
+
+
+def problem(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tensor, np.ndarray, Tensor]:
+    """A weight, correlated inputs (k, samples) float64, and their H."""
+    x = rng.standard_normal((k, k)) @ rng.standard_normal((k, samples))
+    return torch.from_numpy(rng.standard_normal((m, k)).astype(np.float32)), x, torch.from_numpy(x @ x.T)
+
+
+def patches(x: np.ndarray, conv: nn.Conv2d) -> np.ndarray:
+    """The inputs of a convolution's matrix product, one loop an axis."""
+    (kh, kw), (sh, sw), (ph, pw), (dh, dw) = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    padded = np.pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)))
+    rows = []
+    for image in padded:
+        for top in range(0, image.shape[1] - dh * (kh - 1), sh):
+            for left in range(0, image.shape[2] - dw * (kw - 1), sw):
+                taps = [image[:, top + r * dh, left + s * dw] for r in range(kh) for s in range(kw)]
+                rows.append(np.concatenate(taps))
+    return np.array(rows)
+
+
+class Calls:
+    """As much of a task as collecting inputs needs: batches are the model's input."""
+
+    name = "calls"
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum()
+
+
+@pytest.mark.parametrize("settings", [{}, {"stride": (2, 1), "padding": (0, 1)}, {"dilation": (1, 2), "padding": 2}])
+def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.random.Generator) -> None:
+    conv = nn.Conv2d(3, 5, (3, 2), **settings).requires_grad_(False)
+    x = rng.standard_normal((4, 3, 8, 7)).astype(np.float32)
+    model = nn.Sequential(conv)
+    ((name, hessian),) = input_hessians(Calls(), model, ["0"], [torch.from_numpy(x)])  # type: ignore[arg-type]
+    rows = patches(x, conv).astype(np.float64)
+    assert name == "0"
+    # A float32 product over the patches: n eps sum |x||x|.
+    bound = len(rows) * np.finfo(np.float32).eps * (abs(rows).T @ abs(rows))
+    assert (abs(hessian.numpy() - rows.T @ rows) <= bound).all()
+    # And the patches are in the order of the weight's columns: H gives the energy of the outputs.
+    matrix = weight_matrix(conv).double()
+    outputs = conv(torch.from_numpy(x)).double() - conv.bias.double()[:, None, None]
+    assert float(((matrix @ hessian) * matrix).sum()) == pytest.approx(float(outputs.square().sum()), rel=1e-4)
+
+
+def test_a_linear_layers_hessian_counts_every_token() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    x = torch.arange(24, dtype=torch.float32).view(2, 4, 3)
+    ((_, hessian),) = input_hessians(Calls(), model, ["0"], [x, x])  # type: ignore[arg-type]
+    rows = x.reshape(-1, 3).double()
+    assert torch.equal(hessian, 2 * rows.T @ rows)  # small whole numbers: exact
+
+
+def test_little_memory_means_more_passes_and_the_same_hessians(task: Task) -> None:
+    model, layers = task.model(), ["conv", "fc", "head"]
+    at_once = dict(input_hessians(task, model, layers, task.calibration()))
+    one_by_one = dict(input_hessians(task, model, layers, task.calibration(), memory_bytes=1))
+    assert list(at_once) == list(one_by_one) == layers
+    assert all(torch.equal(at_once[name], one_by_one[name]) for name in layers)
+
+
+def test_inputs_that_are_not_finite_are_refused_by_name(task: Task) -> None:
+    model = task.model()
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[0] = torch.nan
+    with pytest.raises(BadData, match="layer fc: its inputs on the calibration data hold NaN"):
+        list(input_hessians(task, model, ["fc"], task.calibration()))
+
+
+def test_a_layer_that_is_never_called_is_named(task: Task) -> None:
+    model = task.model()
+    model.unused = nn.Linear(2, 2)
+    with pytest.raises(BadData, match="layer unused is never called"):
+        list(input_hessians(task, model, ["unused"], task.calibration()))
+
+
+def test_magnitude_keeps_the_largest_and_saliency_what_the_inputs_use(rng: np.random.Generator) -> None:
+    weight = torch.from_numpy(rng.standard_normal((5, 8)).astype(np.float32))
+    mask = magnitude(weight, Unstructured(), 0.75)
+    assert mask.sum() == 10
+    assert weight[mask].abs().min() > weight[~mask].abs().max()
+    dead = torch.diag(torch.tensor([0.0] * 4 + [1.0] * 4, dtype=torch.float64))  # inputs 0..3 are always zero
+    assert not magnitude(weight, Unstructured(), 0.5, dead)[:, :4].any()
+
+
+@pytest.mark.parametrize("iterations", [0, 200], ids=["cholesky is cheaper", "conjugate gradients"])
+@pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=str)
+def test_adaprune_is_least_squares_row_by_row(
+    pattern: Pattern, sparsity: float, iterations: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, hessian = problem(rng, 12, 9, 40)
+    mask = magnitude(weight, pattern, sparsity, hessian)
+    monkeypatch.setattr("search.pruning.adaprune.CHOLESKY_COST", 1e9 if iterations else 0)
+    ridge = 0.01 * float(hessian.diagonal().mean())
+    result = AdaPrune(weight, hessian, iterations=iterations).fit(mask)
+    assert torch.equal(result.weight != 0, mask)
+    # The ridge is nine more samples, sqrt(ridge) times the unit vectors.
+    samples = np.hstack([x, np.sqrt(ridge) * np.eye(9)])
+    expected = np.zeros((12, 9))
+    for row in range(12):
+        kept = mask[row].numpy()
+        outputs = weight[row].double().numpy() @ samples
+        expected[row, kept] = np.linalg.lstsq(samples[kept].T, outputs, rcond=None)[0]
+    # float32 rounding, amplified by the condition number of the damped H, at most k/0.01.
+    tolerance = 9 / 0.01 * np.finfo(np.float32).eps * 10
+    assert abs(result.weight.numpy() - expected).max() < tolerance * abs(expected).max()
+    # The error is that of the outputs themselves.
+    moved = (result.weight.double().numpy() - weight.double().numpy()) @ x
+    whole = weight.double().numpy() @ x
+    assert result.error == pytest.approx((moved**2).sum() / (whole**2).sum(), rel=1e-9)
+
+
+@pytest.mark.parametrize(("pattern", "sparsity"), PATTERNS, ids=str)
+def test_adaprune_is_better_than_magnitude_alone(pattern: Pattern, sparsity: float, rng: np.random.Generator) -> None:
+    weight, _, hessian = problem(rng, 24, 30, 200)
+    mask = magnitude(weight, pattern, sparsity, hessian)
+    layer = AdaPrune(weight, hessian)
+    assert layer.fit(mask).error < layer.error(torch.where(mask, weight, 0.0))
+
+
+@pytest.mark.parametrize("density", [0.0, 1.0])
+def test_nothing_kept_loses_everything_and_all_kept_nothing(density: float, rng: np.random.Generator) -> None:
+    weight, _, hessian = problem(rng, 3, 5, 20)
+    result = AdaPrune(weight, hessian).fit(torch.full((3, 5), density == 1))
+    assert result.error == pytest.approx(1 - density, abs=1e-9)
+
+
+def test_a_layer_without_input_changes_nothing(rng: np.random.Generator) -> None:
+    weight, _, hessian = problem(rng, 3, 5, 20)
+    mask = magnitude(weight, Unstructured(), 0.5)
+    result = AdaPrune(weight, torch.zeros_like(hessian)).fit(mask)
+    assert result.error == 0
+    assert torch.equal(result.weight, torch.where(mask, weight, 0.0))
+
+
+OPTIONS = [("dense", 0.0), ("unstructured", 0.5), ("vector:4", 0.75)]
+
+
+def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    options = {"conv": OPTIONS, "fc": OPTIONS}
+
+    def die(done: int, total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    killed = Database(tmp_path / "killed", model_hash(model))
+    with pytest.raises(KeyboardInterrupt):
+        build_database(task, model, options, killed, die)
+    seen: list[tuple[int, int]] = []
+    assert build_database(task, model, options, killed, lambda done, total: seen.append((done, total))) == 1
+    assert seen == [(3, 4), (4, 4)]
+    assert build_database(task, model, options, killed) == 0
+    whole = Database(tmp_path / "whole", model_hash(model))
+    assert build_database(task, model, options, whole) == 4
+    for layer in options:
+        for pair in OPTIONS[1:]:
+            assert torch.equal(killed.get(layer, *pair).weight, whole.get(layer, *pair).weight)
+
+
+def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    database = Database(tmp_path, model_hash(model))
+    build_database(task, model, {"conv": OPTIONS}, database)
+    pruned = task.model()
+    masks = stitch(pruned, {"conv": ("vector:4", 0.75), "fc": ("dense", 0.0)}, database)
+    assert list(masks) == ["conv"]
+    assert torch.equal(weight_matrix(pruned.get_submodule("fc")), weight_matrix(model.get_submodule("fc")))
+    x = torch.cat([images for images, _ in task.calibration()])
+    y, changed = (net.get_submodule("conv")(x).detach().double() for net in (model, pruned))
+    assert database.error("conv", "vector:4", 0.75) == pytest.approx(
+        float((changed - y).square().sum() / y.square().sum()), rel=1e-4
+    )
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    with torch.no_grad():
+        model.get_parameter("fc.weight")[3, 5] = torch.nan
+    with pytest.raises(BadData, match="layer fc: the weights hold NaN"):
+        build_database(task, model, {"fc": OPTIONS}, Database(tmp_path, "x"))

@@ -1,0 +1,268 @@
+"""Whole models: joint tuning, batch norms, gradual pruning, the stages of `latbench prune` and its folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from latbench.commands.prune import prune as prune_command
+from latbench.errors import BadData, UsageError
+from search.database import Database, model_hash
+from search.profile import LayerChoice, Profile
+from search.pruning import pipeline
+from search.pruning.apply import stitch
+from search.pruning.batchnorm import tune_batchnorm
+from search.pruning.build import build_database
+from search.pruning.finetune import finetune
+from search.pruning.folder import load_pruned, save_pruned
+from search.pruning.global_adaprune import global_adaprune
+from search.pruning.gmp import GMP, cubic_sparsity
+from search.task import Task, load
+from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
+
+TASK = Path(__file__).parent / "pruning_task.py"
+CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
+
+
+@pytest.fixture
+def task() -> Task:
+    return load(str(TASK))
+
+
+@pytest.fixture
+def database(task: Task, tmp_path: Path) -> Database:
+    model = task.model()
+    filled = Database(tmp_path / "database", model_hash(model))
+    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled)
+    return filled
+
+
+def profile_of(task: Task, choices: dict[str, tuple[str, float]]) -> Profile:
+    layers = {name: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for name, choice in choices.items()}
+    return Profile(
+        task=task.name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
+        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
+        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
+        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
+        seed=0, table_hash="t", model_hash=model_hash(task.model()), inputs="i",
+    )  # fmt: skip
+
+
+def zeros_hold(model: nn.Module, masks: dict[str, Tensor]) -> bool:
+    return all(bool((weight_matrix(model.get_submodule(name))[~mask] == 0).all()) for name, mask in masks.items())
+
+
+def test_joint_tuning_comes_nearer_the_dense_activations_and_masks_hold(task: Task, database: Database) -> None:
+    dense, model = task.model(), task.model()
+    masks = stitch(model, CHOICES, database)
+    statistics = model.get_buffer("norm.running_mean").clone()
+    rng = np.random.default_rng(0)
+    losses = global_adaprune(task, model, dense, masks, task.calibration(), rng=rng, steps=60, learning_rate=5e-3)
+    assert np.mean(losses[-6:]) < 0.9 * np.mean(losses[:6])  # six batches a pass
+    assert zeros_hold(model, masks)
+    assert torch.equal(model.get_buffer("norm.running_mean"), statistics)
+    assert not any(module._forward_hooks for module in dense.modules())
+
+
+def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
+    model = task.model()
+    rng = np.random.default_rng(0)
+    assert global_adaprune(task, model, task.model(), {}, task.calibration(), rng=rng, steps=2) == [0.0, 0.0]
+
+
+def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> None:
+    model = task.model()
+    with torch.no_grad():
+        model.get_parameter("fc.bias")[0] = torch.inf
+    with pytest.raises(BadData, match="layer fc: its outputs"):
+        global_adaprune(task, model, task.model(), {}, task.calibration(), rng=np.random.default_rng(0), steps=1)
+
+
+def test_tuned_batch_norms_have_the_statistics_of_the_calibration_data(task: Task) -> None:
+    model = task.model()
+    assert tune_batchnorm(task, model, task.calibration()) == 1
+    outputs = [model.get_submodule("conv")(images).detach() for images, _ in task.calibration()]
+    means = torch.stack([y.mean(dim=(0, 2, 3)) for y in outputs]).mean(dim=0)
+    variances = torch.stack([y.var(dim=(0, 2, 3)) for y in outputs]).mean(dim=0)
+    norm = model.get_submodule("norm")
+    torch.testing.assert_close(norm.running_mean, means)
+    torch.testing.assert_close(norm.running_var, variances)
+    assert norm.momentum == 0.1
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_model_without_batch_norms_is_left_alone(task: Task) -> None:
+    assert tune_batchnorm(task, nn.Sequential(nn.Linear(2, 2)), []) == 0
+
+
+def test_the_cubic_schedule_rises_fast_then_slowly_and_ends_exactly() -> None:
+    sparsities = [cubic_sparsity(step, 10, 110, 0.9) for step in range(130)]
+    assert sparsities[:11] == [0.0] * 11
+    assert sparsities[110:] == [0.9] * 20
+    assert sparsities[60] == pytest.approx(0.9 - 0.9 / 8)
+    steps = np.diff(sparsities[10:111])
+    assert (steps > 0).all()
+    assert (np.diff(steps) < 0).all()
+
+
+TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
+
+
+def test_gradual_pruning_ends_at_the_target_and_masks_survive_momentum_and_decay(task: Task) -> None:
+    model = task.model().train()
+    gmp = GMP(model, TARGETS, begin=2, end=20, every=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    batches = task.train_batches(np.random.default_rng(0))
+    densities = []
+    for step in range(40):
+        optimizer.zero_grad()
+        task.loss(model, next(batches)).backward()
+        optimizer.step()
+        gmp.step(step)
+        assert zeros_hold(model, gmp.masks)
+        densities.append(gmp.masks["fc"].double().mean().item() if gmp.masks else 1.0)
+    assert set(gmp.masks) == {"conv", "fc"}
+    assert densities == sorted(densities, reverse=True)
+    assert len(set(densities)) == 7  # dense, then updates at 5, 8, 11, 14, 17 and 20
+    assert gmp.masks["conv"].sum() == 8 * 54 / 4
+    assert gmp.masks["fc"].sum() == round(0.1 * 16 * 72)
+    moved = weight_matrix(model.get_submodule("fc"))
+    assert (moved[gmp.masks["fc"]] != 0).all()
+
+
+def test_n_of_m_falls_step_by_step_to_its_one_sparsity(task: Task) -> None:
+    model = task.model()
+    gmp = GMP(model, {"fc": (NM(1, 4), 0.75)}, begin=0, end=40, every=1)
+    kept = []
+    for step in range(41):
+        gmp.step(step)
+        kept.append(int(gmp.masks["fc"].view(16, 18, 4).sum(dim=2).max()))
+        assert gmp.masks["fc"].view(16, 18, 4).sum(dim=2).unique().numel() == 1
+    assert sorted(set(kept), reverse=True) == list(dict.fromkeys(kept)) == [4, 3, 2, 1]
+
+
+def test_a_schedule_that_ends_before_it_begins_is_refused(task: Task) -> None:
+    with pytest.raises(ValueError, match="ends after it begins"):
+        GMP(task.model(), TARGETS, begin=5, end=4)
+
+
+def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
+    model = task.model()
+    before = pipeline.calibration_loss(task, model, task.calibration())
+    masks = finetune(task, model, TARGETS, steps=40, rng=np.random.default_rng(0), learning_rate=1e-2)
+    assert zeros_hold(model, masks)
+    assert masks["conv"].sum() == 8 * 54 / 4
+    assert pipeline.calibration_loss(task, model, task.calibration()) < before
+
+
+def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
+    profile = profile_of(task, CHOICES)
+    stages, again = (
+        pipeline.prune(task, profile, database, seed=3, finetune_steps=10, learning_rate=1e-2) for _ in range(2)
+    )
+    assert [stage.name for stage in stages] == ["dense", "one-shot", "global", "fine-tuned"]
+    assert pipeline.best(stages).loss == min(stage.loss for stage in stages[1:])
+    for stage, other in zip(stages, again, strict=True):
+        assert model_hash(stage.model) == model_hash(other.model)
+        assert zeros_hold(stage.model, dict(stage.masks))
+    assert [stage.name for stage in pipeline.prune(task, profile, database, joint=False)] == ["dense", "one-shot"]
+
+
+def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, database: Database) -> None:
+    with pytest.raises(BadData, match=r"of another model .*layer conv9, .* has no such layer"):
+        pipeline.prune(task, profile_of(task, {"conv9": ("dense", 0.0)}), database)
+    with pytest.raises(BadData, match=r"layer norm, .*BatchNorm2d has no sparse kernel"):
+        pipeline.prune(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
+    with pytest.raises(BadData, match=r"model with other weights .0000"):
+        pipeline.prune(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
+
+
+def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Database, tmp_path: Path) -> None:
+    profile = profile_of(task, {**CHOICES, "head": ("dense", 0.0)})
+    model = task.model()
+    masks = stitch(model, CHOICES, database)
+    manifest = save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "tiny", "inputs": "x"})
+    found, choices = load_pruned(tmp_path / "pruned", task.model())
+    assert model_hash(found) == model_hash(model)
+    assert list(choices) == ["conv", "fc", "head"]
+    assert str(choices["conv"].pattern) == "vector:4"
+    assert choices["head"].mask is None
+    for name, mask in masks.items():
+        assert np.array_equal(choices[name].mask, mask.numpy())
+        assert manifest["layers"][name]["kept_weights"] == mask.sum()
+    assert manifest["layers"]["fc"]["sparsity"] == 0.5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "pruned"]
+
+
+def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, tmp_path: Path) -> None:
+    pruned = tmp_path / "pruned"
+    model = task.model()
+    save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+    with pytest.raises(BadData, match="pruned from another model"):
+        load_pruned(pruned, nn.Linear(2, 2))
+    (pruned / "masks.safetensors").write_bytes((pruned / "masks.safetensors").read_bytes()[:-1])
+    with pytest.raises(BadData, match=r"masks.safetensors: missing, or not as it was written"):
+        load_pruned(pruned, task.model())
+    with pytest.raises(BadData, match="is no pruned model"):
+        load_pruned(tmp_path, task.model())
+    manifest = json.loads((pruned / "manifest.json").read_text())
+    (pruned / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
+    with pytest.raises(BadData, match="version 99, this latbench reads 1"):
+        load_pruned(pruned, task.model())
+
+
+def test_what_is_no_pruned_model_is_never_overwritten(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("irreplaceable")
+    with pytest.raises(UsageError, match="is no pruned model: give another output folder"):
+        save_pruned(tmp_path, task.model(), {}, profile_of(task, CHOICES), {})
+    assert (tmp_path / "thesis.tex").read_text() == "irreplaceable"
+
+
+def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tmp_path: Path) -> None:
+    profile_of(task, CHOICES).save(tmp_path / "profile.json")
+    dying = (
+        "import os, signal, search.pruning.folder as folder\n"
+        "from pathlib import Path\n"
+        "folder.layer_facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from latbench.commands.prune import prune\n"
+        f"prune({str(TASK)!r}, Path('profile.json'), Path('database'), Path('pruned'), joint=False)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", dying], cwd=tmp_path, env={**os.environ}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "pruned").exists()
+    prune_command(str(TASK), tmp_path / "profile.json", tmp_path / "database", tmp_path / "pruned", joint=False)
+    load_pruned(tmp_path / "pruned", task.model())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "profile.json", "pruned"]
+
+
+def test_the_command_is_up_to_date_on_a_second_run_and_only_then(
+    task: Task, database: Database, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, pruned = tmp_path / "profile.json", tmp_path / "pruned"
+    profile_of(task, CHOICES).save(profile)
+
+    def run(**options: object) -> str:
+        prune_command(str(TASK), profile, database.folder, pruned, **options)  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    first = run()
+    assert "pruned is written" in first
+    assert "dense" in first
+    assert "one-shot" in first
+    assert "global" in first
+    assert "pruned is up to date" in run()
+    assert "pruned is written" in run(seed=1)
+    (pruned / "model.safetensors").write_bytes(b"")
+    assert "pruned is written" in run(seed=1)
+    manifest = json.loads((pruned / "manifest.json").read_text())
+    assert manifest["score_dense"] == task.score(task.model())
+    assert manifest["score_pruned"] == task.score(load_pruned(pruned, task.model())[0])

