@@ -22,6 +22,7 @@ from sparse_kernels.cpu.linear import contiguous_bias
 from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.target import Target, host
+from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 from sparse_kernels.shapes import Conv2dShape
@@ -91,8 +92,9 @@ class Conv2dPlan:
         # A few images at a time, so that what one step writes is in the cache when the next one reads it.
         images_cached = max(1, IMAGES_CACHED // (s.c_in * s.h * s.w + s.c_out * s.out_h * s.out_w))
         step = -(-images_cached // numba.get_num_threads()) * numba.get_num_threads()
-        for first in range(0, batch, step):
-            self._run(x[first : first + step], bias, code, y[first : first + step])
+        with exclusive():
+            for first in range(0, batch, step):
+                self._run(x[first : first + step], bias, code, y[first : first + step])
         return y
 
     def copy(self) -> Conv2dPlan:

@@ -18,6 +18,7 @@ from sparse_kernels.cpu import rows, tokens, transpose
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.target import Target, host
+from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.formats import DenseWeight, Packed
 from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 
@@ -57,15 +58,10 @@ class TokenPlan:
             return y
         step = self.tile[0]
         chunk = min(-(-n // step), max(1, CACHED // (k * step))) * step
-        tokens.kernel(*self.tile, self.fused)(
-            self.panels.arrays,
-            np.ascontiguousarray(x),
-            y,
-            contiguous_bias(bias, m),
-            ACTIVATIONS.index(activation),
-            chunk,
-            numba.get_num_threads(),
-        )
+        x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, m), ACTIVATIONS.index(activation)
+        run = tokens.kernel(*self.tile, self.fused)
+        with exclusive():
+            run(self.panels.arrays, x, y, bias, code, chunk, numba.get_num_threads())
         return y
 
     def copy(self) -> TokenPlan:
@@ -106,12 +102,21 @@ class RowPlan:
         if n == 0:
             return y
         x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, m), ACTIVATIONS.index(activation)
-        lanes = self.target.lanes
+        with exclusive():
+            self._run(x, n, bias, code, y)
+        return y
+
+    def copy(self) -> RowPlan:
+        """The same plan with weights of its own."""
+        return RowPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
+
+    def _run(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
+        (m, k), lanes = self.shape, self.target.lanes
         # Stages go on with sums in y, so no vector may overlap another: only blocks have none that does.
         if self.layout == "feature_major" and n >= lanes and self.panels.stages == 1:
             starts = _starts(n, lanes)
             self._multiply(x, n, starts, y, n, starts, bias, code)
-            return y
+            return
         into_blocks, out_of_blocks = getattr(transpose, self.layout)(lanes)
         threads = numba.get_num_threads()
         blocks = -(-n // lanes)
@@ -122,11 +127,6 @@ class RowPlan:
         self._multiply(x_blocks, lanes, x_starts, y_blocks, lanes, y_starts, bias, code)
         out_of_blocks(y_blocks, y, threads)
         self._pool.give_back(buffer)
-        return y
-
-    def copy(self) -> RowPlan:
-        """The same plan with weights of its own."""
-        return RowPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
 
     def _multiply(
         self,

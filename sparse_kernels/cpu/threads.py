@@ -1,0 +1,25 @@
+"""Numba's threads. Kernels use numba.get_num_threads() of them; a thread of the caller that has set fewer keeps that.
+
+With OpenMP, which Numba takes where libgomp is installed, torch and Numba share one pool in a process: calls of one
+after calls of the other cost nothing extra. Where it is missing, Numba falls back to a queue of its own that ends the
+process when two threads of the caller use it at once; only then kernels take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+
+import numba
+
+_turn = threading.Lock()
+_free: AbstractContextManager[object] = nullcontext()
+
+
+def exclusive() -> AbstractContextManager[object]:
+    """What to hold while kernels run: a lock if Numba's threads must not be used by two callers, else nothing."""
+    try:
+        layer = numba.threading_layer()
+    except ValueError:  # no kernel has run yet, so Numba has not chosen
+        return _turn
+    return _turn if layer == "workqueue" else _free

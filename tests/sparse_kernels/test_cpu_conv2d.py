@@ -1,0 +1,176 @@
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_kernels import oracle
+from sparse_kernels.cpu import conv2d, images
+from sparse_kernels.formats import pack, unpack
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
+from sparse_kernels.plan import prepare_conv2d
+from sparse_kernels.shapes import Conv2dShape
+
+PATTERNS = [Dense(), Unstructured(), NM(1, 2), BlockWise(4, 3), VectorWise(8), VectorWise(3), ShflBW(8)]
+SHAPES = [
+    Conv2dShape(2, 4, 7, 9, 5, 3, 3, padding=(1, 1)),
+    Conv2dShape(1, 4, 16, 16, 8, 3, 3, padding=(1, 1)),  # a vector a row
+    Conv2dShape(3, 4, 8, 8, 8, 3, 3, padding=(1, 1)),  # half a vector a row
+    Conv2dShape(2, 4, 6, 57, 8, 3, 3, padding=(1, 1)),  # vectors run over the ends of rows
+    Conv2dShape(2, 4, 14, 14, 16, 1, 1),  # in place
+    Conv2dShape(3, 4, 3, 3, 16, 1, 1),  # in place, but smaller than a vector
+    Conv2dShape(2, 4, 16, 16, 8, 1, 1, (2, 2)),
+    Conv2dShape(1, 2, 33, 31, 7, 7, 7, (2, 2), (3, 3)),
+    Conv2dShape(2, 2, 20, 21, 7, 3, 5, (2, 3), (2, 1), (3, 2)),
+    Conv2dShape(1, 2, 5, 5, 3, 3, 3, padding=(4, 3)),
+    Conv2dShape(2, 2, 6, 9, 3, 2, 2, (4, 3), (1, 2)),
+    Conv2dShape(1, 2, 1, 17, 3, 1, 3, padding=(0, 1)),
+    Conv2dShape(1, 2, 1, 1, 1, 1, 1),
+]
+
+
+@pytest.fixture(autouse=True)
+def all_threads():
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
+
+
+def by_torch(packed, shape, x, bias=None):
+    """The convolution of torch, in float64."""
+    weight = unpack(packed).astype(np.float64).reshape(shape.c_out, shape.kh, shape.kw, shape.c_in)
+    return torch.nn.functional.conv2d(
+        torch.from_numpy(x.astype(np.float64)),
+        torch.from_numpy(weight.transpose(0, 3, 1, 2).copy()),
+        None if bias is None else torch.from_numpy(bias.astype(np.float64)),
+        shape.stride,
+        shape.padding,
+        shape.dilation,
+    ).numpy()
+
+
+def operands(rng, shape, pattern, sparsity=0.5):
+    """(packed, x) whose convolution float32 holds exactly."""
+    weight, x = oracle.exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
+    kept = 0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else sparsity
+    packed = pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
+    return packed, x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_convolution_is_that_of_torch(rng, shape, pattern):
+    packed, x = operands(rng, shape, pattern)
+    expected = by_torch(packed, shape, x)
+    plan = prepare_conv2d(packed, shape, "numba")
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        # Twice: buffers are used again, and what the first call left in them must not show.
+        np.testing.assert_array_equal(plan(x), expected)
+        np.testing.assert_array_equal(plan(x), expected)
+        other = np.concatenate([x[::-1], x], axis=0)
+        np.testing.assert_array_equal(plan(other), np.concatenate([expected[::-1], expected]))
+        assert plan(x[:0]).shape == (0, *expected.shape[1:])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 3),
+    channels=st.tuples(st.integers(1, 5), st.integers(1, 10)),
+    size=st.tuples(st.integers(1, 20), st.integers(1, 40)),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    pattern=st.sampled_from([Dense(), Unstructured(), VectorWise(8), ShflBW(4)]),
+)
+def test_any_shape(batch, channels, size, kernel, stride, padding, dilation, pattern):
+    sides = zip(size, kernel, padding, dilation, strict=True)
+    if any(length + 2 * pad < apart * (taps - 1) + 1 for length, taps, pad, apart in sides):
+        return
+    shape = Conv2dShape(batch, channels[0], *size, channels[1], *kernel, stride, padding, dilation)
+    packed, x = operands(np.random.default_rng([batch, *size, *kernel]), shape, pattern)
+    y = prepare_conv2d(packed, shape, "numba")(x)
+    np.testing.assert_array_equal(y, by_torch(packed, shape, x))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[4], SHAPES[8]], ids=str)
+def test_bias_and_activation_are_those_of_the_oracle(rng, shape, activation):
+    weight = rng.standard_normal((shape.m, shape.k)).astype(np.float32)
+    pattern = VectorWise(4)
+    packed = pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)
+    x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w)).astype(np.float32)
+    bias = rng.standard_normal(shape.c_out).astype(np.float32)
+    y = prepare_conv2d(packed, shape, "numba")(x, bias, activation)
+    oracle.check_conv2d(y, packed, shape, x, bias=bias, activation=activation)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[4]], ids=str)
+def test_nan_stays_where_a_tap_reads_it(rng, shape):
+    packed, x = operands(rng, shape, VectorWise(8), sparsity=0.0)
+    x[0, 1, shape.h // 2, shape.w // 2] = np.nan
+    plan = prepare_conv2d(packed, shape, "numba")
+    np.testing.assert_array_equal(np.isnan(plan(x, activation="relu")), np.isnan(by_torch(packed, shape, x)))
+    clean = np.ones_like(x)
+    assert np.isfinite(plan(clean)).all()
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[4]], ids=str)
+def test_nothing_outside_out_is_written(rng, shape):
+    packed, x = operands(rng, shape, VectorWise(8))
+    expected = by_torch(packed, shape, x)
+    guarded = np.full(3 * expected.size, np.float32(-7))
+    out = guarded[expected.size : 2 * expected.size].reshape(expected.shape)
+    assert prepare_conv2d(packed, shape, "numba")(x, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert (guarded[: expected.size] == -7).all()
+    assert (guarded[2 * expected.size :] == -7).all()
+
+
+def test_many_images_go_a_few_at_a_time(rng, monkeypatch):
+    monkeypatch.setattr(conv2d, "IMAGES_CACHED", 1)
+    shape = Conv2dShape(5, 4, 9, 9, 8, 3, 3, padding=(1, 1))
+    packed, x = operands(rng, shape, ShflBW(4))
+    np.testing.assert_array_equal(prepare_conv2d(packed, shape, "numba")(x), by_torch(packed, shape, x))
+
+
+def test_wrong_calls_are_refused(rng):
+    shape = SHAPES[0]
+    packed, x = operands(rng, shape, VectorWise(8))
+    plan = prepare_conv2d(packed, shape, "numba")
+    with pytest.raises(TypeError, match="float32"):
+        plan(x.astype(np.float64))
+    with pytest.raises(ValueError, match="x must be of shape"):
+        plan(x[:, :, :-1])
+    np.testing.assert_array_equal(plan(np.repeat(x, 2, axis=3)[..., ::2]), plan(x))
+
+
+def test_a_copy_has_weights_of_its_own(rng):
+    packed, x = operands(rng, SHAPES[0], VectorWise(8))
+    plan = prepare_conv2d(packed, SHAPES[0], "numba")
+    expected = plan(x)
+    copy = plan.copy()
+    plan.panels.values[:] = 0
+    np.testing.assert_array_equal(copy(x), expected)
+    assert copy.kernel == plan.kernel
+    assert "conv2d" in plan.kernel
+
+
+def test_a_tap_at_the_wrong_place_is_caught(rng):
+    shape = SHAPES[1]
+    packed, x = operands(rng, shape, VectorWise(8))
+    plan = prepare_conv2d(packed, shape, "numba")
+    plan.panels.columns[3] += 1
+    with pytest.raises(oracle.WrongResult):
+        oracle.check_conv2d(plan(x), packed, shape, x)
+
+
+def test_rows_share_their_zeros():
+    shape = Conv2dShape(1, 1, 8, 8, 1, 3, 3, padding=(1, 1))
+    where = images.layout(shape, 0)
+    assert (where.pitch, where.image) == (9, 81)
+    wide = images.layout(Conv2dShape(1, 1, 8, 8, 1, 1, 1, (2, 2)), 0)
+    assert where.offsets.size == 9
+    assert (wide.phases >= 0).sum() == 1  # a 1x1 kernel reads one phase of four

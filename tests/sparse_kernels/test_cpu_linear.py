@@ -1,0 +1,264 @@
+import subprocess
+import sys
+import threading
+
+import numba
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sparse_kernels import oracle
+from sparse_kernels.cpu import linear, panels, rows, target
+from sparse_kernels.formats import pack, unpack
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
+from sparse_kernels.plan import LAYOUTS, prepare
+
+PATTERNS = [
+    Dense(),
+    Unstructured(),
+    NM(2, 4),
+    NM(1, 4),
+    BlockWise(32, 32),
+    BlockWise(3, 5),
+    BlockWise(16, 4),
+    VectorWise(32),
+    VectorWise(16),
+    VectorWise(8),
+    VectorWise(3),
+    ShflBW(32),
+    ShflBW(4),
+]
+
+
+@pytest.fixture(autouse=True)
+def all_threads():
+    before = numba.get_num_threads()
+    yield
+    numba.set_num_threads(before)
+
+
+def packed_of(pattern, weight, sparsity=0.7):
+    kept = 0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else sparsity
+    return pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
+
+
+def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None):
+    """y (m, n) of x (k, n), through `layout`."""
+    plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n)
+    if layout == "feature_major":
+        return plan(x, bias, activation, out)
+    return plan(np.ascontiguousarray(x.T), bias, activation, out).T
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (33, 17), (100, 131), (64, 96)], ids=str)
+def test_nothing_is_dropped_repeated_or_rounded(rng, size, pattern, layout):
+    m, k = size
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        for n in (0, 1, 7, 16, 17, 50):
+            weight, x = oracle.exact_operands(rng, m, k, n)
+            packed = packed_of(pattern, weight)
+            y = run(packed, x, layout)
+            np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+def test_bias_and_activation_are_those_of_the_oracle(rng, activation, pattern, layout):
+    m, k, n = 70, 130, 37
+    packed = packed_of(pattern, rng.standard_normal((m, k)).astype(np.float32))
+    x = rng.standard_normal((k, n)).astype(np.float32)
+    bias = rng.standard_normal(m).astype(np.float32)
+    for b in (None, bias, np.repeat(bias, 2)[::2]):
+        y = run(packed, x, layout, bias=b, activation=activation)
+        oracle.check(y, packed, x, bias=b, activation=activation)
+
+
+@settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    m=st.integers(1, 90),
+    k=st.integers(1, 90),
+    n=st.integers(0, 70),
+    hint=st.sampled_from([0, 1, 64]),
+    pattern=st.sampled_from(PATTERNS),
+    layout=st.sampled_from(LAYOUTS),
+    sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)
+def test_any_shape(m, k, n, hint, pattern, layout, sparsity):
+    rng = np.random.default_rng([m, k, n])
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(pattern, weight, sparsity)
+    np.testing.assert_array_equal(run(packed, x, layout, n=hint), unpack(packed).astype(float) @ x)
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(1, 4), VectorWise(32), ShflBW(32)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_columns_in_several_stages_and_chunks(rng, layout, pattern):
+    weight, x = oracle.exact_operands(rng, 40, 2500, 150)
+    packed = packed_of(pattern, weight)
+    np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", [Dense(), Unstructured(), VectorWise(32), ShflBW(8)], ids=str)
+def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern, layout):
+    weight = np.abs(rng.standard_normal((64, 40))).astype(np.float32) + 1
+    packed = packed_of(pattern, weight)
+    kept = unpack(packed) != 0
+    for special in (np.nan, np.inf):
+        for activation in (None, "relu", "gelu"):
+            x = np.abs(rng.standard_normal((40, 21))).astype(np.float32)
+            x[5, 3], x[39, 20] = special, special
+            y = run(packed, x, layout, activation=activation)
+            expected = np.zeros(y.shape, bool)
+            expected[:, 3], expected[:, 20] = kept[:, 5], kept[:, 39]
+            np.testing.assert_array_equal(~np.isfinite(y), expected)
+            assert np.isnan(y[expected]).all() if np.isnan(special) else np.isposinf(y[expected]).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", [Unstructured(), VectorWise(32), ShflBW(32), BlockWise(3, 5)], ids=str)
+def test_nothing_outside_out_is_written(rng, pattern, layout):
+    m, k, n = 37, 50, 19
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(pattern, weight)
+    guarded = np.full(3 * m * n, np.float32(-7))
+    out = guarded[m * n : 2 * m * n].reshape((m, n) if layout == "feature_major" else (n, m))
+    y = run(packed, x, layout, out=out)
+    assert np.shares_memory(y, out)
+    np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x)
+    assert (guarded[: m * n] == -7).all()
+    assert (guarded[2 * m * n :] == -7).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_x_is_copied_and_wrong_calls_are_refused(rng, layout):
+    weight, x = oracle.exact_operands(rng, 32, 20, 24)
+    packed = packed_of(VectorWise(32), weight)
+    plan = prepare(packed, "numba", layout, 24)
+    given_x = x if layout == "feature_major" else np.ascontiguousarray(x.T)
+    wide = np.repeat(given_x, 2, axis=1)
+    np.testing.assert_array_equal(plan(wide[:, ::2]), plan(given_x))
+    with pytest.raises(TypeError, match="float32 array, not float64"):
+        plan(given_x.astype(np.float64))
+    with pytest.raises(ValueError, match="x must be of shape"):
+        plan(np.ones((3, 3), np.float32))
+    with pytest.raises(ValueError, match="unknown activation"):
+        plan(given_x, None, "tanh")
+    with pytest.raises(ValueError, match="bias must be of shape"):
+        plan(given_x, np.ones(5, np.float32))
+
+
+def test_a_copy_has_weights_of_its_own(rng):
+    weight, x = oracle.exact_operands(rng, 64, 30, 24)
+    for pattern in (VectorWise(32), ShflBW(8)):
+        plan = prepare(packed_of(pattern, weight), "numba", "token_major", 24)
+        copy = plan.copy()
+        assert (copy.kernel, copy.layout, copy.nbytes) == (plan.kernel, plan.layout, plan.nbytes)
+        assert not np.shares_memory(copy.panels.values, plan.panels.values)
+        rows_of_x = np.ascontiguousarray(x.T)
+        expected = plan(rows_of_x)
+        plan.panels.values[:] = 0
+        np.testing.assert_array_equal(copy(rows_of_x), expected)
+
+
+def test_the_kernel_says_what_runs():
+    weight = np.ones((64, 64), np.float32)
+    name = target.host().name
+    vector = packed_of(VectorWise(32), weight)
+    assert prepare(vector, "numba", "token_major", 64).kernel.startswith("numba.vector.tokens")
+    assert prepare(vector, "numba", "feature_major", 64).kernel.startswith("numba.vector.rows")
+    assert prepare(vector, "numba", "token_major", 64).kernel.endswith(name)
+    assert prepare(packed_of(Unstructured(), weight), "numba", "token_major", 9).kernel.startswith(
+        "numba.unstructured.rows1x"
+    )
+
+
+def test_threads_may_share_a_plan(rng):
+    weight, _ = oracle.exact_operands(rng, 64, 40, 1)
+    packed = packed_of(ShflBW(8), weight)
+    plan = prepare(packed, "numba", "token_major", 64)
+    inputs = [oracle.exact_operands(rng, 1, 40, n)[1] for n in (64, 33, 5, 48)]
+    wrong = []
+
+    def work(x):
+        rows_of_x = np.ascontiguousarray(x.T)
+        expected = x.T.astype(float) @ unpack(packed).T
+        for _ in range(50):
+            if not np.array_equal(plan(rows_of_x), expected):
+                wrong.append(x.shape)
+
+    workers = [threading.Thread(target=work, args=(x,)) for x in inputs]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("mistake", ["last column", "last row", "offsets", "half"])
+def test_known_wrong_kernels_are_caught(rng, mistake):
+    m, k, n = 32, 64, 24
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(VectorWise(8), weight)
+    plan = linear.prepare(packed, "feature_major", n)
+    table, columns = plan.panels.table, plan.panels.columns
+    if mistake == "last column":
+        table[0, -1, 2] -= 1
+    elif mistake == "last row":
+        plan.panels.row_ids[-1] = -1
+    elif mistake == "offsets":
+        columns[:-1] = columns[1:].copy()
+    elif mistake == "half":
+        plan.panels.values[:] = plan.panels.values.astype(np.float16)
+    with pytest.raises(oracle.WrongResult):
+        oracle.check(plan(x, out=np.zeros((m, n), np.float32)), packed, x)
+
+
+def test_a_tile_wastes_as_few_rows_as_possible():
+    wide = target.Target("avx512", 16, 32, fused=True)
+    assert rows.tile(32, wide) == (8, 2)
+    assert rows.tile(4, wide) == (4, 4)
+    assert rows.tile(3, wide)[0] == 4
+    assert rows.tile(1, wide)[0] == 1
+    assert rows.tile(9, wide)[0] in (1, 2, 4)
+    assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
+
+
+def test_stages_cut_the_columns_of_every_group(rng):
+    weight = rng.standard_normal((24, 50)).astype(np.float32)
+    packed = packed_of(VectorWise(8), weight)
+    whole, cut = (panels.panels(panels.groups(packed), 8, stages) for stages in (1, 3))
+    assert cut.stages == 3
+    assert (cut.table[:, :, 2].sum(axis=0) == whole.table[0, :, 2]).all()
+    for stage in range(3):
+        for values, first, count in cut.table[stage]:
+            columns = cut.columns[first : first + count]
+            assert ((columns * 3 // (cut.columns.max() + 1)) == stage).all()
+            assert values == first * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "environment", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_THREADING_LAYER": "workqueue"}], ids=str
+)
+def test_other_machines(environment, tmp_path):
+    """The quick tests of this folder hold on a vector unit without FMA, and without OpenMP."""
+    import os
+
+    files = ["tests/sparse_kernels/test_cpu_linear.py", "tests/sparse_kernels/test_cpu_conv2d.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *files]
+    result = subprocess.run(
+        command,
+        env={**os.environ, **environment, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:]

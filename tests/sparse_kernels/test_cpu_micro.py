@@ -1,0 +1,92 @@
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from numba import njit
+
+from sparse_kernels.cpu.micro import copy_run, transpose_tile
+from sparse_kernels.cpu.split import share
+from sparse_kernels.cpu.target import VERSION, host
+from sparse_kernels.formats import pack
+from sparse_kernels.patterns import Dense
+from sparse_kernels.plan import prepare
+
+
+def activated(x, activation, layout):
+    """activation(x) for x (n,), through a kernel whose weight is 1."""
+    one = np.ones((1, 1), np.float32)
+    plan = prepare(pack(one, one > 0, Dense()), "numba", layout, x.size)
+    return plan(x[:, None] if layout == "token_major" else x[None], activation=activation).ravel()
+
+
+@pytest.mark.parametrize("layout", ["token_major", "feature_major"])
+def test_gelu_is_within_its_bound_of_the_exact_one(layout):
+    x = np.concatenate([np.linspace(-14, 14, 40_001), np.linspace(-1e-3, 1e-3, 2_001), [1e-30, -1e-30, 1e30, -1e30]])
+    x = x.astype(np.float32)
+    exact = np.array([0.5 * v * math.erfc(-v / math.sqrt(2)) for v in x.astype(float)])
+    error = np.abs(activated(x, "gelu", layout) - exact)
+    assert (error <= 3e-7 + np.abs(x) * 2.0**-24).all()
+    assert (error <= np.abs(x) * 4 * 2.0**-23).all()
+
+
+@pytest.mark.parametrize("layout", ["token_major", "feature_major"])
+def test_special_values_of_the_activations(layout):
+    x = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, -1.0] * 4, np.float32)
+    np.testing.assert_array_equal(activated(x, "relu", layout), torch.relu(torch.from_numpy(x)).numpy())
+    gelu = activated(x, "gelu", layout)[:5]
+    assert np.isnan(gelu[0])
+    assert gelu[1] == np.inf
+    np.testing.assert_allclose(gelu[2:], 0, atol=1e-20)  # the limit at -inf, where dense code may say NaN
+
+
+@pytest.mark.parametrize("lanes", [4, host().lanes])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_a_transposed_tile_repeats_the_last_row(lanes, rows):
+    version = VERSION
+
+    @njit
+    def transpose(source, target, rows):
+        transpose_tile(lanes, version, source.ctypes.data, source.shape[1], rows, target.ctypes.data, target.shape[1])
+
+    source = np.arange(lanes * (lanes + 3), dtype=np.float32).reshape(lanes, lanes + 3)
+    target = np.full((lanes + 1, lanes + 2), np.float32(-1))
+    transpose(source, target, rows)
+    used = np.minimum(np.arange(lanes), rows - 1)
+    np.testing.assert_array_equal(target[:lanes, :lanes], source[used][:, :lanes].T)
+    assert (target[lanes] == -1).all()
+    assert (target[:, lanes:] == -1).all()
+
+
+def test_copied_runs_end_where_they_must():
+    lanes, version = host().lanes, VERSION
+
+    @njit
+    def copy(source, target, count):
+        copy_run(lanes, version, source.ctypes.data, target.ctypes.data, count)
+
+    source = np.arange(100, dtype=np.float32)
+    for count in (0, 1, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
+        target = np.full(100, np.float32(-1))
+        copy(source, target, count)
+        np.testing.assert_array_equal(target[:count], source[:count])
+        assert (target[count:] == -1).all()
+
+
+@pytest.mark.parametrize("repeats", [1, 3, 8])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_shares_are_all_the_work_and_even(rng, repeats, parts):
+    costs = rng.integers(0, 20, 37)
+    work = np.concatenate([[0], np.cumsum(costs)])
+    bounds = [share(work, repeats, part, parts) for part in range(parts + 1)]
+    assert bounds[0] == 0
+    assert bounds[-1] == repeats * costs.size
+    assert bounds == sorted(bounds)
+    each = [np.tile(costs, repeats)[a:b].sum() for a, b in pairwise(bounds)]
+    assert max(each) - min(each) <= 2 * costs.max() + 1
+
+
+def test_no_work_is_shared_too():
+    work = np.zeros(4, np.int64)
+    assert [share(work, 2, part, 3) for part in range(4)] == [0, 2, 4, 6]
