@@ -53,16 +53,16 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("size", [(1, 1), (7, 5), (33, 17), (100, 131), (64, 96)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (33, 17), (100, 131)], ids=str)
 def test_nothing_is_dropped_repeated_or_rounded(rng, size, pattern, layout):
     m, k = size
+    weight, x = oracle.exact_operands(rng, m, k, 50)
+    packed = packed_of(pattern, weight)
+    expected = unpack(packed).astype(float) @ x
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
         for n in (0, 1, 7, 16, 17, 50):
-            weight, x = oracle.exact_operands(rng, m, k, n)
-            packed = packed_of(pattern, weight)
-            y = run(packed, x, layout)
-            np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x)
+            np.testing.assert_array_equal(run(packed, x[:, :n].copy(), layout), expected[:, :n])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -38,7 +38,7 @@ def test_special_values_of_the_activations(layout):
     gelu = activated(x, "gelu", layout)[:5]
     assert np.isnan(gelu[0])
     assert gelu[1] == np.inf
-    np.testing.assert_allclose(gelu[2:], 0, atol=1e-20)  # the limit at -inf, where dense code may say NaN
+    np.testing.assert_allclose(gelu[2:], 0, atol=1e-19)  # the limit at -inf, where dense code may say NaN
 
 
 @pytest.mark.parametrize("lanes", [4, host().lanes])
