@@ -83,8 +83,11 @@ def run(
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
     device = devices.cpu_device()
-    report(Progress(0, 0, f"waiting for {device}"))
-    with device_lock(device), _Engines(threads) as engines:
+
+    def waiting() -> None:
+        report(Progress(0, 0, f"waiting for another latbench process that measures on {device}"))
+
+    with device_lock(device, waiting=waiting), _Engines(threads) as engines:
         _remove_leftovers(folder)
         sweep = _Sweep(folder, device, engines, seed, settings, report, time_budget)
         try:

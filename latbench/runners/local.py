@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -206,16 +206,23 @@ def thread_settings(threads: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def device_lock(device: str, *, wait_seconds: float = -1) -> Iterator[None]:
+def device_lock(
+    device: str, *, wait_seconds: float = -1, waiting: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Have `device` for oneself: two measurements at a time would time each other.
 
-    Waits for another holder for `wait_seconds` (for ever if negative), then raises EnvironmentUnusable.
+    Waits for another holder for `wait_seconds` (for ever if negative), then raises EnvironmentUnusable. `waiting` is
+    called once if there is something to wait for.
     """
     folder = Path(platformdirs.user_cache_dir("latbench")) / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / f"{device}.lock")
-        lock.acquire(timeout=wait_seconds)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            waiting()
+            lock.acquire(timeout=wait_seconds)
     except filelock.Timeout:
         raise EnvironmentUnusable(
             f"another latbench process measures on {device}; two at a time would time each other: wait for it"

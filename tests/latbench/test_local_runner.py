@@ -146,7 +146,10 @@ def test_no_worker_outlives_its_parent(end: signal.Signals) -> None:
 
 def test_a_device_is_measured_by_one_at_a_time(own_lock: Path) -> None:
     refused = pytest.raises(EnvironmentUnusable, match="another latbench process measures on cpu")
-    with device_lock("cpu"), device_lock("another"), refused, device_lock("cpu", wait_seconds=0.05):
-        pass
-    with device_lock("cpu", wait_seconds=0):
-        pass
+    waits: list[str] = []
+    with device_lock("cpu"), device_lock("another"):
+        with refused, device_lock("cpu", wait_seconds=0.05, waiting=lambda: waits.append("told")):
+            pass
+        assert waits == ["told"]
+    with device_lock("cpu", wait_seconds=0, waiting=lambda: waits.append("again")):
+        assert waits == ["told"]
