@@ -18,6 +18,9 @@ from latbench.errors import LatbenchError
 from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from search.problem import Interval
 
+Progress = Callable[[str, int | None, int | None], None]
+"""Told what is done now, and how much of how much, if that is known."""
+
 Blocks = Sequence[Sequence[float]]
 """Samples in seconds a call, round by round."""
 
@@ -71,7 +74,7 @@ def time_engines(
     rounds: int = ROUNDS,
     round_seconds: float = ROUND_SECONDS,
     order: np.random.Generator | None = None,
-    progress: Callable[[str], None] = lambda activity: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Timings:
     """Time the engines together. One that cannot run is left out with the reason; a `required` one raises it."""
     order = order or np.random.default_rng(0)
@@ -84,7 +87,7 @@ def time_engines(
         }
         prepared = {}
         for name, engine in engines.items():
-            progress(f"preparing {name}")
+            progress(f"preparing {name}", None, None)
             try:
                 prepared[name] = workers[engine.worker].prepare(
                     engine.function, *engine.arguments, timeout=PREPARE_SECONDS
@@ -95,10 +98,10 @@ def time_engines(
                 left_out[name] = " ".join(str(error).split())
         blocks = {name: [] for name in prepared}
         for number in range(rounds):
+            progress("timing whole models in turns", number, rounds)
             names = list(prepared)
             order.shuffle(names)
             for name in names:
-                progress(f"timing {name}, round {number + 1} of {rounds}")
                 worker = workers[engines[name].worker]
                 blocks[name].append(worker.sample(prepared[name], round_seconds, timeout=SAMPLE_SECONDS))
     return Timings(blocks, left_out)

@@ -26,7 +26,7 @@ from latbench.files import sha256
 from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
-from search.end_to_end import Engine, time_engines
+from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
@@ -36,9 +36,6 @@ from search.solve import Infeasible
 from search.spdy import Evaluation, Found, spdy_search
 from search.task import Task
 from sparse_kernels.shapes import Shape
-
-Progress = Callable[[str, int | None, int | None], None]
-"""Told what is done now, and how much of how much, if that is known."""
 
 # Medians of one engine differ by about as much from one process to the next, which no interval of one process shows.
 BETWEEN_PROCESSES = 0.02
@@ -115,7 +112,7 @@ def search(
     database = Database(inputs.database, inputs.model_hash)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
     problem = whole.problem(layers).without_hopeless()
-    problem.budget(settings.target)  # Infeasible is said before an hour of pruning, not after
+    problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
         layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in problem.layers
@@ -128,7 +125,6 @@ def search(
     judge = Judge(task, inputs.model, problem.layers, database)
 
     def measure(choice: Choice) -> Measured:
-        progress("timing the profile end to end", None, None)
         return measure_profile(inputs, settings, problem.layers, choice, progress)
 
     kept = keep_promise(problem, judge, measure, settings, progress)
@@ -185,6 +181,9 @@ def keep_promise(
     """
     best: Kept | None = None
     tried: dict[Choice, Measured] = {}
+    if not _fits(problem, settings.target):
+        # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
+        problem = problem.certain()
     for number in range(ROUNDS):
         try:
             found = _search_once(problem, judge, settings, number, progress)
@@ -210,6 +209,14 @@ def keep_promise(
             "search again with --remeasure when the machine is quiet"
         )
     return best
+
+
+def _fits(problem: Problem, target: float) -> bool:
+    try:
+        problem.budget(target)
+    except Infeasible:
+        return False
+    return True
 
 
 def _search_once(
@@ -239,11 +246,9 @@ def measure_profile(
     chosen = overhead.by_name(layers, choice)
     arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
     engines[name] = Engine("converted", "search.engines:database_converted", arguments)
+    progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
-        timings = time_engines(
-            engines, threads=settings.threads, required=["torch", name],
-            progress=lambda activity: progress(activity, None, None),
-        )  # fmt: skip
+        timings = time_engines(engines, threads=settings.threads, required=["torch", name], progress=progress)
     dense = timings.fastest(list(DENSE_ENGINES))
     speedup = timings.speedup(name, dense, settings.risk)
     wider = Interval(speedup.value, speedup.low * (1 - BETWEEN_PROCESSES), speedup.high * (1 + BETWEEN_PROCESSES))
@@ -260,9 +265,8 @@ def _whole_model(
     progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
         whole = overhead.measure_whole_model(
-            inputs.task, layers, threads=settings.threads, coverage=settings.risk,
-            progress=lambda activity: progress(activity, None, None),
-        )  # fmt: skip
+            inputs.task, layers, threads=settings.threads, coverage=settings.risk, progress=progress
+        )
     overhead.save(whole, inputs.key(settings), path)
     return whole
 

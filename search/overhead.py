@@ -13,7 +13,7 @@ rounds.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
-from search.end_to_end import Engine, Timings, time_engines
+from search.end_to_end import Engine, Progress, Timings, time_engines
 from search.engines import DENSE_ENGINES
 from search.problem import DENSE, Choice, Interval, Layer, Problem, every_option, uniform_choice
 from search.solve import sum_in_order
@@ -58,7 +58,7 @@ def measure_whole_model(
     *,
     threads: int,
     coverage: float,
-    progress: Callable[[str], None] = lambda activity: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> WholeModel:
     """Time the dense engines and the converted model at a few profiles, and fit `fixed` and `scale`."""
     profiles = {f"converted, {label}": choice for label, choice in probe_profiles(layers).items()}

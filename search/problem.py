@@ -191,6 +191,16 @@ class Problem:
             dense_engine,
         )
 
+    def certain(self) -> Problem:
+        """The problem as if every number were exact: for a search whose result is measured anyway."""
+        fixed, dense = self.fixed.value, self.dense.value
+        return replace(
+            self,
+            layers=tuple(replace(layer, low=layer.seconds, high=layer.seconds) for layer in self.layers),
+            fixed=Interval(fixed, fixed, fixed),
+            dense=Interval(dense, dense, dense),
+        )
+
     def scaled(self, factor: float) -> Problem:
         """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
         return replace(self, layers=tuple(

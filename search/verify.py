@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from latbench import backends, devices, tables
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from latbench.runners.local import TaskFailed, Worker, device_lock
-from search.end_to_end import Engine, Timings, time_engines
+from search.end_to_end import Engine, Progress, Timings, time_engines
 from search.engines import DENSE_ENGINES
 from search.overhead import dense_engines
 from search.profile import Profile
@@ -77,9 +77,7 @@ class Verdict:
         return f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
 
 
-def verify(
-    task: Task, folder: Path, output: Path, *, progress: Callable[[str], None] = lambda activity: None
-) -> Verdict:
+def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambda what, done, total: None) -> Verdict:
     """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
 
     Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails.
@@ -91,12 +89,12 @@ def verify(
     engines = dense_engines(task, profile.threads)
     arguments = (task.reference, profile.threads, str(folder.resolve()))
     engines[PRUNED] = Engine("converted", "search.engines:pruned_converted", arguments)
-    progress(f"waiting for {devices.cpu_device()}")
+    progress(f"waiting for {devices.cpu_device()}", None, None)
     before, started = devices.cpu_times(), datetime.now(UTC)
     with device_lock(devices.cpu_device()):
         timings = time_engines(engines, threads=profile.threads, required=["torch", PRUNED], progress=progress)
     state = devices.telemetry(before)
-    progress("scoring")
+    progress("scoring", None, None)
     with Worker(threads=profile.threads, name="score") as worker:
         try:
             score_dense, score_pruned = worker.call("search.engines:scores", *arguments, timeout=3600.0)

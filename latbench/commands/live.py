@@ -39,12 +39,13 @@ def live(console: Console | None = None, clock: Callable[[], float] = time.monot
 
 
 def _lines(console: Console, clock: Callable[[], float]) -> Tell:
-    last = -SECONDS_BETWEEN_LINES
+    last, last_what = 0.0, ""
 
     def tell(what: str, done: int | None, total: int | None) -> None:
-        nonlocal last
-        if clock() - last >= SECONDS_BETWEEN_LINES:
-            last = clock()
+        nonlocal last, last_what
+        kind = what.partition(":")[0]  # what follows a colon is a figure that moves
+        if kind != last_what or clock() - last >= SECONDS_BETWEEN_LINES:
+            last, last_what = clock(), kind
             console.print(what if done is None else f"{done}/{total} {what}", highlight=False, soft_wrap=True)
 
     return tell

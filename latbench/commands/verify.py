@@ -28,9 +28,7 @@ def verify(
     fresh = known is None or not known.met or known.inputs != verification.manifest_hash(pruned)
     if known is None or fresh:
         with live() as tell:
-            known = verification.verify(
-                tasks.load(task), pruned, output, progress=lambda activity: tell(activity, None, None)
-            )
+            known = verification.verify(tasks.load(task), pruned, output, progress=tell)
     _show(known, f"{output / 'verify.json'} is {'written' if fresh else 'up to date'}")
     if not known.met:
         raise PromiseMissed(known.sentence())

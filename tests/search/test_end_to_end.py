@@ -36,13 +36,15 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
         "other": Engine("b", f"{path}:sleeper", (0.002,)),
         "absent": Engine("c", f"{path}:broken", ()),
     }
-    told: list[str] = []
-    timings = time_engines(engines, threads=1, required=["slow"], rounds=3, round_seconds=0.01, progress=told.append)
+    told: list[tuple[str, int | None, int | None]] = []
+    timings = time_engines(
+        engines, threads=1, required=["slow"], rounds=3, round_seconds=0.01, progress=lambda *now: told.append(now)
+    )
     assert {name: len(blocks) for name, blocks in timings.blocks.items()} == {"slow": 3, "fast": 3, "other": 3}
     assert timings.left_out == {"absent": "RuntimeError: no such operator"}
     assert min(min(block) for block in timings.blocks["slow"]) >= 0.004
     assert timings.fastest(["slow", "absent", "other"]) == "other"
-    assert told[-1].endswith("round 3 of 3")
+    assert told[-1] == ("timing whole models in turns", 2, 3)
     with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
         time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
 

@@ -95,6 +95,14 @@ def test_infeasible_before_anything_is_measured() -> None:
     assert asked == []
 
 
+def test_wide_intervals_do_not_refuse_what_measuring_can_settle() -> None:
+    measure, _ = machine(1.0)
+    with pytest.raises(Infeasible, match="lower end must reach the target"):
+        problem(spread=9.0).budget(3.0)
+    kept = keep_promise(problem(spread=9.0), loss, measure, settings(3.0), quiet)
+    assert kept.measured.speedup.low >= 3.0
+
+
 def test_the_same_seed_gives_the_same_profile() -> None:
     results = [keep_promise(problem(), loss, machine(1.1)[0], settings(2.5), quiet).found for _ in range(2)]
     assert results[0] == results[1]
