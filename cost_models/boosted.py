@@ -43,8 +43,8 @@ class Boosted(RegressorMixin, BaseEstimator):
 
     def __init__(
         self,
-        max_iter: int = 400,
-        learning_rate: float = 0.06,
+        max_iter: int = 150,
+        learning_rate: float = 0.1,
         max_leaf_nodes: int = 31,
         min_samples_leaf: int = 5,
         folds: int = 5,

@@ -11,6 +11,7 @@ What it does not know: shapes, patterns, threads or machines that were not measu
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -65,14 +66,17 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
         """Take the rows of X (key columns, one row a point) with y seconds as anchors.
 
-        low_seconds and high_seconds, where X has them, are the 95% interval of each time and become its noise.
-        Equal keys are averaged. Raises ValueError for times that are not positive and finite.
+        low_seconds and high_seconds, where X has them, are the 95% interval of each time and become its noise, wider
+        by how much the machine drifted while measuring (drift_ratio, the table's typical one). Equal keys are
+        averaged. Raises ValueError for times that are not positive and finite.
         """
         log_seconds = np.log(checked(X, y))
         self.columns_ = [name for name in CURVE if name in X.columns]
         noise = np.full(len(X), np.nan)
         if {"low_seconds", "high_seconds"} <= set(X.columns):
             noise = np.log(X["high_seconds"].to_numpy(float) / X["low_seconds"].to_numpy(float)) / 2
+        if "drift_ratio" in X.columns:
+            noise = np.hypot(noise, _drift(X["drift_ratio"].dropna().to_numpy(float)))
         anchors: dict[tuple[Hashable, ...], dict[float, list[tuple[float, float]]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -167,7 +171,7 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
             differ = [f"{name} {_listed(values)}" for name, values in known.items() if len(values) > 1]
             raise Unanchored(f"{describe(asked)} was measured in several ways: say which {'; '.join(differ)}")
         curves = [dict(zip(self.columns_, key, strict=True)) for key in self.curves_]
-        nearest = min(curves, key=lambda curve: sum(curve[name] != value for name, value in asked.items()))
+        nearest = min(curves, key=lambda curve: _distance(asked, curve))
         differ = [f"{name} is {nearest[name]}, not {asked[name]}" for name in asked if nearest[name] != asked[name]]
         raise Unanchored(
             f"nothing measured anchors {describe(asked)}: in the nearest measured curve, {describe(nearest)}, "
@@ -193,6 +197,18 @@ def _curve(key: tuple[Hashable, ...], points: dict[float, list[tuple[float, floa
     return _Curve(key, np.array(ordered), values, noise)
 
 
+def _drift(ratios: Array) -> float:
+    """The 95% half-width, in log, that drift adds to a median; ratios: later half of the samples over the earlier.
+
+    Two halves that differ with a standard deviation d leave their mean one of d / 2. d is estimated by the median
+    absolute value, which a few interrupted measurements do not move.
+    """
+    if not ratios.size:
+        return 0.0
+    deviation = NormalDist().inv_cdf(0.75) ** -1 * float(np.median(np.abs(np.log(ratios))))
+    return NormalDist().inv_cdf(0.975) * deviation / 2
+
+
 def _abscissa(sparsity: Array) -> Array:
     """Where a sparsity lies on the axis of interpolation: minus the square root of its density, so that it rises."""
     return -np.sqrt(1 - sparsity)
@@ -206,6 +222,13 @@ def _interpolate(x: Array, values: Array, at: Array) -> Array:
     left = (values[1] - values[0]) / (x[1] - x[0]) * np.minimum(at - x[0], 0)
     right = (values[-1] - values[-2]) / (x[-1] - x[-2]) * np.maximum(at - x[-1], 0)
     return np.asarray(inside + left + right, dtype=np.float64)
+
+
+def _distance(asked: dict[str, Hashable], curve: dict[str, Hashable]) -> tuple[int, float]:
+    """How unlike a curve is: in how many columns, and by how many powers of e where both are counts."""
+    differ = [(value, curve[name]) for name, value in asked.items() if curve[name] != value]
+    counts = [(a, b) for a, b in differ if isinstance(a, int) and isinstance(b, int) and a > 0 and b > 0]
+    return len(differ), sum(abs(math.log(a / b)) for a, b in counts)
 
 
 def _listed(values: set[Hashable]) -> str:

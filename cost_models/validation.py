@@ -29,9 +29,10 @@ Figures = dict[str, float | int | None]
 def validate(
     estimator: AnchoredLookup | Boosted, X: pd.DataFrame, y: npt.ArrayLike, coverage: float = 0.9
 ) -> Figures:
-    """Errors of `estimator`, which may be unfitted, on the parts of (X, y) that it did not see.
+    """Errors of `estimator`, fitted to (X, y), on the parts of (X, y) that it did not see.
 
-    A learned model predicts shapes that were held out, with intervals calibrated on others. A look-up predicts the
+    A learned model predicted shapes that were held out when it was fitted; their intervals are calibrated on the
+    shapes of other folds. A look-up predicts the
     other sparsities of curves of which it keeps six anchors, spread evenly over those measured; a curve of no more
     than six leaves out one inner anchor at a time.
 
@@ -42,7 +43,7 @@ def validate(
     """
     seconds = checked(X, y)
     if isinstance(estimator, Boosted):
-        errors, covered, widths = _held_out_shapes(clone(estimator).fit(X, seconds), coverage)
+        errors, covered, widths = _held_out_shapes(estimator, coverage)
     else:
         errors, covered, widths = _held_out_sparsities(estimator, X, seconds, coverage)
     return {

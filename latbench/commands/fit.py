@@ -59,14 +59,17 @@ def fit(
     if same:
         validation = saved.validation
     else:
-        validation = {
-            "held-out sparsities of measured shapes": cost_models.validate(cost_models.AnchoredLookup(), X, y)
-        }
-        if estimator is Kind.boosted:
-            # The look-up beside it says what measuring six sparsities of a shape would buy.
-            look_up = {f"look-up, {name}": figures for name, figures in validation.items()}
-            validation = {"held-out shapes": cost_models.validate(model, X, y), **look_up}
         model.fit(X, y)
+        name = "held-out sparsities of measured shapes"
+        if isinstance(model, cost_models.AnchoredLookup):
+            validation = {name: cost_models.validate(model, X, y)}
+        else:
+            # The look-up beside it says what measuring six sparsities of a shape would buy.
+            look_up = cost_models.AnchoredLookup().fit(X, y)
+            validation = {
+                "held-out shapes": cost_models.validate(model, X, y),
+                f"look-up, {name}": cost_models.validate(look_up, X, y),
+            }
         cost_models.save(output, model, table_hash, backend=backend, validation=validation)
     console.print(validation_table(validation))
     shapes = X[["op", "m", "k", "n"]].drop_duplicates().shape[0]

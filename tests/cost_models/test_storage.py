@@ -1,0 +1,110 @@
+"""Model files: what comes back is what was saved, or is refused in a sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import cost_models
+from cost_models import AnchoredLookup, BadModel, Boosted
+from latbench import tables
+
+Seconds = Callable[[pd.DataFrame], np.ndarray]
+Stored = tuple[Path, pd.DataFrame]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, table: Callable[..., pd.DataFrame], seconds: Seconds, rng: np.random.Generator) -> Stored:
+    """A table on disk, and its key columns."""
+    X = table()
+    _write(tmp_path / "table", X, seconds(X), rng)
+    return tmp_path / "table", X
+
+
+def _write(folder: Path, X: pd.DataFrame, seconds: np.ndarray, rng: np.random.Generator) -> None:
+    samples = seconds[:, None] * rng.lognormal(0, 0.02, (len(X), 9))
+    rows: list[dict[str, Any]] = [
+        {name: value for name, value in row.items() if value == value}  # without NaN
+        for row in X.to_dict("records")
+    ]
+    extra = {"status": "ok"}
+    tables.write_part(
+        folder, [row | extra | {"samples_seconds": list(s)} for row, s in zip(rows, samples, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("model", [AnchoredLookup(), Boosted(max_iter=5, random_state=3)])
+def test_a_saved_model_comes_back_equal(model: AnchoredLookup | Boosted, stored: Stored, tmp_path: Path) -> None:
+    folder, X = stored
+    model.fit(*cost_models.training_rows(tables.read(folder)))
+    validation = {"a way": {"median": 0.01, "coverage": None}}
+    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder), validation=validation)
+    again = cost_models.load(tmp_path / "m.json", folder)
+    assert again.get_params() == model.get_params() and type(again) is type(model)
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    np.testing.assert_array_equal(again.predict_interval(X, 0.7), model.predict_interval(X, 0.7))
+    assert cost_models.read(tmp_path / "m.json").validation == validation
+
+
+def test_another_table_is_refused(stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator) -> None:
+    folder, X = stored
+    model = AnchoredLookup().fit(*cost_models.training_rows(tables.read(folder)))
+    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder))
+    _write(folder, X.iloc[:1], seconds(X.iloc[:1]), rng)
+    with pytest.raises(BadModel, match=r"was fitted to a table with the hash .* has .* latbench fit"):
+        cost_models.load(tmp_path / "m.json", folder)
+
+
+def test_a_model_of_one_backend_learns_from_its_rows_alone(
+    stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    folder, X = stored
+    _write(folder, X.assign(backend="torch"), 2 * seconds(X), rng)
+    table_hash = tables.table_hash(folder)
+    cost_models.save(tmp_path / "m.json", AnchoredLookup(), table_hash, backend="torch")
+    np.testing.assert_allclose(
+        cost_models.load(tmp_path / "m.json", folder).predict(X.drop(columns="backend")), 2 * seconds(X), rtol=0.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("", "not a cost model"),
+        ("[]", "not a cost model"),
+        ("{}", "not a cost model"),
+        ({"version": 2}, "cost model version 2, this latbench reads 1"),
+        ({"estimator": "Forest"}, "estimator Forest .* is unknown"),
+        ({"params": {"depth": 3}}, "is unknown to this latbench"),
+        ({"params": 3}, "is unknown to this latbench"),
+    ],
+)
+def test_a_file_that_is_no_model_is_refused(change: str | dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    cost_models.save(path, AnchoredLookup(), "0123")
+    path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadModel, match=said):
+        cost_models.read(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadModel, match="no such cost model; make it with latbench fit"):
+        cost_models.read(tmp_path / "m.json")
+
+
+def test_whole_models_verifications_and_failures_are_not_learned_from(stored: Stored) -> None:
+    folder, X = stored
+    row = {name: value for name, value in X.iloc[0].to_dict().items() if value == value}
+    tables.write_part(folder, [
+        row | {"op": "model", "model": "net", "status": "ok", "samples_seconds": [1.0]},
+        row | {"purpose": "verify", "status": "ok", "samples_seconds": [1.0]},
+        row | {"threads": 7, "status": "error", "error": "it broke"},
+        row | {"threads": 8, "status": "noisy", "samples_seconds": [1.0]},
+    ])  # fmt: skip
+    learned, y = cost_models.training_rows(tables.read(folder))
+    assert len(learned) == len(X) == len(y)
+    assert y.max() < 1

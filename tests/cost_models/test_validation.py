@@ -1,0 +1,73 @@
+"""Validation: what is held out, what is said, and a model that is wrong must look wrong."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import binom
+
+from cost_models import AnchoredLookup, Boosted, validate
+from cost_models.validation import by_sparsity, noise_floor
+
+Table = Callable[..., pd.DataFrame]
+Seconds = Callable[[pd.DataFrame], np.ndarray]
+Noisy = tuple[pd.DataFrame, np.ndarray]
+
+
+def test_six_anchors_stay_of_a_long_curve(table: Table) -> None:
+    X = table(sparsities=tuple(np.linspace(0.4, 0.99, 21))).sample(frac=1, random_state=0)
+    [held_out] = by_sparsity(X)
+    kept = X[~held_out].groupby(["m", "k", "n", "pattern"])["sparsity_target"]
+    assert set(kept.count()) == {6}
+    np.testing.assert_allclose([kept.min().max(), kept.max().min()], [0.4, 0.99])
+
+
+def test_a_short_curve_leaves_out_one_inner_anchor_at_a_time(table: Table) -> None:
+    X = table(sparsities=(0.5, 0.6, 0.7, 0.8))
+    turns = list(by_sparsity(X))
+    assert [sorted(set(X[held_out]["sparsity_target"])) for held_out in turns] == [[0.6], [0.7]]
+    assert list(by_sparsity(table(sparsities=(0.5, 0.9)))) == []
+
+
+def test_a_lookup_is_validated_to_the_noise_it_was_given(
+    table: Table, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    X = table(sparsities=tuple(np.linspace(0.5, 0.95, 15)))
+    y = seconds(X) * rng.lognormal(0, 0.02, len(X))
+    figures = validate(AnchoredLookup().fit(X, y), X, y, 0.8)
+    assert figures["held_out"] == 54 * 9
+    # Error of a measurement and of the anchors around it, both 2%: their median is 0.67 * sqrt(1 + 0.7) * 2%.
+    assert figures["median"] == pytest.approx(0.0175, rel=0.25)
+    assert figures["within_10"] > 0.99
+    assert figures["coverage"] * figures["held_out"] >= binom.ppf(1e-4, figures["held_out"], 0.8)
+    assert figures["nominal_coverage"] == 0.8
+
+
+def test_what_cannot_be_held_out_has_no_figures(table: Table, seconds: Seconds) -> None:
+    X = table(sparsities=(0.5, 0.9))
+    figures = validate(AnchoredLookup().fit(X, seconds(X)), X, seconds(X))
+    assert (figures["median"], figures["coverage"], figures["width"], figures["held_out"]) == (None, None, None, 0)
+
+
+def test_errors_without_intervals_are_still_said(table: Table, seconds: Seconds) -> None:
+    X = table(shapes=[(64, 64, 64)], patterns=["vector:32"])
+    figures = validate(AnchoredLookup().fit(X, seconds(X)), X, seconds(X), 0.9)
+    assert figures["median"] is not None and figures["coverage"] is None
+
+
+def test_the_noise_floor_is_the_width_of_the_measured_intervals(noisy: Noisy) -> None:
+    X, y = noisy
+    assert noise_floor(X, y) is None
+    assert noise_floor(X.assign(low_seconds=y * 0.99, high_seconds=y * 1.02), y) == pytest.approx(0.03)
+
+
+def test_times_that_no_feature_explains_look_wrong(table: Table, seconds: Seconds, rng: np.random.Generator) -> None:
+    X = table()
+    # A factor of its own for each shape: nothing about a shape tells it, its other rows do.
+    factor = X.groupby(["m", "k", "n"])["m"].transform(lambda rows: rng.lognormal(0, 0.5)).to_numpy(float)
+    y = seconds(X) * factor
+    figures = validate(Boosted(max_iter=60).fit(X, y), X, y, 0.8)
+    assert figures["median"] > 0.15
+    assert figures["within_10"] < 0.5
+    assert figures["width"] > 0.5
