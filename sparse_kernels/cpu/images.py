@@ -97,11 +97,18 @@ def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """Write x (batch, c_in, h, w) into a buffer of this layout, whose other elements are zero."""
         batch, c_in, h, w = x.shape
         stride_h, stride_w = phases.shape
+        flat = x.reshape(-1)
         x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
             for pair in range(batch * c_in * part // parts, batch * c_in * (part + 1) // parts):
                 b = pair // c_in
                 c = pair - b * c_in
+                if stride_h == 1 and stride_w == 1:
+                    source = x_at + pair * h * w * 4
+                    target = buffer_at + (c * plane + b * image + padding_h * pitch + padding_w) * 4
+                    for i in range(h):
+                        copy_run(lanes, version, source + i * w * 4, target + i * pitch * 4, w)
+                    continue
                 for i in range(h):
                     row = (i + padding_h) // stride_h
                     phase_h = i + padding_h - row * stride_h
@@ -112,12 +119,8 @@ def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
                             column = (first + padding_w) // stride_w
                             source = (pair * h + i) * w
                             target = (number * c_in + c) * plane + b * image + row * pitch + column
-                            if stride_w == 1:
-                                copy_run(lanes, version, x_at + source * 4, buffer_at + target * 4, w)
-                            else:
-                                flat = x.reshape(-1)
-                                for j in range((w - first + stride_w - 1) // stride_w):
-                                    buffer[target + j] = flat[source + first + j * stride_w]
+                            for j in range((w - first + stride_w - 1) // stride_w):
+                                buffer[target + j] = flat[source + first + j * stride_w]
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]

@@ -26,6 +26,9 @@ from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 CACHED = 100_000
 CLOSE = 6_000
 
+# Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
+WORTHWHILE = 16
+
 # From this many columns on, the rows of x that a tile of tokens reads crowd the first-level cache: blocks are faster.
 LONG_COLUMNS = 2048
 
@@ -171,11 +174,21 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
             name = f"{name}.tokens{tile[0]}x{tile[1]}.{target.name}"
             return TokenPlan(packed.shape, cut, tile, target.fused, name, layout)
     row_tile = rows.tile(height, target)
-    # A row alone uses what it loads of x once: then x must lie in the first-level cache, a stage at a time.
-    stages = 1 if row_tile[0] > 1 else -(-packed.shape[1] * row_tile[1] * target.lanes // CLOSE)
-    cut = panels(groups(packed), row_tile[0], stages)
+    cut = panels(groups(packed), row_tile[0], _stages(packed, row_tile, target, n))
     name = f"{name}.rows{row_tile[0]}x{row_tile[1]}.{target.name}"
     return RowPlan(packed.shape, cut, row_tile, target, name, layout)
+
+
+def _stages(packed: Packed, tile: tuple[int, int], target: Target, n: int) -> int:
+    """How many stages of columns pay.
+
+    A row alone uses what it loads of x once: x should lie in the first-level cache, unless too few columns of a row
+    are left in a stage to outweigh fetching and storing the sums.
+    """
+    m, k = packed.shape
+    vectors = max(1, min(tile[1], -(-n // target.lanes)))
+    stages = -(-k * vectors * target.lanes // CLOSE)
+    return 1 if tile[0] > 1 or packed.nnz < WORTHWHILE * m * stages else stages
 
 
 def contiguous_bias(bias: Array | None, m: int) -> Array:

@@ -1,6 +1,9 @@
+import os
+import platform
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -28,6 +31,18 @@ PATTERNS = [
     VectorWise(3),
     ShflBW(32),
     ShflBW(4),
+]
+
+
+OTHER_MACHINES = [
+    pytest.param(
+        {"NUMBA_CPU_NAME": "generic"}, marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="x86 only")
+    ),
+    pytest.param(
+        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse4.2,+avx,+avx2,+fma,+bmi,+bmi2,+popcnt"},
+        marks=pytest.mark.skipif(target.host().name not in ("avx2", "avx512"), reason="needs AVX2"),
+    ),
+    {"NUMBA_THREADING_LAYER": "workqueue"},
 ]
 
 
@@ -245,14 +260,9 @@ def test_stages_cut_the_columns_of_every_group(rng):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "environment", [{"NUMBA_CPU_NAME": "generic"}, {"NUMBA_THREADING_LAYER": "workqueue"}], ids=str
-)
-def test_other_machines(environment, tmp_path):
-    """The quick tests of this folder hold on a vector unit without FMA, and without OpenMP."""
-    import os
-
-    files = ["tests/sparse_kernels/test_cpu_linear.py", "tests/sparse_kernels/test_cpu_conv2d.py"]
+@pytest.mark.parametrize("environment", OTHER_MACHINES, ids=["generic", "avx2", "workqueue"])
+def test_kernels_hold_on_other_machines(environment, tmp_path):
+    files = [str(path) for path in Path(__file__).parent.glob("test_cpu_*.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *files]
     result = subprocess.run(
         command,
