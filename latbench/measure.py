@@ -32,7 +32,7 @@ FEWEST_SAMPLES = 10
 FEWEST_ROUNDS = 3  # the spread between bursts is part of the noise
 PLATEAU_ROUNDS = 6
 NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
-STRETCH = 3
+STRETCH = 2
 SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
 
 # Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
@@ -190,7 +190,7 @@ def interleave(
 
     One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
     its median has stayed within a quarter of that for several rounds although samples scatter (plateau), when it has
-    used `max_seconds` (budget; up to three times that while it is not known to 10%, or bursts were preempted and too
+    used `max_seconds` (budget; up to twice that while it is not known to 10%, or bursts were preempted and too
     few were not; longer for calls so slow that there are not six yet), or when it returns no samples (failed).
     `order` shuffles the rounds.
     """

@@ -12,6 +12,8 @@ from pyarrow import parquet
 from latbench import backends, cli, devices, sweep, tables
 from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
+from latbench.workloads import Layer, Workload, save
+from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 
 class Ran:
@@ -63,12 +65,15 @@ def test_plan_as_json_counts_what_a_sweep_would_measure(latbench: Any, tiny: Pat
     assert document["estimated_seconds"] > 0 and document["estimated_bytes"] > 0
 
 
-def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tiny: Path, tmp_path: Path) -> None:
-    arguments = ("sweep", "--cpu", "--workload", tiny, "--patterns", "dense,block:8x8", "--sparsities", "0.5")
+def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Path) -> None:
+    layers = (Layer("a", LinearShape(17, 24, 5)), Layer("b", Conv2dShape(2, 3, 7, 5, 8, 3, 3, (2, 1), (1, 1))))
+    save(Workload("two", "made up", layers), tmp_path / "two.yaml")
+    arguments = ("sweep", "--cpu", "--workload", tmp_path / "two.yaml", "--patterns", "dense,block:8x8")
+    arguments += ("--sparsities", "0.5")
     ran = latbench(*arguments, "--threads", "1", "-o", tmp_path / "out")
     assert ran.code == 0 and str(tmp_path / "out") in ran.out
     frame = tables.read(tmp_path / "out")
-    assert frame["point_id"].nunique() == 7 * 5 and (frame["threads"] == 1).all()
+    assert frame["point_id"].nunique() == 2 * 5 and (frame["threads"] == 1).all()
     assert set(frame["status"]) <= {"ok", "noisy", "unsupported"}
     assert set(frame["backend"]) == {"torch", "onnxruntime", "numba"}
     assert latbench("validate", tmp_path / "out").code == 0
