@@ -11,6 +11,7 @@ has not seen, sizes beyond those measured. It refuses them. Shapes that were mea
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import numpy as np
@@ -93,8 +94,7 @@ class Boosted(RegressorMixin, BaseEstimator):
             early_stopping=False,
             random_state=self.random_state,
         )
-        # A table is small: one thread is as fast, and OpenMP's spinning ones are 15 times slower on a busy machine.
-        with threadpool_limits(1, user_api="openmp"):
+        with _one_thread():
             return encoder, trees.fit(encoder.matrix(X), np.log(seconds / encoder.roofline(X)))
 
     def _calibrate(self, X: pd.DataFrame, seconds: Array) -> None:
@@ -171,7 +171,14 @@ class Boosted(RegressorMixin, BaseEstimator):
 
 
 def _log_seconds(encoder: Encoder, trees: HistGradientBoostingRegressor, X: pd.DataFrame) -> Array:
-    return np.asarray(trees.predict(encoder.matrix(X)) + np.log(encoder.roofline(X)), dtype=np.float64)
+    with _one_thread():
+        return np.asarray(trees.predict(encoder.matrix(X)) + np.log(encoder.roofline(X)), dtype=np.float64)
+
+
+def _one_thread() -> AbstractContextManager[Any]:
+    """A table is small: one thread is as fast, and OpenMP's spinning ones are 15 times slower on a busy machine."""
+    limits: AbstractContextManager[Any] = threadpool_limits(1, user_api="openmp")
+    return limits
 
 
 def _check_shapes(X: pd.DataFrame) -> None:
