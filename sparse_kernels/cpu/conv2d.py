@@ -115,8 +115,8 @@ class Conv2dPlan:
         batch = x.shape[0]
         placed = self._placed.get(batch)
         if placed is None:
-            while len(self._placed) >= REMEMBERED:
-                self._placed.pop(next(iter(self._placed)), None)
+            for oldest in list(self._placed)[: 1 - REMEMBERED]:
+                self._placed.pop(oldest, None)
             placed = self._placed[batch] = self._place(replace(self.shape, batch=batch))
         where, at = placed.where, placed.at
         threads = numba.get_num_threads()

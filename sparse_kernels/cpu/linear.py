@@ -35,7 +35,7 @@ LONG_COLUMNS = 2048
 
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
-    """Token-major x read as it lies; rows of the packed weight in their own order."""
+    """Token-major x read as it lies. Permuted rows (Shfl-BW) are computed in packed order, then put in place."""
 
     shape: tuple[int, int]
     panels: Panels
@@ -43,6 +43,7 @@ class TokenPlan:
     fused: bool
     kernel: str
     layout: str
+    permuted: bool
 
     @property
     def nbytes(self) -> int:
@@ -59,17 +60,30 @@ class TokenPlan:
         y = np.empty((n, m), np.float32) if out is None else out
         if n == 0:
             return y
-        step = self.tile[0]
+        step = _tokens_at_a_time(self.tile, n)
         chunk = min(-(-n // step), max(1, CACHED // (k * step))) * step
         x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, m), ACTIVATIONS.index(activation)
-        run = tokens.kernel(*self.tile, self.fused)
+        rows_of_y = self.panels.row_ids[:m]
+        result = np.empty((n, m), np.float32) if self.permuted else y
+        run = tokens.kernel(step, *self.tile[1:], self.fused)
         with exclusive():
-            run(self.panels.arrays, x, y, bias, code, chunk, numba.get_num_threads())
+            run(
+                self.panels.arrays,
+                x,
+                result,
+                bias[rows_of_y] if self.permuted else bias,
+                code,
+                chunk,
+                numba.get_num_threads(),
+            )
+        if self.permuted:
+            y[:, rows_of_y] = result
         return y
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        return TokenPlan(self.shape, self.panels.copy(), self.tile, self.fused, self.kernel, self.layout)
+        panels = self.panels.copy()
+        return TokenPlan(self.shape, panels, self.tile, self.fused, self.kernel, self.layout, self.permuted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,15 +182,21 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
         # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
         whole = 2 * target.lanes if height > target.lanes else target.lanes
         tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
-        # A vector of permuted rows would have to be scattered; a row of a block goes anywhere for nothing.
-        if tile is not None and packed.pattern.format != "shflbw":
+        # Permuted rows are scattered one by one, but from a block for nothing: blocks, unless tokens are few.
+        permuted = packed.pattern.format == "shflbw"
+        if tile is not None and (n < target.lanes or not permuted):
             cut = panels(groups(packed), tile[1] * tile[2])
-            name = f"{name}.tokens{tile[0]}x{tile[1]}.{target.name}"
-            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout)
+            name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
+            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
     row_tile = rows.tile(height, target)
     cut = panels(groups(packed), row_tile[0], _stages(packed, row_tile, target, n))
     name = f"{name}.rows{row_tile[0]}x{row_tile[1]}.{target.name}"
     return RowPlan(packed.shape, cut, row_tile, target, name, layout)
+
+
+def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:
+    """Tokens of a register tile; one or two would leave most of a large one unused."""
+    return tile[0] if n > 2 else 2
 
 
 def _stages(packed: Packed, tile: tuple[int, int], target: Target, n: int) -> int:
