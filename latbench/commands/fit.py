@@ -86,7 +86,7 @@ MEANINGS = {
     "coverage": "share inside the interval",
     "nominal_coverage": "the share it promises",
     "width": "width of the interval",
-    "noise_floor": "noise floor (width of measured intervals)",
+    "noise_floor": "noise floor (measured)",
 }
 
 

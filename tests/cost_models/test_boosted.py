@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import copy
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -151,3 +152,20 @@ def test_it_is_a_scikit_learn_estimator() -> None:
     assert clone(model).get_params() == model.get_params()
     assert model.get_params()["max_iter"] == 7
     assert not [name for name in vars(model) if name.endswith("_")]
+
+
+@pytest.mark.slow
+def test_published_gpu_timings_of_unseen_shapes_are_met(data: Path) -> None:
+    rows = pd.read_csv(data / "neusight_kernels" / "linear_train.csv.gz")
+    rows = (
+        rows[rows["Device"] == "NVIDIA A100-PCIE-40GB"].groupby(["M", "N", "K"], as_index=False)["Latency"].median()
+    )
+    X = rows.rename(columns={"M": "n", "N": "m", "K": "k"}).assign(
+        device="nvidia-a100", backend="torch", op="linear", pattern="dense", sparsity_target=0.0, dtype_w="float32"
+    )
+    y = rows["Latency"].to_numpy() * 1e-3
+    figures = validate(Boosted().fit(X, y), X, y, 0.9)
+    assert figures["held_out"] == len(X) > 6000
+    assert figures["median"] < 0.04
+    assert figures["within_10"] > 0.84
+    assert 0.89 <= figures["coverage"] <= 0.93
