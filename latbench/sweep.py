@@ -85,7 +85,7 @@ def run(
     device = devices.cpu_device()
 
     def waiting() -> None:
-        report(Progress(0, 0, f"waiting for another latbench process that measures on {device}"))
+        report(Progress(0, 0, f"waiting: another latbench process measures on {device}"))
 
     with device_lock(device, waiting=waiting), _Engines(threads) as engines:
         _remove_leftovers(folder)
@@ -193,7 +193,7 @@ class _Sweep:
         ready: dict[str, Point] = {}
         done = self.done
         for number, point in enumerate(points):
-            self.report(Progress(done, self.total, f"preparing {point}"))
+            self.report(Progress(done, self.total, f"preparing: {point}"))
             if self.statuses:  # a run that measures nothing at all would never get anywhere by being repeated
                 self._check_time()
             try:
@@ -223,7 +223,7 @@ class _Sweep:
             round_seconds=self.settings.round_seconds,
             order=random.Random(f"{self.seed} {self.block}"),
         )
-        activity = f"timing {plan.describe(points[0].shape)}"
+        activity = f"timing: {plan.describe(points[0].shape)}"
         self.report(Progress(done, self.total, activity))
         for count, (name, timing) in enumerate(finished, start=1):
             self.report(Progress(min(done + count, self.total), self.total, activity))

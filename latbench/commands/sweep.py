@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable
 
     import pandas as pd
     from rich.table import Table
 
+    from latbench.commands.live import Tell
     from latbench.sweep import Progress
 
 
@@ -85,12 +85,18 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
 
     from latbench import devices, tables
     from latbench import sweep as sweeping
+    from latbench.commands.live import live
 
     # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _progress() as report:
+    with live() as tell:
         summary = sweeping.run(
-            folder, lambda table: points, threads=threads, seed=seed, time_budget=time_budget, report=report
+            folder,
+            lambda table: points,
+            threads=threads,
+            seed=seed,
+            time_budget=time_budget,
+            report=_with_time_left(tell),
         )
     frame = tables.read(folder)
     console = Console()
@@ -146,36 +152,19 @@ def speedup_table(frame: pd.DataFrame) -> Table | None:
     return table
 
 
-def _progress() -> AbstractContextManager[Callable[[Progress], None]]:
-    """Shows a sweep's progress on stderr: live on a terminal, a line now and then elsewhere."""
-    from contextlib import contextmanager
+def _with_time_left(tell: Tell) -> Callable[[Progress], None]:
+    """What a sweep reports to: adds how long it will take, from how long its points took so far."""
+    import time
 
-    from rich.console import Console
+    began, before = time.monotonic(), None
 
-    console = Console(stderr=True)
+    def report(now: Progress) -> None:
+        nonlocal before
+        before = now.done if before is None else before
+        left = ""
+        if now.done > before:
+            seconds = (time.monotonic() - began) / (now.done - before) * (now.total - now.done)
+            left = f", about {duration(seconds)} left"
+        tell(now.activity + left, now.done, now.total or None)
 
-    @contextmanager
-    def live() -> Iterator[Callable[[Progress], None]]:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-        with Bar(*columns, console=console, speed_estimate_period=120) as bar:
-            task = bar.add_task("", total=None)
-            yield lambda now: bar.update(task, completed=now.done, total=now.total or None, description=now.activity)
-
-    @contextmanager
-    def lines() -> Iterator[Callable[[Progress], None]]:
-        import time
-
-        last = -60.0
-
-        def report(now: Progress) -> None:
-            nonlocal last
-            if time.monotonic() - last >= 15:
-                last = time.monotonic()
-                console.print(f"{now.done}/{now.total} points, {now.activity}", highlight=False, soft_wrap=True)
-
-        yield report
-
-    return live() if console.is_terminal else lines()
+    return report

@@ -13,7 +13,7 @@ from latbench import backends, cli, devices, sweep, tables
 from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
 from latbench.workloads import Layer, Workload, save
-from sparse_kernels.shapes import Conv2dShape, LinearShape
+from sparse_kernels.shapes import LinearShape
 
 
 class Ran:
@@ -66,16 +66,15 @@ def test_plan_as_json_counts_what_a_sweep_would_measure(latbench: Any, tiny: Pat
 
 
 def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Path) -> None:
-    layers = (Layer("a", LinearShape(17, 24, 5)), Layer("b", Conv2dShape(2, 3, 7, 5, 8, 3, 3, (2, 1), (1, 1))))
+    layers = (Layer("a", LinearShape(17, 24, 5)), Layer("b", LinearShape(8, 24, 1)))
     save(Workload("two", "made up", layers), tmp_path / "two.yaml")
-    arguments = ("sweep", "--cpu", "--workload", tmp_path / "two.yaml", "--patterns", "dense,block:8x8")
+    arguments = ("sweep", "--cpu", "--workload", tmp_path / "two.yaml", "--patterns", "block:8x8")
     arguments += ("--sparsities", "0.5")
     ran = latbench(*arguments, "--threads", "1", "-o", tmp_path / "out")
     assert ran.code == 0 and str(tmp_path / "out") in ran.out
     frame = tables.read(tmp_path / "out")
-    assert frame["point_id"].nunique() == 2 * 5 and (frame["threads"] == 1).all()
+    assert frame["point_id"].nunique() == 2 and (frame["threads"] == 1).all()
     assert set(frame["status"]) <= {"ok", "noisy", "unsupported"}
-    assert set(frame["backend"]) == {"torch", "onnxruntime", "numba"}
     assert latbench("validate", tmp_path / "out").code == 0
     again = latbench(*arguments, "--threads", "1", "-o", tmp_path / "out")
     assert again.code == 0 and "were there already" in again.out
