@@ -30,9 +30,9 @@ SPARSE_BACKENDS = ("numba",)
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 
 # What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
-_PREPARE_SECONDS = {"torch": 0.1, "onnxruntime": 0.15, "numba": 0.6}
+_PREPARE_SECONDS = {"torch": 0.1, "onnxruntime": 0.15, "numba": 0.3}
 _TIMING_SECONDS = 0.25
-_ROW_BYTES, _PART_BYTES = 800, 22_000  # a part is mostly the description of its columns
+_ROW_BYTES, _PART_BYTES = 1_500, 22_000  # a part is mostly the description of its columns
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Worker:
         self._log = tempfile.TemporaryFile(prefix="latbench-worker-")  # noqa: SIM115 - closed by close()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "latbench.runners.worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "latbench.runners.worker", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -179,7 +179,7 @@ class Worker:
             )
         self._connection = Connection(ours.detach())
         self.generation = next(self._generations)
-        self._request(("call", "os:getpid", ()), START_SECONDS)
+        self._request(("path", sys.path), START_SECONDS)
 
     def _obituary(self) -> WorkerDied:
         assert self._process is not None and self._log is not None

@@ -58,11 +58,14 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, tuple[Callable[[], obje
         case ("burst", key, seconds):
             run, loops = prepared[key]
             return measure.burst(run, seconds, loops)
+        case ("path", entries):
+            sys.path[:] = entries  # what the parent can import, the worker can, and from the same places
+            return None
         case ("drop", keys):
             for key in keys:
                 prepared.pop(key, None)
             return None
-    raise ValueError(f"a worker knows call, prepare, burst and drop, not {request[0]!r}")
+    raise ValueError(f"a worker knows path, call, prepare, burst and drop, not {request[0]!r}")
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -49,6 +49,19 @@ def test_each_worker_has_its_own_thread_settings() -> None:
         assert worker.call(task("environment"), "LATBENCH_TEST") == "here"
 
 
+def test_a_worker_imports_what_its_parent_imports_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_module.py").write_text("def answer(): return 42\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with Worker(threads=1) as worker:
+        assert worker.call("users_module:answer") == 42
+        assert worker.call("json:dumps", [1]) == "[1]"
+
+
 def test_what_is_prepared_stays_and_is_sampled(worker: Worker) -> None:
     first, second = worker.prepare(task("make_counter"), 0), worker.prepare(task("make_counter"), 100)
     assert first.facts == {"start": 0} and second.facts == {"start": 100}
