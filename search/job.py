@@ -27,7 +27,6 @@ from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, time_engines
-from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
 from search.profile import LayerChoice, Profile
@@ -125,7 +124,7 @@ def search(
     judge = Judge(task, inputs.model, problem.layers, database)
 
     def measure(choice: Choice) -> Measured:
-        return measure_profile(inputs, settings, problem.layers, choice, progress)
+        return measure_profile(inputs, settings, problem.layers, choice, whole.contenders(), progress)
 
     kept = keep_promise(problem, judge, measure, settings, progress)
     return _profile(inputs, settings, shapes, whole, kept)
@@ -238,18 +237,24 @@ def _search_once(
 
 
 def measure_profile(
-    inputs: Inputs, settings: Settings, layers: Sequence[Layer], choice: Choice, progress: Progress
+    inputs: Inputs,
+    settings: Settings,
+    layers: Sequence[Layer],
+    choice: Choice,
+    contenders: Sequence[str],
+    progress: Progress,
 ) -> Measured:
-    """Time the converted model with these options of the database against the dense engines."""
+    """Time the converted model with these options of the database against the dense engines that may be fastest."""
     task, name = inputs.task, "the profile"
-    engines = overhead.dense_engines(task, settings.threads)
+    dense_engines = overhead.dense_engines(task, settings.threads)
+    engines = {engine: dense_engines[engine] for engine in contenders}
     chosen = overhead.by_name(layers, choice)
     arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
     engines[name] = Engine("converted", "search.engines:database_converted", arguments)
     progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
-        timings = time_engines(engines, threads=settings.threads, required=["torch", name], progress=progress)
-    dense = timings.fastest(list(DENSE_ENGINES))
+        timings = time_engines(engines, threads=settings.threads, required=list(engines), progress=progress)
+    dense = timings.fastest(contenders)
     speedup = timings.speedup(name, dense, settings.risk)
     wider = Interval(speedup.value, speedup.low * (1 - BETWEEN_PROCESSES), speedup.high * (1 + BETWEEN_PROCESSES))
     return Measured(wider, timings.seconds(dense, settings.risk), dense)

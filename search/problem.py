@@ -21,6 +21,7 @@ from latbench import tables
 from latbench.errors import BadData
 from latbench.plan import describe, shape_columns
 from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
+from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise, parse
 from sparse_kernels.shapes import Shape
 
 Choice = tuple[int, ...]
@@ -209,18 +210,20 @@ class Problem:
         ))  # fmt: skip
 
     def without_hopeless(self) -> Problem:
-        """Leave out what no efficient profile needs, whatever the errors turn out to be: they rise with sparsity.
+        """Leave out what no efficient profile needs, before its errors are known.
 
-        An option goes if dense, or a lower sparsity of its pattern, is no slower.
+        An option goes if another is no slower, drops no more, and has a pattern that is at least as free.
         """
 
         def hopeless(layer: Layer, j: int) -> bool:
             option = layer.options[j]
-            milder = [
-                i for i, other in enumerate(layer.options)
-                if other.sparsity < option.sparsity and other.pattern in (option.pattern, DENSE)
-            ]  # fmt: skip
-            return any(layer.high[i] <= layer.high[j] for i in milder)
+            return any(
+                other != option
+                and other.sparsity <= option.sparsity
+                and at_least_as_free(parse(other.pattern), parse(option.pattern))
+                and layer.high[i] <= layer.high[j]
+                for i, other in enumerate(layer.options)
+            )
 
         return replace(self, layers=tuple(
             layer.take([j for j in range(len(layer.options)) if not hopeless(layer, j)]) for layer in self.layers
@@ -234,6 +237,23 @@ class Problem:
             ]))
             for layer in self.layers
         ))  # fmt: skip
+
+
+def at_least_as_free(a: Pattern, b: Pattern) -> bool:
+    """Whether every mask of `b` is one of `a` too, so that `a` need not damage a layer more at the same sparsity.
+
+    Dense, which drops nothing, is the freest.
+    """
+    if a == b or isinstance(a, Dense | Unstructured):
+        return True
+    if isinstance(a, BlockWise) and isinstance(b, BlockWise):
+        return b.rows % a.rows == 0 and b.cols % a.cols == 0
+    if isinstance(a, VectorWise | ShflBW):
+        if isinstance(b, BlockWise):
+            return b.rows % a.v == 0
+        if isinstance(b, VectorWise) or (isinstance(a, ShflBW) and isinstance(b, ShflBW)):
+            return b.v % a.v == 0
+    return False
 
 
 def every_option(layers: Sequence[Layer]) -> list[Option]:

@@ -11,8 +11,18 @@ import pytest
 from latbench import tables
 from latbench.errors import BadData
 from latbench.plan import Point, shape_columns
-from search.problem import DENSE, Interval, Layer, Option, Problem, predicted_layers, uniform_choice
+from search.problem import (
+    DENSE,
+    Interval,
+    Layer,
+    Option,
+    Problem,
+    at_least_as_free,
+    predicted_layers,
+    uniform_choice,
+)
 from search.solve import Infeasible
+from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -88,6 +98,33 @@ def test_options_that_nothing_efficient_needs_are_left_out() -> None:
     p = Problem((slow,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless()
     assert p.layers[0].options == (OPTIONS[0], OPTIONS[1])
     assert p.layers[0].seconds.tolist() == [2.0, 1.0]
+
+
+def test_a_pattern_that_is_freer_and_no_slower_makes_another_hopeless() -> None:
+    options = tuple(
+        Option(p, 0.5) for p in ("unstructured", "shflbw:8", "vector:8", "block:16x8", "nm:2:4", "vector:4")
+    )
+    t = np.array([9.0, 3.0, 3.0, 3.0, 9.5, 2.9])
+    one = Layer("a", options, t, t, t, np.zeros(6))
+    left = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless().layers[0].options
+    # shflbw:8 is no slower than vector:8; vector:4 than block:16x8; unstructured than nm:2:4.
+    assert [option.pattern for option in left] == ["unstructured", "shflbw:8", "vector:4"]
+
+
+@pytest.mark.parametrize(
+    ("freer", "other"),
+    [
+        ("unstructured", "nm:2:4"), ("shflbw:8", "vector:16"), ("shflbw:8", "shflbw:16"),
+        ("vector:4", "vector:8"), ("vector:8", "block:16x3"), ("shflbw:4", "block:8x1"), ("block:4x4", "block:8x4"),
+    ],
+)  # fmt: skip
+def test_every_mask_of_a_pattern_is_one_of_a_freer_pattern(freer: str, other: str, rng: np.random.Generator) -> None:
+    assert at_least_as_free(parse(freer), parse(other))
+    assert not at_least_as_free(parse(other), parse(freer))
+    if freer == "unstructured":
+        return
+    mask = parse(other).mask(rng.random((32, 16)), 0.5)
+    pack(np.ones((32, 16), np.float32) * mask, mask, parse(freer))  # refuses a mask that is not of its pattern
 
 
 def test_scaling_and_errors_change_only_what_they_say() -> None:
