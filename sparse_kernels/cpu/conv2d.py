@@ -60,13 +60,13 @@ class Positions:
 class Placed:
     """What a plan knows about one batch: panels with offsets for columns, and the places of everything.
 
-    where is None if x is read in place. block: vectors whose x stays in the second-level cache.
+    where is None if x is read in place. cached: vectors whose x stays in the second-level cache.
     """
 
     weights: tuple[np.ndarray, ...]
     where: images.Layout | None
     at: Positions
-    block: int
+    cached: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class Conv2dPlan:
             at.y_starts,
             bias,
             activation,
-            placed.block,
+            rows.block(at.x_starts.size, self.tile[1], placed.cached, threads),
             threads,
         )
         if at.pitch:
@@ -158,8 +158,8 @@ class Conv2dPlan:
             channels = shape.c_in * (int(where.phases.max()) + 1)
         table, values, columns, work, row_ids = self.panels.arrays
         at = positions(shape, self.target)
-        tiles = max(1, CACHED // (channels * self.tile[1] * at.lanes))
-        return Placed((table, values, offsets[columns], work, row_ids), where, at, tiles * self.tile[1])
+        weights = (table, values, offsets[columns], work, row_ids)
+        return Placed(weights, where, at, CACHED // (channels * at.lanes))
 
 
 def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:

@@ -100,27 +100,30 @@ def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
         flat = x.reshape(-1)
         x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
-            for pair in range(batch * c_in * part // parts, batch * c_in * (part + 1) // parts):
-                b = pair // c_in
-                c = pair - b * c_in
-                if stride_h == 1 and stride_w == 1:
-                    source = x_at + pair * h * w * 4
-                    target = buffer_at + (c * plane + b * image + padding_h * pitch + padding_w) * 4
-                    for i in range(h):
-                        copy_run(lanes, version, source + i * w * 4, target + i * pitch * 4, w)
-                    continue
-                for i in range(h):
-                    row = (i + padding_h) // stride_h
-                    phase_h = i + padding_h - row * stride_h
-                    for phase_w in range(stride_w):
-                        number = phases[phase_h, phase_w]
-                        if number >= 0:
-                            first = (phase_w - padding_w) % stride_w
-                            column = (first + padding_w) // stride_w
-                            source = (pair * h + i) * w
-                            target = (number * c_in + c) * plane + b * image + row * pitch + column
-                            for j in range((w - first + stride_w - 1) // stride_w):
-                                buffer[target + j] = flat[source + first + j * stride_w]
+            # Rows of all images are shared, as the positions are when they are computed.
+            begin, end = batch * h * part // parts, batch * h * (part + 1) // parts
+            for b in range(begin // h, (end + h - 1) // h):
+                first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
+                for c in range(c_in):
+                    source = (b * c_in + c) * h * w
+                    if stride_h == 1 and stride_w == 1:
+                        target = c * plane + b * image + padding_h * pitch + padding_w
+                        for i in range(first_row, stop_row):
+                            copy_run(
+                                lanes, version, x_at + (source + i * w) * 4, buffer_at + (target + i * pitch) * 4, w
+                            )
+                        continue
+                    for i in range(first_row, stop_row):
+                        row = (i + padding_h) // stride_h
+                        phase_h = i + padding_h - row * stride_h
+                        for phase_w in range(stride_w):
+                            number = phases[phase_h, phase_w]
+                            if number >= 0:
+                                first = (phase_w - padding_w) % stride_w
+                                column = (first + padding_w) // stride_w
+                                target = (number * c_in + c) * plane + b * image + row * pitch + column
+                                for j in range((w - first + stride_w - 1) // stride_w):
+                                    buffer[target + j] = flat[source + i * w + first + j * stride_w]
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]
@@ -128,12 +131,14 @@ def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
         batch, c_out, out_h, out_w = y.shape
         flat_at, y_at = flat.ctypes.data, y.ctypes.data
         for part in prange(parts):
-            for pair in range(batch * c_out * part // parts, batch * c_out * (part + 1) // parts):
-                b = pair // c_out
-                c = pair - b * c_out
-                for i in range(out_h):
-                    source = c * stride + b * image + i * pitch
-                    target = (pair * out_h + i) * out_w
-                    copy_run(lanes, version, flat_at + source * 4, y_at + target * 4, out_w)
+            begin, end = batch * out_h * part // parts, batch * out_h * (part + 1) // parts
+            for b in range(begin // out_h, (end + out_h - 1) // out_h):
+                first_row, stop_row = max(begin - b * out_h, 0), min(end - b * out_h, out_h)
+                for c in range(c_out):
+                    source, target = c * stride + b * image, (b * c_out + c) * out_h * out_w
+                    for i in range(first_row, stop_row):
+                        copy_run(
+                            lanes, version, flat_at + (source + i * pitch) * 4, y_at + (target + i * out_w) * 4, out_w
+                        )
 
     return fill, collect

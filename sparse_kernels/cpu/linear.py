@@ -157,7 +157,8 @@ class RowPlan:
         activation: int,
     ) -> None:
         vectors, lanes = self.tile[1], self.target.lanes
-        tiles = CACHED // (self.shape[1] * vectors * lanes) if self.panels.stages == 1 else 1
+        threads = numba.get_num_threads()
+        cached = CACHED // (self.shape[1] * lanes) if self.panels.stages == 1 else vectors
         rows.kernel(*self.tile, lanes, self.target.fused)(
             self.panels.arrays,
             x,
@@ -168,8 +169,8 @@ class RowPlan:
             y_starts,
             bias,
             activation,
-            max(1, tiles) * vectors,
-            numba.get_num_threads(),
+            rows.block(x_starts.size, vectors, cached, threads),
+            threads,
         )
 
 

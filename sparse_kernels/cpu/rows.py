@@ -38,6 +38,18 @@ def tile(height: int, target: Target) -> tuple[int, int]:
     return rows, min(sums // rows, 4)
 
 
+def block(total: int, vectors: int, cached: int, threads: int) -> int:
+    """Vectors of a block, in whole tiles: at most `cached` of them, whose x fits the second-level cache.
+
+    Each thread gets blocks of its own where they come out even, so that it reads the x that it has laid out itself;
+    a line that another core has just written takes longer than one from memory near by. Else threads share panels.
+    """
+    tiles = -(-total // vectors)
+    limit = max(1, cached // vectors)
+    own = -(-tiles // threads) if tiles % threads == 0 or tiles >= 4 * threads else tiles
+    return -(-own // -(-own // limit)) * vectors
+
+
 @cache
 def kernel(rows: int, vectors: int, lanes: int, fused: bool) -> Callable[..., None]:
     """The compiled loop over blocks, stages, panels and tiles for one tile size.

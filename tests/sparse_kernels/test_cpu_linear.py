@@ -246,6 +246,18 @@ def test_a_tile_wastes_as_few_rows_as_possible():
     assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
 
 
+def test_blocks_are_even_and_no_larger_than_the_cache():
+    for total in range(1, 60):
+        for vectors in (1, 2, 4):
+            for cached in (1, 5, 16):
+                for threads in (1, 2, 3):
+                    block = rows.block(total, vectors, cached, threads)
+                    assert block % vectors == 0
+                    assert vectors <= block <= max(cached, vectors)
+    assert rows.block(8, 2, 100, 2) == 4  # two threads, a block each
+    assert rows.block(6, 2, 100, 2) == 6  # three tiles do not come out even: threads share panels
+
+
 def test_stages_cut_the_columns_of_every_group(rng):
     weight = rng.standard_normal((24, 50)).astype(np.float32)
     packed = packed_of(VectorWise(8), weight)
@@ -263,10 +275,11 @@ def test_stages_cut_the_columns_of_every_group(rng):
 @pytest.mark.parametrize("environment", OTHER_MACHINES, ids=["generic", "avx2", "workqueue"])
 def test_kernels_hold_on_other_machines(environment, tmp_path):
     files = [str(path) for path in Path(__file__).parent.glob("test_cpu_*.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", *files]
     result = subprocess.run(
         command,
         env={**os.environ, **environment, "NUMBA_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=False,
