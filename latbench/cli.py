@@ -24,7 +24,7 @@ VERBS = [
 def application() -> typer.Typer:
     """The command line, one command a module in `latbench.commands`."""
     app = typer.Typer(
-        help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup you asked for.",
+        help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup asked for.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,

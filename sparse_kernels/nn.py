@@ -89,7 +89,6 @@ class _Sparse(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
         self._plan: Plan | None = None
         self._prepared_for: object = None
-        self.register_load_state_dict_post_hook(lambda module, _: module._forget_plan())
 
     @property
     def packed(self) -> Packed:
@@ -124,6 +123,10 @@ class _Sparse(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
         return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._forget_plan()
+        super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
