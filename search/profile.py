@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
+from latbench.interchange import write_spdy_profile
 from sparse_kernels.patterns import parse
 
 VERSION = 1
@@ -84,9 +85,9 @@ class Profile:
         """Write it to `path`, whole or not at all."""
         write_text_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
 
-    def spdy_text(self) -> str:
-        """The profile in SPDY's text format: a line `<sparsity> <layer>` for each layer, without patterns."""
-        return "".join(f"{choice.sparsity:.4f} {name}\n" for name, choice in self.layers.items())
+    def save_spdy(self, path: Path) -> None:
+        """Write SPDY's text format: each layer's sparsity, without its pattern."""
+        write_spdy_profile({name: choice.sparsity for name, choice in self.layers.items()}, path)
 
 
 def load(path: Path) -> Profile:

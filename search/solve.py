@@ -25,6 +25,7 @@ from latbench.errors import BadData, PromiseMissed
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
+States = tuple[Floats, Floats]
 
 EPS = float(np.finfo(np.float64).eps)
 
@@ -92,12 +93,12 @@ def solve(
     start = greedy(layers, relaxation, budget - spare_seconds)
     ceiling = spare_error + sum_in_order(layer.errors[j] for layer, j in zip(layers, start, strict=True))
 
-    states = [(np.zeros(1), np.zeros(1))]
+    states: list[States] = [(np.zeros(1), np.zeros(1))]
     least_dropped = math.inf
-    for depth, layer in enumerate(layers, start=1):
-        spent, error = (
-            np.add.outer(old, new).ravel() for old, new in zip(states[-1], (layer.seconds, layer.errors), strict=True)
-        )
+    possible = contenders(layers, relaxation.price(budget), budget, ceiling, roundings)
+    added = [(layer.seconds[places], layer.errors[places]) for layer, places in zip(layers, possible, strict=True)]
+    for depth, options in enumerate(added, start=1):
+        spent, error = (np.add.outer(old, new).ravel() for old, new in zip(states[-1], options, strict=True))
         bound = error + relaxation.error_after(depth, budget + spare_seconds - spent)
         keep = np.flatnonzero(bound <= ceiling)
         keep = keep[efficient(spent[keep], error[keep])]
@@ -112,8 +113,9 @@ def solve(
     fitting = np.flatnonzero(spent <= budget)
     if len(fitting):
         best = fitting[-1]  # seconds rise and errors fall along the states
-        profiles.append(trace_back(layers, states, float(spent[best]), float(error[best])))
-    total_error, total_seconds, places = min(
+        taken = trace_back(added, states, float(spent[best]), float(error[best]))
+        profiles.append([int(places[i]) for places, i in zip(possible, taken, strict=True)])
+    total_error, total_seconds, chosen = min(
         (
             sum_in_order(layer.errors[j] for layer, j in zip(layers, profile, strict=True)),
             sum_in_order(layer.seconds[j] for layer, j in zip(layers, profile, strict=True)),
@@ -122,7 +124,7 @@ def solve(
         for profile in profiles
     )
     return Solution(
-        choice=tuple(int(layer.place[j]) for layer, j in zip(layers, places, strict=True)),
+        choice=tuple(int(layer.place[j]) for layer, j in zip(layers, chosen, strict=True)),
         seconds=total_seconds,
         error=total_error,
         bound=min(total_error, least_dropped),
@@ -197,11 +199,16 @@ class Relaxation:
         with np.errstate(over="ignore"):
             rate = np.concatenate(gain) / np.concatenate(seconds)
         order = np.argsort(-rate, kind="stable")
-        self.layer, self.seconds, self.gain = (
-            values[order] for values in (owner, np.concatenate(seconds), np.concatenate(gain))
+        self.layer, self.seconds, self.gain, self.rate = (
+            values[order] for values in (owner, np.concatenate(seconds), np.concatenate(gain), rate)
         )
         self._fastest_seconds = _sums_from([layer.seconds[0] for layer in layers])
         self._fastest_error = _sums_from([layer.errors[0] for layer in layers])
+
+    def price(self, budget: float) -> float:
+        """What a second is worth at the budget, in error: the rate of the step that does not fit whole."""
+        unfit = np.flatnonzero(self._fastest_seconds[0] + np.cumsum(self.seconds) > budget)
+        return float(self.rate[unfit[0]]) if len(unfit) else 0.0
 
     def error_after(self, depth: int, seconds_left: Floats) -> Floats:
         """The least error of layers `depth`, `depth` + 1, ... within `seconds_left`; inf where they do not fit."""
@@ -214,6 +221,23 @@ class Relaxation:
 def _sums_from(values: list[float]) -> Floats:
     """Entry d is the sum of the values from d on; the last entry is 0."""
     return np.append(np.cumsum(values[::-1])[::-1], 0.0)
+
+
+def contenders(
+    layers: Sequence[Options], price: float, budget: float, ceiling: float, roundings: float
+) -> list[Places]:
+    """The places of each layer's options that a profile with an error up to `ceiling` can have.
+
+    With seconds paid for at any price >= 0, the sum of the layers' least costs, less the budget's price, bounds the
+    error from below; an option that costs more than its layer's least raises that bound by the difference.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        costs = [layer.errors + price * layer.seconds for layer in layers]
+        least = sum_in_order(cost.min() for cost in costs) - price * budget
+        spare = roundings * (sum_in_order(np.abs(cost).max() for cost in costs) + price * budget)
+    if not math.isfinite(spare):  # options a rounding apart in seconds have no price
+        return [np.arange(len(cost)) for cost in costs]
+    return [np.flatnonzero(cost - cost.min() <= ceiling - least + spare) for cost in costs]
 
 
 def greedy(layers: Sequence[Options], relaxation: Relaxation, budget: float) -> list[int]:
@@ -241,14 +265,15 @@ def greedy(layers: Sequence[Options], relaxation: Relaxation, budget: float) -> 
         choice[best_layer] = best_place
 
 
-def trace_back(
-    layers: Sequence[Options], states: Sequence[tuple[Floats, Floats]], seconds: float, error: float
-) -> list[int]:
-    """The options that lead to the last layer's state (seconds, error): the same additions give the same floats."""
-    places = []
-    for layer, (spent, errors) in zip(reversed(layers), reversed(states[:-1]), strict=True):
-        reached = (np.add.outer(spent, layer.seconds) == seconds) & (np.add.outer(errors, layer.errors) == error)
-        state, place = np.argwhere(reached)[0]
-        places.append(int(place))
+def trace_back(added: Sequence[States], states: Sequence[States], seconds: float, error: float) -> list[int]:
+    """Which of the options `added` at each layer lead to the last state (seconds, error).
+
+    The same additions give the same floats, so equality finds them.
+    """
+    taken = []
+    for (layer_seconds, layer_errors), (spent, errors) in zip(reversed(added), reversed(states[:-1]), strict=True):
+        reached = (np.add.outer(spent, layer_seconds) == seconds) & (np.add.outer(errors, layer_errors) == error)
+        state, option = np.unravel_index(int(reached.argmax()), reached.shape)
+        taken.append(int(option))
         seconds, error = float(spent[state]), float(errors[state])
-    return places[::-1]
+    return taken[::-1]

@@ -35,8 +35,9 @@ def test_the_speedup_is_over_dense_with_both_intervals_at_their_worst_and_best()
     assert example().speedup == (8 / 3.5, 7.9e-3 / 3.8e-3, 8.1e-3 / 3.2e-3)
 
 
-def test_spdy_can_read_it() -> None:
-    assert example().spdy_text() == "0.7500 a.fc1\n0.0000 a.fc2\n"
+def test_spdy_can_read_it(tmp_path: Path) -> None:
+    example().save_spdy(tmp_path / "p.txt")
+    assert (tmp_path / "p.txt").read_text() == "0.7500 a.fc1\n0.0000 a.fc2\n"
 
 
 def changed(path: Path, **changes: Any) -> Path:

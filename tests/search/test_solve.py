@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, sparse
 
+from latbench.interchange import read_spdy
 from search.solve import BadProblem, Infeasible, Solution, solve
 
 Arrays = list[np.ndarray]
@@ -218,7 +219,7 @@ def test_a_search_that_is_cut_short_says_what_that_may_have_cost(rng: np.random.
     assert solution.bound < solution.error
 
 
-@pytest.mark.parametrize("table", ["rn18_unstr", "rn34_unstr", "rn50_unstr", "yolov5s_unstr"])
+@pytest.mark.parametrize("table", ["rn18_unstr", "rn34_unstr", "rn50_unstr", "rn50_4block", "yolov5s_unstr"])
 def test_published_tables_are_solved_to_the_optimum(data: Path, table: str, rng: np.random.Generator) -> None:
     base, prunable, seconds = spdy_table(data / "spdy_tables" / f"{table}.txt")
     fastest = total(seconds, tuple(int(np.argmin(t)) for t in seconds))
@@ -248,13 +249,6 @@ def test_resnet50_at_twice_the_speed_agrees_with_mixed_integer_programming(data:
 
 
 def spdy_table(path: Path) -> tuple[float, float, Arrays]:
-    """Base and prunable seconds and each layer's, of SPDY's text tables (layers without a line are skipped)."""
-    lines = path.read_text().splitlines()
-    layers: list[list[float]] = []
-    for line in lines[4:]:
-        words = line.split()
-        if len(words) == 2:
-            layers[-1].append(float(words[0]))
-        elif words:
-            layers.append([])
-    return float(lines[1]), float(lines[3]), [np.array(layer) for layer in layers if layer]
+    """Base and prunable seconds, and each layer's (one of the files ends with a layer that has none)."""
+    table = read_spdy(path)
+    return table.base, table.prunable, [np.array([t for t, _ in layer]) for layer in table.layers.values() if layer]
