@@ -185,7 +185,7 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
         tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
         # Permuted rows are scattered one by one, but from a block for nothing: blocks, unless tokens are few.
         permuted = packed.pattern.format == "shflbw"
-        if tile is not None and (n < target.lanes or not permuted):
+        if tile is not None and (n <= target.lanes or not permuted):
             cut = panels(groups(packed), tile[1] * tile[2])
             name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
             return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
