@@ -89,7 +89,10 @@ class Task:
 
     def score(self, model: torch.nn.Module) -> float:
         """The held-out score, higher is better."""
-        score = float(self._call("score", lambda: self.implementation.score(model)))
+        import torch
+
+        with torch.no_grad():
+            score = float(self._call("score", lambda: self.implementation.score(model)))
         if not math.isfinite(score):
             raise BadData(f"task {self.name}: score() returned {score}")
         return score

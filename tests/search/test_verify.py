@@ -1,0 +1,129 @@
+"""Verification: what is concluded from timings, the rows and files it leaves, and one whole run on a small model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from latbench import tables
+from latbench.errors import BadData, PromiseMissed
+from search import task as tasks
+from search.end_to_end import Timings
+from search.profile import LayerChoice, Profile
+from search.pruning.folder import save_pruned
+from search.task import Task
+from search.verify import PRUNED, conclude, load, rows, verify
+from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.patterns import parse
+
+TASK = """
+import torch
+name = "little"
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5)).eval()
+def example(): return (torch.linspace(-1, 1, 3 * 24).view(3, 24),)
+def calibration(): return [example()]
+def loss(model, batch): return model(*batch).square().mean()
+def score(model): return float(model(*example()).mean())
+"""
+
+
+def profile(target: float = 2.0, threads: int = 1) -> Profile:
+    numbers = dict.fromkeys([
+        "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
+        "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
+    ], 1.0)  # fmt: skip
+    texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "model_hash", "inputs"], "x")
+    layers = {
+        "0": LayerChoice("vector:8", 0.5, 1e-3, 1e-3, 1e-3, 0.1),
+        "2": LayerChoice("dense", 0.0, 1e-3, 1e-3, 1e-3, 0.0),
+    }
+    return Profile(
+        task="little", layers=layers, backend="numba", threads=threads, batch=3, ceiling=None, seed=0, target=target,
+        **numbers, **texts,
+    )  # fmt: skip
+
+
+def steady(seconds: float) -> list[list[float]]:
+    return [[seconds] * 6] * 4
+
+
+def timings(pruned: float) -> Timings:
+    return Timings(
+        {"torch": steady(6.0), "onnxruntime": steady(4.0), PRUNED: steady(pruned)}, {"torch-mkldnn": "why"}
+    )
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> Task:
+    (tmp_path / "little.py").write_text(TASK)
+    return tasks.load(str(tmp_path / "little.py"))
+
+
+def pruned_folder(folder: Path, task: Task, target: float) -> Path:
+    model = task.model()
+    matrix = weight_matrix(model.get_submodule("0"))
+    mask = torch.from_numpy(parse("vector:8").mask(matrix.square().numpy(), 0.5))
+    set_weight_matrix(model.get_submodule("0"), torch.where(mask, matrix, 0.0))
+    save_pruned(folder, model, {"0": mask}, profile(target), {"task": "little"})
+    return folder
+
+
+def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
+    met = conclude(little, profile(), timings(2.0), (0.9, 0.8), "hash")
+    assert (met.met, met.measured_speedup, met.dense_engine, met.dense_seconds) == (True, 2.0, "onnxruntime", 4.0)
+    assert (met.score_dense, met.score_pruned, met.left_out) == (0.9, 0.8, {"torch-mkldnn": "why"})
+    missed = conclude(little, profile(), timings(2.01), (0.9, 0.8), "hash")
+    assert not missed.met
+    assert missed.sentence() == "promise missed: 1.99x (1.99-1.99x) measured against onnxruntime, 2x promised"
+    assert PromiseMissed(missed.sentence()).exit_code == 1
+
+
+def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
+    verdict = conclude(little, profile(), timings(2.0), (0.9, 0.8), "hash")
+    tables.write_part(tmp_path / "table", rows(verdict, profile(), timings(2.0)))
+    found = tables.read(tmp_path / "table").set_index("kernel_used")
+    assert set(found.index) == {"torch", "onnxruntime", PRUNED}
+    assert set(found["purpose"]) == {"verify"}
+    assert set(found["op"]) == {"model"}
+    assert found.loc[PRUNED, ["backend", "pattern", "median_seconds"]].tolist() == ["numba", "profile", 2.0]
+    assert found.loc["torch", ["backend", "pattern", "model"]].tolist() == ["torch", "dense", "little"]
+    assert found["point_id"].nunique() == 3
+
+
+@pytest.mark.slow
+def test_a_small_model_is_verified_from_its_folder(
+    little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this test need not wait for the machine
+    folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
+    verdict = verify(little, folder, output)
+    assert verdict.met
+    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", PRUNED}
+    model = little.model()
+    assert verdict.score_dense == pytest.approx(little.score(model))
+    assert verdict.score_pruned != verdict.score_dense
+    assert load(output / "verify.json") == verdict
+    content = json.loads((output / "verify.json").read_text())
+    assert content["measured_speedup"] == verdict.measured_speedup
+    samples = tables.read(output).set_index("kernel_used")["samples_seconds"]
+    assert np.median(samples[PRUNED]) == verdict.measured_seconds
+
+
+def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Task, tmp_path: Path) -> None:
+    folder = pruned_folder(tmp_path / "pruned", little, target=2.0)
+    other = tmp_path / "other.py"
+    other.write_text(TASK.replace('"little"', '"other"'))
+    with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
+        verify(tasks.load(str(other)), folder, tmp_path / "verify")
+    with pytest.raises(BadData):
+        verify(little, tmp_path / "absent", tmp_path / "verify")
+
+
+def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
+    assert load(tmp_path / "absent.json") is None
+    (tmp_path / "other.json").write_text('{"version": 1}')
+    assert load(tmp_path / "other.json") is None
