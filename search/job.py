@@ -42,6 +42,7 @@ BETWEEN_PROCESSES = 0.02
 TO_SPARE = 0.03
 ROUNDS = 3
 
+STRATEGIES = ("spdy", "uniform")  # uniform: one pattern and sparsity everywhere, to compare with
 FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbour": "spdy"}
 
 
@@ -55,6 +56,7 @@ class Settings:
     seed: int = 0
     evaluations: int = 200
     risk: float = 0.9
+    strategy: str = "spdy"
     backend: str = "numba"
 
 
@@ -221,6 +223,11 @@ def _fits(problem: Problem, target: float) -> bool:
 def _search_once(
     problem: Problem, judge: Callable[[Choice], float], settings: Settings, number: int, progress: Progress
 ) -> Found:
+    uniforms = problem.uniforms(settings.target)
+    if settings.strategy == "uniform":
+        chosen = min(uniforms or [problem.uniform(settings.target)], key=judge)
+        return Found(chosen, judge(chosen), "start", ())
+
     budget = problem.budget(settings.target)
     done = 0
 
@@ -232,7 +239,7 @@ def _search_once(
 
     return spdy_search(
         judge, problem.safe_seconds, problem.errors, budget, np.random.default_rng(settings.seed),
-        starts=problem.uniforms(settings.target), evaluations=settings.evaluations, progress=tell,
+        starts=uniforms, evaluations=settings.evaluations, progress=tell,
     )  # fmt: skip
 
 

@@ -25,6 +25,9 @@ def search(
     evaluations: Annotated[
         int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
     ] = 200,
+    strategy: Annotated[
+        str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
+    ] = "spdy",
     risk: Annotated[
         float, typer.Option(min=0.01, max=0.999, help="Coverage of the intervals whose upper end must fit.")
     ] = 0.9,
@@ -36,12 +39,15 @@ def search(
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench import devices
     from latbench.commands.live import live
+    from latbench.errors import UsageError
     from latbench.plan import parse_patterns
     from search import job
     from search import task as tasks
 
+    if strategy not in job.STRATEGIES:
+        raise UsageError(f"unknown strategy {strategy!r}: known are {', '.join(job.STRATEGIES)}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
-    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, risk)
+    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, risk, strategy)
     with live() as tell:
         tell("reading the task", None, None)
         inputs = job.read_inputs(tasks.load(task), table, model, database)
