@@ -31,7 +31,8 @@ def start(own_lock: Path, tiny: Path, tmp_path: Path) -> Callable[..., subproces
     return start
 
 
-FEW = ("--patterns", "dense,vector:8", "--sparsities", "0.5")
+# Seven blocks of four points; only one engine has to start.
+FEW = ("--patterns", "vector:8", "--sparsities", "0.5,0.6,0.75,0.9")
 
 
 def finished(folder: Path) -> set[str]:
@@ -58,18 +59,21 @@ def test_a_killed_sweep_loses_no_finished_point_and_completes(
     needed = time.monotonic() - began
     wanted = finished(tmp_path / "whole")
     before: set[str] = set()
-    for moment in rng.uniform(0, 0.4 * needed, 10):
+    killed = 0
+    for moment in rng.uniform(0, 0.5 * needed, 10):
         with start(*FEW) as process:
             try:
                 process.wait(timeout=moment)
             except subprocess.TimeoutExpired:
                 workers = psutil.Process(process.pid).children(recursive=True)
                 process.kill()
+                killed += 1
                 process.communicate()
                 until(lambda: not any(worker.is_running() for worker in workers))  # noqa: B023 - called at once
         now = finished(out)
         assert before <= now
         before = now
+    assert killed > 5
     with start(*FEW) as last:
         _, err = last.communicate()
     assert last.returncode == 0, err
