@@ -27,7 +27,7 @@ def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.D
     Whole models and verifications are left out; `backend` narrows the rest to one. Raises BadData if nothing is left.
     """
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
-    rows = tables.ok(table[layers if backend is None else layers & table["backend"].eq(backend)])
+    rows = tables.timed(table[layers if backend is None else layers & table["backend"].eq(backend)])
     if rows.empty:
         raise BadData(
             f"the table holds no valid time of a layer{f' on {backend}' if backend else ''}; sweep one first"

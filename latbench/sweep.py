@@ -32,6 +32,8 @@ Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 # A rerun measures a point again unless it has a row with one of these: errors may be gone, and so may noise.
 FINISHED = ("ok", "unsupported", "incorrect")
 
+NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
+
 PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
@@ -93,7 +95,9 @@ def run(
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
-                sweep.measure_all([point for point in todo if sweep.statuses[point.id] == "noisy"], last=True)
+                for chance in range(1, NOISY_CHANCES + 1):
+                    noisy = [point for point in todo if sweep.statuses[point.id] == "noisy"]
+                    sweep.measure_all(noisy, last=chance == NOISY_CHANCES)
         except (KeyboardInterrupt, _TimeUsedUp) as end:
             why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
             kept = f"{sweep.done} of {sweep.total} points are in {folder}"

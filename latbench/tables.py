@@ -121,7 +121,8 @@ QUALITY = [
 
 SCHEMA = pa.schema([*IDENTITY, *KEY, *STRUCTURE, *TIME, *PHYSICS, *TELEMETRY, *QUALITY])
 
-STATUSES = ("ok", "noisy", "throttled", "unsupported", "oom", "incorrect", "timeout", "error")
+TIMED = ("ok", "noisy")
+STATUSES = (*TIMED, "throttled", "unsupported", "oom", "incorrect", "timeout", "error")
 
 _ENVIRONMENTS = "env.parquet"
 # The name of a part tells its content, so that damage of any kind shows when it is read.
@@ -248,8 +249,8 @@ def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
     filled |= {"schema_version": SCHEMA_VERSION, "point_id": point_id(row)}
     if row.get("samples_seconds") is not None:
         filled |= summarise(row["samples_seconds"])
-    elif row["status"] == "ok":
-        raise ValueError("a row with status ok needs samples_seconds")
+    elif row["status"] in TIMED:
+        raise ValueError(f"a row with status {row['status']} needs samples_seconds")
     return filled
 
 
@@ -367,10 +368,12 @@ def _conform(path: Path, table: pa.Table) -> pa.Table:
     table = table.select(SCHEMA.names)
     untimed = [
         row for row in table.select(["point_id", "status", "median_seconds"]).to_pylist()
-        if row["status"] == "ok" and not 0 < (row["median_seconds"] or 0) < math.inf
+        if row["status"] in TIMED and not 0 < (row["median_seconds"] or 0) < math.inf
     ]  # fmt: skip
     if untimed:
-        raise BadData(f"{path}: point {untimed[0]['point_id']} has status ok and no positive time")
+        raise BadData(
+            f"{path}: point {untimed[0]['point_id']} has status {untimed[0]['status']} and no positive time"
+        )
     return table
 
 
@@ -382,10 +385,14 @@ def _environment_rows(path: Path) -> list[dict[str, Any]]:
         raise BadData(f"{beside}: not a readable Parquet file") from error
 
 
-def ok(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that hold a valid time: status ok, and of a point measured several times the latest."""
-    valid = frame[frame["status"] == "ok"].sort_values("started_at", kind="stable")
-    return valid.drop_duplicates("point_id", keep="last").sort_index()
+def timed(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold a time, one a point: the latest with status ok, else the latest that is noisy.
+
+    A noisy time is known less well, and its interval says how well; a throttled or incorrect one is no time.
+    """
+    valid = frame[frame["status"].isin(TIMED)]
+    ranked = valid.assign(settled=valid["status"] == "ok").sort_values(["settled", "started_at"], kind="stable")
+    return ranked.drop_duplicates("point_id", keep="last").drop(columns="settled").sort_index()
 
 
 def table_hash(path: Path) -> str:

@@ -282,7 +282,7 @@ def predicted_layers(
 
     `patterns` narrows them. Raises BadData where a layer has no dense time on this backend with so many threads.
     """
-    rows = tables.ok(table)
+    rows = tables.timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
     known: dict[Shape, Layer] = {}
     for name, shape in shapes.items():

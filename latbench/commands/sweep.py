@@ -109,9 +109,9 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
     ours = frame[frame["point_id"].isin(set(summary.statuses))]
-    disturbed = int((tables.ok(ours)["flags"] == "preempted").sum())
+    disturbed = int((tables.timed(ours)["flags"] == "preempted").sum())
     for count, what in (
-        (counts["noisy"], "are too noisy to count: the same command measures them again"),
+        (counts["noisy"], "are noisy, their intervals are wide: the same command measures them again"),
         (disturbed, "were measured while other processes took the cores: their times may be too long"),
     ):
         if count:
@@ -132,7 +132,7 @@ def speedup_table(frame: pd.DataFrame) -> Table | None:
 
     from latbench import tables
 
-    timed = tables.ok(frame)
+    timed = tables.timed(frame)
     layer = [
         "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw",
         "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w", "threads",

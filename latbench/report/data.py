@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench import tables
+
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
@@ -24,7 +26,6 @@ SETTING = [
 Label = Callable[[Mapping[Any, Any]], str]
 
 LAYERS = ("linear", "conv2d")
-TIMED = ("ok", "noisy")  # a throttled or incorrect time is no time
 PLACE = ["setting", "shape"]
 
 
@@ -34,9 +35,8 @@ def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """The table rows that hold a time, of a point measured several times the latest; noisy (bool) is added."""
-    rows = rows[rows["status"].isin(TIMED) & (rows["median_seconds"] > 0)].sort_values("started_at", kind="stable")
-    return rows.drop_duplicates("point_id", keep="last").assign(noisy=lambda found: found["status"] == "noisy")
+    """The table rows that hold a time, one a point; noisy (bool) is added."""
+    return tables.timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
 
 
 def points(table: pd.DataFrame) -> pd.DataFrame:
@@ -200,7 +200,7 @@ def statuses(table: pd.DataFrame) -> pd.DataFrame:
 def failures(table: pd.DataFrame) -> pd.DataFrame:
     """The layer rows with no time to use, by reason, most frequent first: backend, pattern, status, reason, rows."""
     rows = layer_rows(table)
-    rows = rows[~rows["status"].isin(TIMED)]
+    rows = rows[~rows["status"].isin(tables.TIMED)]
     reason = rows["error"].replace("", pd.NA).fillna(rows["flags"]).replace("", pd.NA).fillna("no reason recorded")
     grouped = rows.assign(reason=reason).groupby(["backend", "pattern", "status", "reason"], dropna=False).size()
     tidy = grouped.rename("rows").reset_index()

@@ -103,7 +103,7 @@ def test_whole_models_verifications_and_failures_are_not_learned_from(stored: St
         row | {"op": "model", "model": "net", "status": "ok", "samples_seconds": [1.0]},
         row | {"purpose": "verify", "status": "ok", "samples_seconds": [1.0]},
         row | {"threads": 7, "status": "error", "error": "it broke"},
-        row | {"threads": 8, "status": "noisy", "samples_seconds": [1.0]},
+        row | {"threads": 8, "status": "throttled", "samples_seconds": [1.0]},
     ])  # fmt: skip
     learned, y = cost_models.training_rows(tables.read(folder))
     assert len(learned) == len(X) == len(y)

@@ -146,7 +146,7 @@ def test_the_hash_knows_rows_not_files(tmp_path: Path, row: dict[str, Any]) -> N
     assert tables.table_hash(tmp_path / "one") != tables.table_hash(tmp_path / "many")
 
 
-def test_ok_takes_the_latest_valid_row_of_a_point(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_points_time_is_its_latest_ok_row_or_else_its_latest_noisy_one(tmp_path: Path, row: dict[str, Any]) -> None:
     def at(day: int, **change: Any) -> dict[str, Any]:
         return row | {"started_at": pd.Timestamp(2026, 1, day, tz="UTC")} | change
 
@@ -158,9 +158,10 @@ def test_ok_takes_the_latest_valid_row_of_a_point(tmp_path: Path, row: dict[str,
             at(3, status="noisy", samples_seconds=[3.0]),
             at(4, status="error", samples_seconds=None),
             at(1, m=8, status="timeout", samples_seconds=None),
+            at(1, m=9, status="noisy", samples_seconds=[5.0]),
         ],
     )
-    assert tables.ok(tables.read(tmp_path))["median_seconds"].tolist() == [2.0]
+    assert sorted(tables.timed(tables.read(tmp_path))["median_seconds"]) == [2.0, 5.0]
 
 
 def _refusal(path: Path) -> str:
