@@ -2,10 +2,11 @@
 
 1. The converted model is timed whole at a few profiles, beside the dense engines (kept for the next search).
 2. Every option that may pay is pruned into the layer database (kept, too).
-3. The coefficient search finds the profile of least calibration loss whose predicted seconds fit.
-4. That very profile is timed end to end against dense. If the promise does not hold there, or holds with much to
-   spare, the prediction is corrected by the measurement and the search goes again, a few rounds. Only a profile that
-   was measured to keep the promise is returned: the guarantee is measured, or it is not given.
+3. The profile of least summed error that should fit is timed end to end, and the prediction corrected by that.
+4. The coefficient search finds the profile of least calibration loss whose predicted seconds fit.
+5. That very profile is timed end to end against dense. If the promise does not hold there, or holds with much to
+   spare, the prediction is corrected once more and the search goes again, a few rounds. Only a profile that was
+   measured to keep the promise is returned: the guarantee is measured, or it is not given.
 """
 
 from __future__ import annotations
@@ -178,16 +179,22 @@ def keep_promise(
 ) -> Kept:
     """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
 
-    Raises Infeasible or PromiseMissed if there is none after a few rounds.
+    The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
+    Raises Infeasible or PromiseMissed if none held after a few rounds.
     """
     best: Kept | None = None
     tried: dict[Choice, Measured] = {}
     if not _fits(problem, settings.target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
-    for number in range(ROUNDS):
+    for number in range(1 + ROUNDS):
         try:
-            found = _search_once(problem, judge, settings, number, progress)
+            solution = problem.solve(settings.target)
+            if number == 0:
+                loss = judge(solution.choice)
+                found = Found(solution.choice, loss, "equal", (Evaluation(solution.choice, loss, "equal"),))
+            else:
+                found = _search_once(problem, judge, settings, number, progress)
         except Infeasible:
             if best is None:
                 raise
@@ -197,9 +204,8 @@ def keep_promise(
         measured = tried[found.choice] = measure(found.choice)
         corrected = problem.calibrated(found.choice, measured.seconds, measured.dense, measured.dense_engine)
         if measured.speedup.low >= settings.target and (best is None or found.loss < best.found.loss):
-            # The bound is the old problem's: that of the budget which the search had.
-            best = Kept(corrected, found, problem.solve(settings.target).bound, measured)
-        if settings.target <= measured.speedup.low <= settings.target * (1 + TO_SPARE):
+            best = Kept(corrected, found, solution.bound, measured)  # the bound of the budget that this round had
+        if number > 0 and settings.target <= measured.speedup.low <= settings.target * (1 + TO_SPARE):
             break
         problem = corrected
     if best is None:
@@ -234,7 +240,7 @@ def _search_once(
     def tell(evaluation: Evaluation, best: float) -> None:
         nonlocal done
         done += 1
-        what = "searching" if number == 0 else f"searching, round {number + 1}"
+        what = "searching" if number == 1 else f"searching, round {number}"
         progress(f"{what}: calibration loss {best:.4f}", done, settings.evaluations)
 
     return spdy_search(

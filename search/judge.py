@@ -1,10 +1,15 @@
-"""What a profile costs in loss: the database's weights swapped into one model in place, and the calibration loss."""
+"""What a profile costs in loss: the database's weights swapped into one model in place, and the calibration loss.
+
+Pruning moves the means and variances of activations, and pruned models get their batch norms tuned to that. So norms
+take the statistics of each calibration batch here: about what tuning gives, for nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from search.database import Database
 from search.problem import DENSE, Choice, Layer
@@ -21,6 +26,10 @@ class Judge:
     def __init__(self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database) -> None:
         self._task, self._model, self._layers, self._database = task, model, layers, database
         self._batches = task.calibration()
+        for norm in model.modules():
+            if isinstance(norm, _BatchNorm) and norm.track_running_stats:
+                norm.train()
+                norm.momentum = 0.0  # its own statistics stay as they are
         self._modules = [model.get_submodule(layer.name) for layer in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
         self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)

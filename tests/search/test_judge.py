@@ -59,6 +59,20 @@ def test_losses_are_those_of_a_model_built_anew(
         assert judge(choice) == pytest.approx(expected, rel=1e-6)
 
 
+def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path, rng: np.random.Generator) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
+    batch = 3 + 5 * torch.randn(40, 6)
+    task = Task(
+        "t", "t", "s", (),
+        types.SimpleNamespace(calibration=lambda: [batch], loss=lambda model, batch: model(batch).square().mean()),
+    )  # fmt: skip
+    layer = Layer("0", OPTIONS[:1], *[np.zeros(1)] * 4)
+    running = model[1].running_mean.clone()
+    assert Judge(task, model, [layer], Database(tmp_path, "hash"))((0,)) == pytest.approx(1.0, rel=1e-4)
+    assert torch.equal(model[1].running_mean, running)
+
+
 def test_a_profile_is_computed_once(
     judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
 ) -> None:
