@@ -28,9 +28,6 @@ from search.problem import DENSE, Choice, Interval, Layer, Problem, every_option
 from search.solve import sum_in_order
 from search.task import Task
 
-# Engines slower than the fastest by more than this do not overtake it from one day to the next.
-CONTENDS = 1.3
-
 
 @dataclass(frozen=True)
 class WholeModel:
@@ -48,11 +45,6 @@ class WholeModel:
     def dense_engine(self) -> str:
         """The fastest dense engine: what a speedup is measured against."""
         return min(self.dense, key=lambda name: self.dense[name].value)
-
-    def contenders(self) -> list[str]:
-        """The dense engines that may be the fastest when they are timed again, the fastest first."""
-        ranked = sorted(self.dense, key=lambda name: self.dense[name].value)
-        return [name for name in ranked if self.dense[name].value <= CONTENDS * self.dense[ranked[0]].value]
 
     def problem(self, layers: tuple[Layer, ...]) -> Problem:
         """The problem of these layers: their seconds as in the network, and the seconds around them."""

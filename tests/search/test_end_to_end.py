@@ -101,7 +101,6 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
     whole = whole_model(layers(), profiles, timings, 0.9)
     assert (whole.fixed.value, whole.fixed.low, whole.fixed.high) == pytest.approx((0.6, 0.6, 0.6))
     assert whole.scale == pytest.approx(0.95)
-    assert whole.contenders() == ["onnxruntime", "torch"]
     assert (whole.dense_engine, whole.left_out) == ("onnxruntime", {"torch-mkldnn": "why"})
     applied = whole.problem(layers())
     assert applied.predict((1, 1)).value == pytest.approx(4.4)
