@@ -102,4 +102,3 @@ def prepare(point: Point) -> Rotation:
         time.sleep(0.0005)
 
     return Rotation([run], {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5})
-
