@@ -82,8 +82,8 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
 
     Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails.
     """
-    profile = load_profile(folder / "profile.json")
     inputs = manifest_hash(folder)
+    profile = load_profile(folder / "profile.json")
     if profile.task != task.name:
         raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
     engines = dense_engines(task, profile.threads)

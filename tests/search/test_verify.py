@@ -119,7 +119,7 @@ def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Ta
     other.write_text(TASK.replace('"little"', '"other"'))
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
         verify(tasks.load(str(other)), folder, tmp_path / "verify")
-    with pytest.raises(BadData):
+    with pytest.raises(BadData, match="is no pruned model"):
         verify(little, tmp_path / "absent", tmp_path / "verify")
 
 
