@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
+from scipy.special import bdtr, bdtrik
 
 from latbench import files
 from latbench.errors import BadData
@@ -201,6 +202,9 @@ def summarise(samples: Sequence[float]) -> dict[str, Any]:
     }
 
 
+FEWEST_FOR_INTERVAL = 6  # with five, all fall on one side of the median in 2 * 2^-5 = 6% of cases
+
+
 def median_interval(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
     """The 95% interval of the median from rising samples; (None, None) with fewer than six."""
     rank = _rank(len(ordered))
@@ -213,10 +217,14 @@ def _rank(count: int) -> int | None:
 
     They fail to where at most r samples fall on one side: P(Binomial(count, 1/2) <= r) <= 2.5% on each.
     """
-    tail, rank = 0, -1
-    while (tail := tail + math.comb(count, rank + 1)) * 40 <= 2**count:
+    if count < FEWEST_FOR_INTERVAL:
+        return None
+    rank = int(bdtrik(0.025, count, 0.5))  # where that probability, interpolated over r, is 2.5%; so nearly it
+    while bdtr(rank + 1, count, 0.5) <= 0.025:
         rank += 1
-    return rank if rank >= 0 else None
+    while bdtr(rank, count, 0.5) > 0.025:
+        rank -= 1
+    return rank
 
 
 # Writing ----------------------------------------------------------------------------------------------------------

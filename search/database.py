@@ -1,12 +1,13 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
-    <folder>/database.json                          version, and the hash of the model that the entries come from
+    <folder>/database.json                          version, and hashes of what the entries come from: the model, and
+                                                    the recipe (calibration data and the way of pruning)
     <folder>/<layer>/<pattern>@<sparsity>.safetensors
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
         metadata                  shape "m,k"; error |dy|^2 / |y|^2 of the layer's outputs on the calibration data
 
-Every file is whole or absent. Opening a folder that was built from other weights is refused.
+Every file is whole or absent. Opening a folder that was built from other weights, or another way, is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from latbench.files import write_atomically, write_text_atomically
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,18 @@ class Entry:
 
 
 class Database:
-    """The entries in `folder`, all computed from the model with this `model_hash`.
+    """The entries in `folder`, all computed from the model with this `model_hash` by this `recipe`.
 
-    Raises BadData when the folder holds entries of another model, or of another version of latbench.
+    A reader who takes the entries as they were made leaves `recipe` out. Raises BadData when the folder holds entries
+    of another model or recipe, or of another version of latbench.
     """
 
-    def __init__(self, folder: Path, model_hash: str) -> None:
+    def __init__(self, folder: Path, model_hash: str, recipe: str = "") -> None:
         self.folder = Path(folder)
         self.model_hash = model_hash
+        self.recipe = recipe
         if (path := self.folder / "database.json").exists():
-            _check(path, model_hash)
+            _check(path, model_hash, recipe)
 
     def has(self, layer: str, pattern: str, sparsity: float) -> bool:
         """Whether there is such an entry."""
@@ -86,7 +89,8 @@ class Database:
             )
         index = self.folder / "database.json"
         if not index.exists():
-            write_text_atomically(index, json.dumps({"version": VERSION, "model_hash": self.model_hash}) + "\n")
+            content = {"version": VERSION, "model_hash": self.model_hash, "recipe": self.recipe}
+            write_text_atomically(index, json.dumps(content) + "\n")
         tensors = {
             "values": weight.detach()[mask].contiguous(),
             "mask": torch.from_numpy(np.packbits(mask.numpy())),
@@ -122,19 +126,21 @@ def model_hash(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(path: Path, expected: str) -> None:
+def _check(path: Path, model: str, recipe: str) -> None:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-        version, found = index["version"], index["model_hash"]
+        version = index["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadData(f"{path}: not the index of a layer database") from error
+    advice = "give another --database, or remove the folder to build it anew"
     if version != VERSION:
-        raise BadData(f"{path}: layer database version {version}, this latbench reads {VERSION}")
-    if found != expected:
+        raise BadData(f"{path}: layer database version {version}, this latbench reads {VERSION}; {advice}")
+    if (found := index.get("model_hash")) != model:
         raise BadData(
-            f"{path.parent}: built from a model with other weights ({found}, this one is {expected}); "
-            "give another --database, or remove the folder to build it anew"
+            f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
         )
+    if recipe and index.get("recipe") != recipe:
+        raise BadData(f"{path.parent}: built on other calibration data or by another version of latbench; {advice}")
 
 
 def _error(path: Path, metadata: Mapping[str, str]) -> float:

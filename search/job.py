@@ -32,7 +32,7 @@ from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
 from search.profile import LayerChoice, Profile
-from search.pruning.build import build_database
+from search.pruning.build import build_database, recipe
 from search.solve import Infeasible
 from search.spdy import Evaluation, Found, spdy_search
 from search.task import Task
@@ -73,6 +73,7 @@ class Inputs:
     database: Path
     model_hash: str
     table_hash: str
+    recipe: str
 
     def key(self, settings: Settings) -> dict[str, Any]:
         """What the whole-model times depend on."""
@@ -80,18 +81,19 @@ class Inputs:
             "model_hash": self.model_hash, "table_hash": self.table_hash, "cost_model": sha256(self.cost_model)[:16],
             "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
             "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
-            "patterns": list(settings.patterns) if settings.patterns else None,
+            "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on."""
-        return hashlib.sha256(json.dumps([self.key(settings), asdict(settings)]).encode()).hexdigest()[:16]
+        parts = [self.key(settings), asdict(settings), self.recipe]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def read_inputs(task: Task, table: Path, cost_model: Path, database: Path) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table))
+    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
 
 
 def search(
@@ -112,7 +114,7 @@ def search(
         cost_models.load(inputs.cost_model, inputs.table), tables.read(inputs.table), shapes,
         threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
     )  # fmt: skip
-    database = Database(inputs.database, inputs.model_hash)
+    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
     problem = whole.problem(layers).without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from latbench.errors import BadData
@@ -16,6 +20,17 @@ from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, parse
 
 Options = Mapping[str, Sequence[tuple[str, float]]]
+
+# Goes up when the same model and data would give other entries than before.
+VERSION = 1
+
+
+def recipe(task: Task) -> str:
+    """A hash of what the database's entries depend on beside the model: the calibration data, and how it is used."""
+    digest = hashlib.sha256(str(VERSION).encode())
+    for batch in task.calibration():
+        _digest(batch, digest.update)
+    return digest.hexdigest()[:16]
 
 
 def build_database(
@@ -55,3 +70,21 @@ def build_database(
             computed += 1
             progress(there + computed, total)
     return computed
+
+
+def _digest(value: Any, update: Callable[[bytes], None]) -> None:
+    """Feed a batch to `update`: tensors by their content (a pickle of one holds addresses), containers by theirs."""
+    if torch.is_tensor(value):
+        array = value.detach().cpu().contiguous()
+        update(f"{array.dtype} {tuple(array.shape)}".encode())
+        update(array.view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            _digest(key, update)
+            _digest(value[key], update)
+    elif isinstance(value, list | tuple):
+        update(str(len(value)).encode())
+        for item in value:
+            _digest(item, update)
+    else:
+        update(pickle.dumps(value))

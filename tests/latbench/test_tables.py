@@ -105,6 +105,20 @@ def test_the_interval_covers_the_median_as_often_as_it_says(rng: np.random.Gener
     assert hits / runs > 0.933
 
 
+def test_the_interval_is_the_exact_one_of_the_binomial_distribution() -> None:
+    for count in (6, 7, 50, 51, 400, 3001):
+        low, high = tables.median_interval(np.arange(count, dtype=float))
+        assert low is not None and high == count - 1 - low
+        outside = [sum(math.comb(count, i) for i in range(int(low) + extra)) for extra in (1, 2)]
+        assert outside[0] * 40 <= 2**count < outside[1] * 40
+
+
+def test_a_million_samples_are_no_wait() -> None:
+    # Exact integers took minutes; the normal approximation of the rank is off by one or two here.
+    low, _ = tables.median_interval(np.arange(1_000_000, dtype=float))
+    assert low == pytest.approx(500_000 - 1.959964 / 2 * 1000, abs=3)
+
+
 def test_too_few_samples_have_no_interval() -> None:
     summary = tables.summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert summary["low_seconds"] is None and summary["high_seconds"] is None

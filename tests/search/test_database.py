@@ -40,11 +40,19 @@ def test_a_database_of_another_model_is_refused(tmp_path: Path, rng: np.random.G
     with pytest.raises(BadData, match=r"other weights .abc, this one is xyz.*--database"):
         Database(tmp_path, "xyz")
     (tmp_path / "database.json").write_text('{"version": 99, "model_hash": "abc"}')
-    with pytest.raises(BadData, match="version 99, this latbench reads 1"):
+    with pytest.raises(BadData, match="version 99, this latbench reads 2"):
         Database(tmp_path, "abc")
     (tmp_path / "database.json").write_text("[]")
     with pytest.raises(BadData, match="not the index"):
         Database(tmp_path, "abc")
+
+
+def test_a_database_built_another_way_is_refused_where_that_matters(tmp_path: Path, rng: np.random.Generator) -> None:
+    Database(tmp_path, "abc", "these images").put("fc1", "unstructured", 0.5, *entry(rng, 3, 5), 0.0)
+    assert Database(tmp_path, "abc", "these images").has("fc1", "unstructured", 0.5)
+    assert Database(tmp_path, "abc").has("fc1", "unstructured", 0.5)
+    with pytest.raises(BadData, match=r"other calibration data.*--database"):
+        Database(tmp_path, "abc", "those images")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 90, -1])

@@ -1,6 +1,7 @@
 """One layer at a time: H, saliency masks, and least squares, against NumPy done the long way."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from latbench.errors import BadData
 from search.database import Database, model_hash
 from search.pruning.adaprune import AdaPrune
 from search.pruning.apply import stitch
-from search.pruning.build import build_database
+from search.pruning.build import build_database, recipe
 from search.pruning.hessian import input_hessians
 from search.pruning.magnitude import magnitude
 from search.task import Task, load
@@ -205,6 +206,17 @@ def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp
     assert database.error("conv", "vector:4", 0.75) == pytest.approx(
         float((changed - y).square().sum() / y.square().sum()), rel=1e-4
     )
+
+
+def test_a_recipe_is_of_the_calibration_data(rng: np.random.Generator) -> None:
+    def of(*batches: object) -> str:
+        return recipe(Task("", "", "", (), SimpleNamespace(calibration=lambda: list(batches))))
+
+    x = torch.from_numpy(rng.standard_normal((3, 4)))
+    batch = {"x": x, "kind": ["a", 1]}
+    assert of(batch) == of({"x": x.clone(), "kind": ["a", 1]})
+    others = [{"x": x + 1, "kind": ["a", 1]}, {"x": x.T, "kind": ["a", 1]}, {"x": x, "kind": ["a", 2]}, x, x.float()]
+    assert len({of(batch), of(batch, batch), *map(of, others)}) == 2 + len(others)
 
 
 def test_weights_that_are_not_finite_are_refused_by_name(task: Task, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_resnet20_has_its_published_accuracy(data: Path) -> None:
     assert x.shape == (16, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-    assert sum(len(labels) for _, labels in task.calibration()) == 512
+    assert sum(len(labels) for _, labels in task.calibration()) == 2048
     images, labels = next(task.train_batches(np.random.default_rng(0)))
     assert images.shape == (128, 3, 32, 32)
     with torch.no_grad():

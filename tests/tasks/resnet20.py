@@ -21,7 +21,7 @@ excluded = ("conv1", "linear")
 
 DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data"))
 TIMED_BATCH = 16
-CALIBRATION_IMAGES = 512
+CALIBRATION_IMAGES = 2048
 BATCH = 128
 
 Batch = tuple[Tensor, Tensor]
@@ -78,7 +78,8 @@ def example() -> tuple[Tensor]:
 
 
 def calibration() -> list[Batch]:
-    images, labels = _training_file(0)
+    files = [_training_file(i) for i in range(-(-CALIBRATION_IMAGES // 1000))]
+    images, labels = (np.concatenate([part for part, _ in files]), torch.cat([part for _, part in files]))
     return [(_normalised(images[i : i + BATCH]), labels[i : i + BATCH]) for i in range(0, CALIBRATION_IMAGES, BATCH)]
 
 
