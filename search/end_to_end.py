@@ -1,9 +1,11 @@
 """Whole models timed against each other: an engine a process, taking turns, so the machine's moods hit all alike.
 
-A round gives every engine one burst of calls, in a shuffled order. A round in which other processes took the cores
-slows the engines unequally (one that spins loses more than one that sleeps), so it is taken again. Rounds are what
-repeats: within one, calls share the state of the machine, so intervals come from resampling rounds (a block
-bootstrap, Kuensch 1989), and a speedup's from resampling the same rounds of both engines.
+A round gives every engine one burst of calls, in a shuffled order. Two kinds of rounds are taken again: those in
+which other processes took the cores, and those in which the engines together were much slower than in their fastest rounds
+(a neighbour on a shared machine slows all by a third for some seconds). Such rounds slow the engines unequally, and
+no engine is judged by its own time alone. Rounds are what repeats: within one, calls share the state of the machine,
+so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a speedup's from resampling the same
+rounds of both engines.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ Progress = Callable[[str, int | None, int | None], None]
 Blocks = Sequence[Sequence[float]]
 """Samples in seconds a call, round by round."""
 
+Round = Mapping[str, Burst]
+"""A burst of each engine, the same engines in each round."""
+
 ROUNDS = 15
 ROUND_SECONDS = 0.12
-MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use
+MOST_TRIES = 6  # times the rounds asked for, on a machine that other processes use
+SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
 FEWEST_QUIET = 5
 PREPARE_SECONDS = 600.0
 SAMPLE_SECONDS = 300.0
@@ -99,22 +105,41 @@ def time_engines(
                 if name in required:
                     raise LatbenchError(f"{name} cannot run this model: {error}") from error
                 left_out[name] = " ".join(str(error).split())
-        taken: list[dict[str, Burst]] = []
-        quiet: list[dict[str, Burst]] = []
+        taken: list[Round] = []
+        quiet: list[Round] = []
         while len(quiet) < rounds and len(taken) < MOST_TRIES * rounds:
             progress("timing whole models in turns", len(quiet), rounds)
             names = list(prepared)
             order.shuffle(names)
-            bursts = {
+            drawn = {
                 name: workers[engines[name].worker].burst(prepared[name], round_seconds, timeout=SAMPLE_SECONDS)
                 for name in names
             }
+            bursts = {name: drawn[name] for name in prepared}
             taken.append(bursts)
-            if not any(burst.preempted for burst in bursts.values()):
-                quiet.append(bursts)
+            quiet = quiet_rounds(taken)
         counted = quiet if len(quiet) >= FEWEST_QUIET else taken
         blocks = {name: [bursts[name].samples for bursts in counted] for name in prepared}
     return Timings(blocks, left_out)
+
+
+def quiet_rounds(taken: Sequence[Round]) -> list[Round]:
+    """The rounds in which nothing else ran, as far as the samples tell: not preempted, and not slow all together."""
+    if not taken:
+        return []
+    medians = np.array([[np.median(burst.samples) for burst in bursts.values()] for bursts in taken])
+    slowness = np.log(medians / medians.min(axis=0)).mean(axis=1)
+    return [
+        bursts
+        for bursts, slow in zip(taken, slowness, strict=True)
+        if slow <= SLOW and not any(burst.preempted for burst in bursts.values())
+    ]
+
+
+def pooled(sessions: Sequence[Timings], engines: Sequence[str]) -> Timings:
+    """The rounds of all sessions in which all of `engines` were timed, as if they were one session's."""
+    together = [session.blocks for session in sessions if set(engines) <= set(session.blocks)]
+    return Timings({name: [block for blocks in together for block in blocks[name]] for name in engines}, {})
 
 
 def _median(blocks: Blocks) -> float:

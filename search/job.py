@@ -4,15 +4,17 @@
 2. Every option that may pay is pruned into the layer database (kept, too).
 3. The profile of least summed error that should fit is timed end to end, and the prediction corrected by that.
 4. The coefficient search finds the profile of least calibration loss whose predicted seconds fit.
-5. That very profile is timed end to end against dense. If the promise does not hold there, or holds with much to
-   spare, the prediction is corrected once more and the search goes again, a few rounds. Only a profile that was
-   measured to keep the promise is returned: the guarantee is measured, or it is not given.
+5. That very profile is timed end to end against dense, beside those before it, which are thus timed again. If the
+   promise does not hold there, or holds with much to spare, the prediction is corrected once more and the search
+   goes again, a few rounds. Only a profile that was measured to keep the promise is returned: the guarantee is
+   measured, or it is not given.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +29,7 @@ from latbench.files import sha256
 from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
-from search.end_to_end import Engine, Progress, time_engines
+from search.end_to_end import Engine, Progress, Timings, pooled, time_engines
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
@@ -50,13 +52,18 @@ FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbou
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose; `risk` is the coverage of the intervals whose unfavourable ends keep the promise."""
+    """What a user may choose.
+
+    `batches` is how many of the calibration batches judge a profile (None: all); `risk` is the coverage of the
+    intervals whose unfavourable ends keep the promise.
+    """
 
     target: float
     threads: int
     patterns: tuple[str, ...] | None = None
     seed: int = 0
     evaluations: int = 200
+    batches: int | None = None
     risk: float = 0.9
     strategy: str = "spdy"
     backend: str = "numba"
@@ -127,10 +134,12 @@ def search(
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
     problem = problem.with_errors(_errors(problem, database))
-    judge = Judge(task, inputs.model, problem.layers, database)
+    judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
+    sessions: list[Timings] = []
 
-    def measure(choice: Choice) -> Measured:
-        return measure_profile(inputs, settings, problem.layers, choice, progress)
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        sessions.append(time_profiles(inputs, settings, problem.layers, choices, progress))
+        return [measured(sessions, choice, settings.risk) for choice in choices]
 
     kept = keep_promise(problem, judge, measure, settings, progress)
     return _profile(inputs, settings, shapes, whole, kept)
@@ -164,6 +173,14 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A profile that a search found, and the least error that its budget allowed."""
+
+    found: Found
+    bound: float
+
+
+@dataclass(frozen=True)
 class Kept:
     """A profile that was measured to keep the promise, and the problem that predicts just that for it."""
 
@@ -176,17 +193,18 @@ class Kept:
 def keep_promise(
     problem: Problem,
     judge: Callable[[Choice], float],
-    measure: Callable[[Choice], Measured],
+    measure: Callable[[Sequence[Choice]], list[Measured]],
     settings: Settings,
     progress: Progress,
 ) -> Kept:
     """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
+    `measure` times profiles side by side and answers with all that it knows of each by then.
     Raises Infeasible or PromiseMissed if none held after a few rounds.
     """
-    best: Kept | None = None
-    tried: dict[Choice, Measured] = {}
+    tried: dict[Choice, Tried] = {}
+    times: dict[Choice, Measured] = {}
     if not _fits(problem, settings.target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
@@ -199,26 +217,31 @@ def keep_promise(
             else:
                 found = _search_once(problem, judge, settings, number, progress)
         except Infeasible:
-            if best is None:
+            if not any(one.speedup.low >= settings.target for one in times.values()):
                 raise
             break
         if found.choice in tried:
             break
-        measured = tried[found.choice] = measure(found.choice)
-        corrected = problem.calibrated(found.choice, measured.seconds, measured.dense, measured.dense_engine)
-        if measured.speedup.low >= settings.target and (best is None or found.loss < best.found.loss):
-            best = Kept(corrected, found, solution.bound, measured)  # the bound of the budget that this round had
-        if number > 0 and settings.target <= measured.speedup.low <= settings.target * (1 + TO_SPARE):
+        tried[found.choice] = Tried(found, solution.bound)  # the bound of the budget that this round had
+        times = dict(zip(tried, measure(list(tried)), strict=True))
+        latest = times[found.choice]
+        if number > 0 and settings.target <= latest.speedup.low <= settings.target * (1 + TO_SPARE):
             break
-        problem = corrected
-    if best is None:
-        fastest = max(tried.values(), key=lambda one: one.speedup.low).speedup
+        problem = _corrected(problem, found.choice, latest)
+    held = [choice for choice, one in times.items() if one.speedup.low >= settings.target]
+    if not held:
+        fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
         raise PromiseMissed(
             f"{settings.target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
             f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
             "search again with --remeasure when the machine is quiet"
         )
-    return best
+    best = min(held, key=lambda choice: tried[choice].found.loss)
+    return Kept(_corrected(problem, best, times[best]), tried[best].found, tried[best].bound, times[best])
+
+
+def _corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
+    return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
 
 
 def _fits(problem: Problem, target: float) -> bool:
@@ -252,22 +275,31 @@ def _search_once(
     )  # fmt: skip
 
 
-def measure_profile(
-    inputs: Inputs, settings: Settings, layers: Sequence[Layer], choice: Choice, progress: Progress
-) -> Measured:
+def time_profiles(
+    inputs: Inputs, settings: Settings, layers: Sequence[Layer], choices: Sequence[Choice], progress: Progress
+) -> Timings:
     """Time the converted model with these options of the database against the dense engines, as `verify` will."""
-    task, name = inputs.task, "the profile"
+    task = inputs.task
     engines = overhead.dense_engines(task, settings.threads)
-    chosen = overhead.by_name(layers, choice)
-    arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
-    engines[name] = Engine("converted", "search.engines:database_converted", arguments)
+    for choice in choices:
+        chosen = overhead.by_name(layers, choice)
+        arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
+        engines[str(choice)] = Engine("converted", "search.engines:database_converted", arguments)
     progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
-        timings = time_engines(engines, threads=settings.threads, required=["torch", name], progress=progress)
-    dense = timings.fastest(list(DENSE_ENGINES))
-    speedup = timings.speedup(name, dense, settings.risk)
-    wider = Interval(speedup.value, speedup.low * (1 - BETWEEN_RUNS), speedup.high * (1 + BETWEEN_RUNS))
-    return Measured(wider, timings.seconds(dense, settings.risk), dense)
+        required = ["torch", *map(str, choices)]
+        return time_engines(engines, threads=settings.threads, required=required, progress=progress)
+
+
+def measured(sessions: Sequence[Timings], choice: Choice, coverage: float) -> Measured:
+    """What all the sessions that timed this profile say of it."""
+    own = [session for session in sessions if str(choice) in session.blocks]
+    dense = own[-1].fastest(list(DENSE_ENGINES))
+    together = pooled(own, [dense, str(choice)])
+    speedup = together.speedup(str(choice), dense, coverage)
+    unseen = BETWEEN_RUNS / math.sqrt(len(own))
+    wider = Interval(speedup.value, speedup.low * (1 - unseen), speedup.high * (1 + unseen))
+    return Measured(wider, together.seconds(dense, coverage), dense)
 
 
 def _whole_model(

@@ -20,12 +20,16 @@ from sparse_kernels.nn import set_weight_matrix, weight_matrix
 class Judge:
     """Called with a choice, answers the mean loss over the task's calibration batches; remembers what it answered.
 
-    `model` is changed in place: only the layers that differ from the profile before are swapped.
+    Only the first `batches` of them where that is given: a search asks hundreds of times. `model` is changed in
+    place: only the layers that differ from the profile before are swapped.
     """
 
-    def __init__(self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database) -> None:
+    def __init__(
+        self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database,
+        batches: int | None = None,
+    ) -> None:  # fmt: skip
         self._task, self._model, self._layers, self._database = task, model, layers, database
-        self._batches = task.calibration()
+        self._batches = task.calibration()[:batches]
         for norm in model.modules():
             if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                 norm.train()

@@ -25,6 +25,9 @@ def search(
     evaluations: Annotated[
         int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
     ] = 200,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="How many calibration batches judge each of them; by default all.")
+    ] = None,
     strategy: Annotated[
         str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
     ] = "spdy",
@@ -47,7 +50,7 @@ def search(
     if strategy not in job.STRATEGIES:
         raise UsageError(f"unknown strategy {strategy!r}: known are {', '.join(job.STRATEGIES)}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
-    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, risk, strategy)
+    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy)
     with live() as tell:
         tell("reading the task", None, None)
         inputs = job.read_inputs(tasks.load(task), table, model, database)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData, LatbenchError
-from search.end_to_end import Engine, Timings, time_engines
+from latbench.measure import Burst
+from search.end_to_end import Engine, Timings, quiet_rounds, time_engines
 from search.overhead import WholeModel, fit_line, load, probe_profiles, save, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 
@@ -47,6 +48,22 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     assert told[-1] == ("timing whole models in turns", 2, 3)
     with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
         time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
+
+
+def test_rounds_that_something_else_slowed_do_not_count() -> None:
+    def taken(a: float, b: float, preempted: bool = False) -> dict[str, Burst]:
+        return {"a": Burst([a] * 5), "b": Burst([b] * 5, preempted)}
+
+    quiet = [
+        taken(4.0, 2.0),
+        taken(4.1, 2.05),
+        taken(3.9, 2.1),
+        taken(4.0, 2.3),
+    ]  # b alone slow: that is its own time
+    disturbed = [taken(5.0, 2.7), taken(4.0, 2.0, preempted=True)]
+    assert quiet_rounds([disturbed[0], *quiet, disturbed[1]]) == quiet
+    assert quiet_rounds([taken(8.0, 5.0)] * 3) == [taken(8.0, 5.0)] * 3  # nothing is known to be faster
+    assert quiet_rounds([]) == []
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

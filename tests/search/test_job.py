@@ -1,7 +1,8 @@
 """The promise is measured: searched, timed, corrected, searched again. Machines here are formulas."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
-from search.job import Measured, Settings, keep_promise, prunable_layers
+from search.end_to_end import Timings
+from search.job import Measured, Settings, keep_promise, measured, prunable_layers
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
 from search.solve import Infeasible
 from search.task import Task
@@ -37,12 +39,18 @@ def loss(choice: Choice) -> float:
     return sum((1 + i) * SPARSITIES[j] ** 2 for i, j in enumerate(choice))
 
 
-def machine(slowness: float, noise: float = 0.01) -> tuple[Callable[[Choice], Measured], list[Choice]]:
+Measure = Callable[[Sequence[Choice]], list[Measured]]
+
+
+def machine(slowness: float, noise: float = 0.01) -> tuple[Measure, list[Choice]]:
     """A machine on which the layers take `slowness` times what is predicted; and what it was asked to time."""
     asked: list[Choice] = []
 
-    def measure(choice: Choice) -> Measured:
-        asked.append(choice)
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        asked.extend(choice for choice in choices if choice not in asked)
+        return [measure_one(choice) for choice in choices]
+
+    def measure_one(choice: Choice) -> Measured:
         seconds = FIXED + slowness * sum(float(problem().layers[0].seconds[j]) for j in choice)
         value = DENSE_SECONDS / seconds
         dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
@@ -76,16 +84,40 @@ def test_speed_to_spare_is_turned_into_accuracy() -> None:
     measure, asked = machine(0.7)
     kept = keep_promise(problem(), loss, measure, settings(2.0), quiet)
     assert loss(kept.found.choice) < loss(asked[0])
-    assert kept.measured.speedup.low < measure(asked[0]).speedup.low
+    assert kept.measured.speedup.low < measure(asked[:1])[0].speedup.low
 
 
 def test_a_machine_that_is_too_slow_is_said_with_what_it_reached() -> None:
     # No correction helps: whatever is timed is slow.
     dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
+    slow = Measured(Interval(1.2, 1.1, 1.3), dense, "torch")
     with pytest.raises((PromiseMissed, Infeasible), match=r"2x is infeasible: the best is 1\.\d+x|best reached"):
-        keep_promise(
-            problem(), loss, lambda choice: Measured(Interval(1.2, 1.1, 1.3), dense, "torch"), settings(2.0), quiet
-        )
+        keep_promise(problem(), loss, lambda choices: [slow] * len(choices), settings(2.0), quiet)
+
+
+def test_a_profile_that_one_bad_session_failed_may_hold_when_it_is_timed_again() -> None:
+    steady, asked = machine(1.0)
+    sessions: list[int] = []
+
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        sessions.append(len(choices))
+        found = steady(choices)
+        return [replace(one, speedup=Interval(1.5, 1.4, 1.6)) for one in found] if len(sessions) == 1 else found
+
+    kept = keep_promise(problem(), loss, measure, settings(2.0), quiet)
+    assert sessions[:2] == [1, 2]
+    assert kept.found.loss == min(loss(choice) for choice in asked if steady([choice])[0].speedup.low >= 2.0)
+
+
+def test_sessions_are_pooled_and_more_of_them_promise_more() -> None:
+    def session(dense: float, pruned: float) -> Timings:
+        return Timings({"torch": [[dense] * 5] * 4, "(0, 1)": [[pruned] * 5] * 4}, {})
+
+    one = measured([session(4.0, 2.0)], (0, 1), 0.9)
+    two = measured([session(4.0, 2.0), Timings({"torch": [[9.0]]}, {}), session(4.0, 2.0)], (0, 1), 0.9)
+    assert (one.speedup.value, two.speedup.value) == (2.0, 2.0)
+    assert one.speedup.low < two.speedup.low < 2.0 < two.speedup.high < one.speedup.high
+    assert two.dense == Interval(4.0, 4.0, 4.0)
 
 
 def test_infeasible_before_anything_is_measured() -> None:

@@ -73,6 +73,20 @@ def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path, rn
     assert torch.equal(model[1].running_mean, running)
 
 
+def test_only_the_first_batches_judge_where_that_is_asked_for(tmp_path: Path) -> None:
+    task = Task(
+        "t", "t", "s", (),
+        types.SimpleNamespace(
+            calibration=lambda: [torch.full((2, 1), x) for x in (1.0, 2.0, 6.0)],
+            loss=lambda model, batch: batch.mean(),
+        ),
+    )  # fmt: skip
+    model, database = nn.Sequential(nn.Linear(1, 1)), Database(tmp_path, "hash")
+    layer = Layer("0", OPTIONS[:1], *[np.zeros(1)] * 4)
+    assert Judge(task, model, [layer], database)((0,)) == 3.0
+    assert Judge(task, model, [layer], database, batches=2)((0,)) == 1.5
+
+
 def test_a_profile_is_computed_once(
     judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
 ) -> None:

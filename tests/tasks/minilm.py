@@ -26,7 +26,7 @@ score_name = "mean cosine to the dense embedding"
 
 DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data")) / "multi30k"
 SENTENCES, TOKENS = 32, 16
-CALIBRATION_BATCHES = 4
+CALIBRATION_BATCHES = 16
 SCORED_SENTENCES = 512
 
 Batch = tuple[Tensor, Tensor]
@@ -125,7 +125,7 @@ def example() -> tuple[Tensor]:
 
 
 def calibration() -> list[Batch]:
-    """128 sentences of the training file."""
+    """512 sentences of the training file."""
     return [_with_embeddings(part) for part in _batches(_sentences("train")[: CALIBRATION_BATCHES * SENTENCES])]
 
 
