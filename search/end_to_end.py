@@ -1,11 +1,11 @@
 """Whole models timed against each other: an engine a process, taking turns, so the machine's moods hit all alike.
 
 A round gives every engine one burst of calls, in a shuffled order. Two kinds of rounds are taken again: those in
-which other processes took the cores, and those in which the engines together were much slower than in their fastest rounds
-(a neighbour on a shared machine slows all by a third for some seconds). Such rounds slow the engines unequally, and
-no engine is judged by its own time alone. Rounds are what repeats: within one, calls share the state of the machine,
-so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a speedup's from resampling the same
-rounds of both engines.
+which other processes took the cores, and those in which the engines together were much slower than in their fastest
+rounds (a neighbour on a shared machine slows all by a third for some seconds). Such rounds slow the engines
+unequally, and no engine is judged by its own time alone. Rounds are what repeats: within one, calls share the state
+of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a speedup's from
+resampling the same rounds of both engines.
 """
 
 from __future__ import annotations
