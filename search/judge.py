@@ -34,6 +34,7 @@ class Judge:
             if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                 norm.train()
                 norm.momentum = 0.0  # its own statistics stay as they are
+        model.to(memory_format=torch.channels_last)  # convolutions of many images: 1.5 times as fast in torch
         self._modules = [model.get_submodule(layer.name) for layer in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
         self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)
