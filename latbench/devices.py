@@ -27,9 +27,16 @@ _MACHINE = Path("/etc/machine-id")
 
 # What the user types after --gpu, and how the driver's name contains it.
 GPU_NAMES = {
-    "a100": "A100", "h100": "H100", "h200": "H200", "t4": "T4", "v100": "V100", "l4": "L4", "l40s": "L40S",
-    "rtx3090": "RTX 3090", "rtx4090": "RTX 4090", "rtx5090": "RTX 5090",
+    "a100": "A100", "h100": "H100", "h200": "H200", "t4": "T4", "v100": "V100", "l4": "L4", "l40": "L40",
+    "l40s": "L40S", "a10": "A10", "a30": "A30", "a40": "A40", "b200": "B200", "gh200": "GH200",
+    **{f"rtx{number}".lower().replace(" ", ""): f"RTX {number}" for number in (
+        "2070", "2080", "2080 Ti", "3060", "3070", "3080", "3080 Ti", "3090", "3090 Ti", "4060", "4070", "4080",
+        "4090", "5070", "5080", "5090", "A5000", "A6000",
+    )},
 }  # fmt: skip
+
+# A name that goes on like this is another chip's: an RTX 4080 SUPER is no RTX 4080, a slice of an A100 no A100.
+_OTHER_CHIPS = {"ti", "super", "laptop", "mobile", "mig"}
 
 # The instruction-set flags that decide which kernels run, widest registers first, with their width in bits.
 _VECTOR_BITS = {"avx512f": 512, "sve": 128, "avx2": 256, "avx": 256, "asimd": 128, "sse2": 128}
@@ -50,8 +57,9 @@ class Gpu:
 
     @property
     def device(self) -> str:
-        """The device's name in tables."""
-        return slug(self.name)
+        """The device's name in tables; older drivers leave the maker out ("Tesla T4" is nvidia-tesla-t4)."""
+        words = slug(self.name)
+        return words if words.startswith("nvidia") else f"nvidia-{words}"
 
 
 def slug(text: str) -> str:
@@ -108,13 +116,31 @@ def gpus() -> tuple[list[Gpu], str]:
     except pynvml.NVMLError:
         return [], "no NVIDIA driver"
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        handles = [handle for device in devices for handle in _instances(pynvml, device)]
         found = [Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
     except pynvml.NVMLError as error:
         return [], f"the NVIDIA driver answers: {error}"
     finally:
         pynvml.nvmlShutdown()
     return found, "" if found else "no NVIDIA GPU"
+
+
+def _instances(nvml: Any, handle: Any) -> list[Any]:
+    """The slices of a GPU that is divided (MIG), because CUDA sees only those; else the GPU itself."""
+    try:
+        divided = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
+    except nvml.NVMLError:  # older devices cannot be divided
+        divided = False
+    if not divided:
+        return [handle]
+    slices = []
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            slices.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+        except nvml.NVMLError:  # fewer than the most there may be
+            break
+    return slices
 
 
 def demand_gpu(wanted: str) -> Gpu:
@@ -132,7 +158,7 @@ def demand_gpu(wanted: str) -> Gpu:
     if found:
         names = ", ".join(f'"{gpu.name}" ({gpu.uuid[:8]}...)' for gpu in found)
         raise EnvironmentUnusable(
-            f"--gpu {wanted} requested, found {names}; a table is of one device: name that one, or use --cpu"
+            f"--gpu {wanted} requested, found {names}; a table is of one device: {_instead(found[0])}"
         )
     raise EnvironmentUnusable(
         f"--gpu {wanted} requested, but {reason}; run it on a machine with that GPU, or measure this one with --cpu"
@@ -143,7 +169,13 @@ def gpu_matches(gpu: Gpu, wanted: str) -> bool:
     """Whether `gpu` is what the user calls `wanted`, a key of GPU_NAMES: whole words, so that an L40S is no L4."""
     words = slug(GPU_NAMES[wanted]).split("-")
     have = gpu.device.split("-")
-    return any(have[i : i + len(words)] == words for i in range(len(have)))
+    starts = [i for i in range(len(have)) if have[i : i + len(words)] == words]
+    return any(_OTHER_CHIPS.isdisjoint(have[i + len(words) :]) for i in starts)
+
+
+def _instead(gpu: Gpu) -> str:
+    short = next((name for name in GPU_NAMES if gpu_matches(gpu, name)), None)
+    return "measure the CPU with --cpu" if short is None else f"use --gpu {short}, or --cpu"
 
 
 # The environment: what may change times although the device is the same ---------------------------------------------

@@ -11,6 +11,13 @@ from pathlib import Path
 from latbench.errors import EnvironmentUnusable
 
 
+def cache_folder() -> Path:
+    """Where latbench keeps what it can make again: LATBENCH_CACHE, else `latbench` in XDG_CACHE_HOME or ~/.cache."""
+    if given := os.environ.get("LATBENCH_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench"
+
+
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write(temporary)` and rename the result to `path`; on any failure `path` keeps its old content.
 

@@ -15,6 +15,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,10 +43,15 @@ PREEMPTIONS_PER_SECOND = 60
 
 @dataclass(frozen=True)
 class Burst:
-    """Samples taken one after the other, in seconds a call; `preempted` if other processes took the cores then."""
+    """Samples taken one after the other, in seconds a call.
+
+    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat. `states`: what the device
+    reported meanwhile, if it reports anything.
+    """
 
     samples: list[float]
     preempted: bool = False
+    states: tuple[Any, ...] = ()
 
 
 Sampler = Callable[[float], Burst]
@@ -82,6 +88,11 @@ class Timing:
         return [sample for burst in self.counted for sample in burst.samples]
 
     @property
+    def states(self) -> list[Any]:
+        """What the device reported during the bursts that count."""
+        return [state for burst in self.counted for state in burst.states]
+
+    @property
     def converged(self) -> bool:
         """Whether the median is known to the error that was asked for."""
         return self.stop_reason == "relative_error"
@@ -102,6 +113,34 @@ class Timing:
             for half in (bursts[: len(bursts) // 2], bursts[len(bursts) // 2 :])
         )
         return float(late / early)
+
+
+class Timer(Protocol):
+    """Something that is ready to be timed and knows how; `inner_loops` calls make one sample."""
+
+    @property
+    def inner_loops(self) -> int:
+        """How many calls each sample is the mean of."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Columns of the point's row."""
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`, at least one."""
+
+
+class WallClock:
+    """Times a callable by this process's clock; its `facts`, if it has any, are columns of the point's row."""
+
+    def __init__(self, run: Run) -> None:
+        self.inner_loops = calibrate(run)
+        self.facts: dict[str, Any] = getattr(run, "facts", {})
+        self._run = run
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`, at least one."""
+        return burst(self._run, seconds, self.inner_loops)
 
 
 def process_usage() -> tuple[int, float]:

@@ -52,11 +52,13 @@ class Point:
     context: str = "isolated"
     cache_mode: str = "rotated"
     launch_mode: str = "call"
+    dtype: str = "float32"  # of weights, activations and results
+    layout: str = ""  # how the activations lie; by default as models on a CPU have them
 
-    @property
-    def layout(self) -> str:
-        """How the activations lie."""
-        return "nchw" if isinstance(self.shape, Conv2dShape) else "token_major"
+    def __post_init__(self) -> None:
+        if not self.layout:
+            usual = "nchw" if isinstance(self.shape, Conv2dShape) else "token_major"
+            object.__setattr__(self, "layout", usual)
 
     def key(self) -> dict[str, Any]:
         """The key columns of this point's row."""
@@ -69,9 +71,9 @@ class Point:
             "pattern": str(self.pattern),
             "sparsity_target": self.sparsity,
             "pattern_seed": self.seed,
-            "dtype_w": "float32",
-            "dtype_a": "float32",
-            "dtype_out": "float32",
+            "dtype_w": self.dtype,
+            "dtype_a": self.dtype,
+            "dtype_out": self.dtype,
             "layout": self.layout,
             "epilogue": self.epilogue,
             "kernel_requested": self.kernel,

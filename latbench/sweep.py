@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
@@ -39,7 +39,111 @@ PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a poi
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 SAMPLE_SECONDS = 120.0  # for a burst of SETTINGS.round_seconds
 
-_FAILURES = {"Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom"}
+_FAILURES = {
+    "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
+}  # fmt: skip
+
+
+class Machine(Protocol):
+    """What a sweep measures on; `Cpu` here, a GPU in `latbench.gpu_machine`."""
+
+    @property
+    def device(self) -> str:
+        """Its name in tables."""
+
+    @property
+    def task(self) -> str:
+        """The "module:function" that a worker is asked to make a point ready with."""
+
+    @property
+    def prepare_seconds(self) -> float:
+        """How long that may take before it counts as a hang."""
+
+    @property
+    def timer(self) -> str:
+        """What a point that gives no timer of its own is timed by."""
+
+    @property
+    def disturbed_status(self) -> str:
+        """The status of a point that was disturbed whenever it was sampled: noisy or throttled."""
+
+    def environment(self) -> dict[str, Any]:
+        """The row of env.parquet."""
+
+    def version(self, backend: str) -> str | None:
+        """What stands in the column backend_version."""
+
+    def process(self, backend: str) -> str:
+        """The name of the process that runs a backend; several may share one."""
+
+    def worker(self, process: str) -> Worker:
+        """A process of that name, not yet started."""
+
+    def watch(self) -> Callable[[], dict[str, Any]]:
+        """Begins to watch the whole machine; call the result for the telemetry columns of the time since."""
+
+    def columns(self, states: Sequence[Any]) -> dict[str, Any]:
+        """The telemetry columns of one row, from what its bursts reported."""
+
+    def available_bytes(self) -> float:
+        """The memory that points of one block may take together."""
+
+    def needed_bytes(self, point: Point) -> float:
+        """About what one of them takes."""
+
+
+class Cpu:
+    """This machine's CPU, with `threads` threads for each engine."""
+
+    timer = "perf_counter"
+    disturbed_status = "noisy"
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.device = devices.cpu_device()
+
+    @property
+    def task(self) -> str:
+        """See Machine."""
+        return PREPARE
+
+    @property
+    def prepare_seconds(self) -> float:
+        """See Machine."""
+        return PREPARE_SECONDS
+
+    def environment(self) -> dict[str, Any]:
+        """See Machine."""
+        return devices.environment(self.threads)
+
+    def version(self, backend: str) -> str | None:
+        """See Machine."""
+        return backends.version(backend)
+
+    def process(self, backend: str) -> str:
+        """One a backend: spinning threads of one would slow the next."""
+        return backend
+
+    def worker(self, process: str) -> Worker:
+        """See Machine."""
+        return Worker(threads=self.threads, name=process)
+
+    def watch(self) -> Callable[[], dict[str, Any]]:
+        """See Machine."""
+        before = devices.cpu_times()
+        return lambda: devices.telemetry(before)
+
+    def columns(self, states: Sequence[Any]) -> dict[str, Any]:
+        """Nothing: a CPU is only watched as a whole."""
+        return {}
+
+    def available_bytes(self) -> float:
+        """See Machine."""
+        return psutil.virtual_memory().available / 4
+
+    def needed_bytes(self, point: Point) -> float:
+        """See Machine."""
+        return _needed_bytes(point)
 
 
 @dataclass(frozen=True)
@@ -72,26 +176,31 @@ def run(
     folder: Path,
     choose: Choose,
     *,
-    threads: int,
+    threads: int = 0,
+    machine: Machine | None = None,
     seed: int = 0,
     settings: Settings = Settings(),
     time_budget: float | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
+    saved: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Measure what `choose` names and write it to the table in `folder`.
+    """Measure what `choose` names and write it to the table in `folder`; `saved` is called after every block.
+
+    On this machine's CPU with `threads` threads, unless another `machine` is given.
 
     Raises Incomplete, with everything finished written, when interrupted or when `time_budget` seconds are over
     before the points are; UsageError if the table is of another device, BadData if it cannot be read;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
-    device = devices.cpu_device()
+    machine = machine or Cpu(threads or devices.cores())
+    device = machine.device
 
     def waiting() -> None:
         report(Progress(0, 0, f"waiting: another latbench process measures on {device}"))
 
-    with device_lock(device, waiting=waiting), _Engines(threads) as engines:
+    with device_lock(device, waiting=waiting), _Engines(machine) as engines:
         _remove_leftovers(folder)
-        sweep = _Sweep(folder, device, engines, seed, settings, report, time_budget)
+        sweep = _Sweep(folder, machine, engines, seed, settings, report, saved, time_budget)
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
@@ -115,19 +224,20 @@ class _Sweep:
     def __init__(
         self,
         folder: Path,
-        device: str,
+        machine: Machine,
         engines: _Engines,
         seed: int,
         settings: Settings,
         report: Callable[[Progress], None],
+        saved: Callable[[], None],
         time_budget: float | None,
     ) -> None:
-        self.folder, self.device, self.seed, self.settings = folder, device, seed, settings
-        self.engines, self.report = engines, report
+        self.folder, self.machine, self.seed, self.settings = folder, machine, seed, settings
+        self.engines, self.report, self.saved = engines, report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
-        self.environment = devices.environment(engines.threads)
+        self.environment = machine.environment()
         self.end = None if time_budget is None else monotonic() + time_budget
         self.total = 0
         self.block = 0
@@ -143,11 +253,11 @@ class _Sweep:
         if not any(self.folder.glob("part-*.parquet")):
             return None
         table = tables.read(self.folder)
-        others = set(table["device"]) - {self.device}
+        others = set(table["device"]) - {self.machine.device}
         if others:
             raise UsageError(
-                f"{self.folder} is a table of {', '.join(sorted(others))}, and this machine is {self.device}: "
-                "give another folder with -o"
+                f"{self.folder} is a table of {', '.join(sorted(others))}, and this machine is "
+                f"{self.machine.device}: give another folder with -o"
             )
         return table
 
@@ -169,7 +279,7 @@ class _Sweep:
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed):
-            for chunk in _fitting(block, psutil.virtual_memory().available / 4):
+            for chunk in _fitting(block, self.machine.available_bytes(), self.machine.needed_bytes):
                 self._check_time()
                 self._measure_block(chunk)
 
@@ -179,16 +289,17 @@ class _Sweep:
 
     def _measure_block(self, points: list[Point]) -> None:
         rows: list[dict[str, Any]] = []
-        started, before = datetime.now(UTC), devices.cpu_times()
+        started, watched = datetime.now(UTC), self.machine.watch()
         try:
             for point, outcome in self._outcomes(points):
                 rows.append(self._row(point, outcome, len(rows), started))
         finally:
             # Also on the way out of an interruption: what is finished is written.
             if rows:
-                state = devices.telemetry(before)
-                tables.write_part(self.folder, [{**row, **state} for row in rows])
+                state = watched()
+                tables.write_part(self.folder, [{**state, **row} for row in rows])
                 self.statuses |= {tables.point_id(row): row["status"] for row in rows}
+                self.saved()
         self.block += 1
         self.engines.drop()
 
@@ -235,16 +346,22 @@ class _Sweep:
 
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
         prepared = self.engines.prepare(point)
-        steady = timing.relative_error <= measure.NOISY_ERROR and (self.last or not timing.preempted)
+        known = timing.relative_error <= measure.NOISY_ERROR
         return {
-            "status": "ok" if steady else "noisy",
+            "status": self._status(known, timing.preempted),
             "flags": "preempted" if timing.preempted else "",
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
             "inner_loops": prepared.inner_loops,
             "drift_ratio": timing.drift(),
+            **self.machine.columns(timing.states),
             **prepared.facts,
         }
+
+    def _status(self, known: bool, disturbed: bool) -> str:
+        if disturbed and self.machine.disturbed_status != "noisy":
+            return self.machine.disturbed_status
+        return "ok" if known and (self.last or not disturbed) else "noisy"
 
     def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
         return {
@@ -254,9 +371,9 @@ class _Sweep:
             "block": self.block,
             "seq": seq,
             "started_at": started,
-            "backend_version": backends.version(point.backend),
+            "backend_version": self.machine.version(point.backend),
             "device_uuid_hash": self.environment["device_uuid_hash"],
-            "timer": "perf_counter",
+            "timer": self.machine.timer,
             "pinning": "none",
             **outcome,
         }
@@ -274,10 +391,10 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 
 
 class _Engines:
-    """One worker for each engine, and in it the points of the block; those of a worker that died are built again."""
+    """A machine's workers, and in them the points of the block; those of a worker that died are built again."""
 
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
 
@@ -293,7 +410,7 @@ class _Engines:
         worker = self._worker(point.backend)
         prepared = self._prepared.get(point)
         if prepared is None or not worker.holds(prepared):
-            prepared = worker.prepare(PREPARE, point, timeout=PREPARE_SECONDS)
+            prepared = worker.prepare(self.machine.task, point, timeout=self.machine.prepare_seconds)
             self._prepared[point] = prepared
         return prepared
 
@@ -309,24 +426,30 @@ class _Engines:
         self._prepared.clear()
 
     def _worker(self, backend: str) -> Worker:
-        if backend not in self._workers:
-            self._workers[backend] = Worker(threads=self.threads, name=backend)
-        return self._workers[backend]
+        process = self.machine.process(backend)
+        if process not in self._workers:
+            self._workers[process] = self.machine.worker(process)
+        return self._workers[process]
 
 
-def _fitting(points: list[Point], available: float) -> Iterator[list[Point]]:
+def _needed_bytes(point: Point) -> float:
+    shape = point.shape
+    weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
+    return 3 * weight + 2 * backends.ROTATED_BYTES + 2 * activations
+
+
+def _fitting(
+    points: list[Point], available: float, needed: Callable[[Point], float] = _needed_bytes
+) -> Iterator[list[Point]]:
     """`points` in parts that together need no more than `available` bytes, one point at least."""
     part: list[Point] = []
     total = 0.0
     for point in points:
-        shape = point.shape
-        weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
-        needed = 3 * weight + 2 * backends.ROTATED_BYTES + 2 * activations
-        if part and total + needed > available:
+        if part and total + needed(point) > available:
             yield part
             part, total = [], 0.0
         part.append(point)
-        total += needed
+        total += needed(point)
     if part:
         yield part
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import cost_models
 from latbench import devices, tables, workloads
@@ -117,6 +118,8 @@ def search(
     task = inputs.task
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
+    with torch.inference_mode():
+        task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
     layers = predicted_layers(
         cost_models.load(inputs.cost_model, inputs.table), tables.read(inputs.table), shapes,
         threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,

@@ -34,6 +34,18 @@ KERNELS = {
     ("block", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
     ("vector", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
     ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("dense", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("unstructured", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("nm", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("block", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("vector", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("shflbw", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare",
+    ("dense", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("unstructured", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("nm", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("block", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("vector", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
+    ("shflbw", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.plan:prepare_conv2d",
 }
 
 

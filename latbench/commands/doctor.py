@@ -99,7 +99,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for name, engine in facts["backends"].items():
         missing = f"missing: pip install {' '.join(engine['missing'])}" if engine["missing"] else ""
         lines.append((f"backend {name}", missing or engine["version"]))
-    found = ", ".join(f"{gpu['name']} (no kernels for it in this version)" for gpu in facts["gpus"])
+    found = ", ".join(f"{gpu['name']} ({gpu['device']})" for gpu in facts["gpus"])
     lines.append(("GPUs", found or f"none: {facts['no_gpu']}"))
     return lines
 

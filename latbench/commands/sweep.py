@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from latbench.commands.live import Tell
-    from latbench.sweep import Progress
+    from latbench.plan import Point
+    from latbench.sweep import Machine, Progress, Settings
 
 
 def sweep(
@@ -33,28 +34,56 @@ def sweep(
 ) -> None:
     """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
     from latbench import devices, plan
-    from latbench.errors import EnvironmentUnusable, UsageError
+    from latbench import sweep as sweeping
+    from latbench.errors import UsageError
 
     if gpu is not None:
         if cpu:
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
-        found = devices.demand_gpu(gpu)
-        raise EnvironmentUnusable(
-            f'found "{found.name}", but this version of latbench has no kernels for GPUs yet: it measures CPUs, --cpu'
-        )
+        from latbench.gpu_machine import SETTINGS, GpuMachine
+
+        device = GpuMachine(devices.demand_gpu(gpu))
+        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], seed)
+        _run(output, wanted, device, SETTINGS, seed, time_budget, dry_run)
+        return
     if not cpu:
         raise UsageError("say what to measure: --cpu, or --gpu NAME")
-    device, threads = devices.cpu_device(), threads or devices.cores()
-    folder = output or Path("latbench-tables") / device
+    machine = sweeping.Cpu(threads or devices.cores())
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
-        device=device, threads=threads, backends=installed_backends(), seed=seed,
+        device=machine.device, threads=machine.threads, backends=installed_backends(), seed=seed,
     )  # fmt: skip
+    _run(output, points, machine, sweeping.Settings(), seed, time_budget, dry_run)
+
+
+def _gpu_points(device: str, names: list[str], specs: list[str], texts: list[str], seed: int) -> list[Point]:
+    from latbench import gpu_machine, gpu_plan, plan, workloads
+
+    shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
+    return gpu_plan.points(
+        shapes,
+        device,
+        backends=list(gpu_machine.installed()),
+        patterns=plan.parse_patterns(specs) if specs else None,
+        sparsities=plan.parse_sparsities(texts) if texts else gpu_plan.SPARSITIES,
+        seed=seed,
+    )
+
+
+def _run(
+    output: Path | None,
+    points: list[Point],
+    machine: Machine,
+    settings: Settings,
+    seed: int,
+    time_budget: float | None,
+    dry_run: bool,
+) -> None:
     if dry_run:
         for point in points:
             typer.echo(str(point))
         return
-    _measure(folder, points, threads, seed, time_budget)
+    _measure(output or Path("latbench-tables") / machine.device, points, machine, settings, seed, time_budget)
 
 
 def installed_backends() -> list[str]:
@@ -76,7 +105,9 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: float | None) -> None:
+def _measure(
+    folder: Path, points: list[Point], machine: Machine, settings: Settings, seed: int, time_budget: float | None
+) -> None:
     import os
     import signal
     from collections import Counter
@@ -93,7 +124,8 @@ def _measure(folder: Path, points: list, threads: int, seed: int, time_budget: f
         summary = sweeping.run(
             folder,
             lambda table: points,
-            threads=threads,
+            machine=machine,
+            settings=settings,
             seed=seed,
             time_budget=time_budget,
             report=_with_time_left(tell),

@@ -23,12 +23,11 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO, Any, Self
 
 import filelock
-import platformdirs
 
+from latbench import files
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.measure import Burst
 
@@ -97,7 +96,8 @@ class Worker:
         return self._request(("call", function, args), timeout)
 
     def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Prepared:
-        """Call "module:function", which returns a callable without arguments; keep that in the worker, ready to time.
+        """Call "module:function", which returns a callable without arguments, or a measure.Timer; keep that in the
+        worker, ready to time.
 
         Raises as `call` does.
         """
@@ -214,7 +214,7 @@ def device_lock(
     Waits for another holder for `wait_seconds` (for ever if negative), then raises EnvironmentUnusable. `waiting` is
     called once if there is something to wait for.
     """
-    folder = Path(platformdirs.user_cache_dir("latbench")) / "locks"
+    folder = files.cache_folder() / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = filelock.FileLock(folder / f"{device}.lock")

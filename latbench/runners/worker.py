@@ -33,7 +33,7 @@ def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
     connection = Connection(descriptor)
-    prepared: dict[int, tuple[Callable[[], object], int]] = {}
+    prepared: dict[int, measure.Timer] = {}
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
@@ -47,17 +47,18 @@ def main() -> None:
         connection.send_bytes(answer)
 
 
-def _serve(request: tuple[Any, ...], prepared: dict[int, tuple[Callable[[], object], int]]) -> Any:
+def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
     match request:
         case ("call", function, args):
             return resolve(function)(*args)
         case ("prepare", key, function, args):
             run = resolve(function)(*args)
-            prepared[key] = run, measure.calibrate(run)
-            return prepared[key][1], getattr(run, "facts", {})
+            # A GPU's work is timed by the GPU's own events: it comes with a timer.
+            timer = run if hasattr(run, "burst") else measure.WallClock(run)
+            prepared[key] = timer
+            return timer.inner_loops, timer.facts
         case ("burst", key, seconds):
-            run, loops = prepared[key]
-            return measure.burst(run, seconds, loops)
+            return prepared[key].burst(seconds)
         case ("path", entries):
             sys.path[:] = entries  # what the parent can import, the worker can, and from the same places
             return None

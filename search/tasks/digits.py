@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -22,7 +21,6 @@ from pathlib import Path
 
 import filelock
 import numpy as np
-import platformdirs
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -31,7 +29,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from latbench.files import write_atomically
+from latbench.files import cache_folder, write_atomically
 
 Batch = tuple[Tensor, Tensor]
 
@@ -194,9 +192,8 @@ def _train(network: nn.Module) -> None:
 
 
 def _cached_weights() -> Path:
-    folder = Path(os.environ.get("LATBENCH_CACHE") or platformdirs.user_cache_dir("latbench"))
     digest = hashlib.sha256(json.dumps(asdict(RECIPE), sort_keys=True).encode()).hexdigest()[:12]
-    return folder / "tasks" / f"digits-{digest}.safetensors"
+    return cache_folder() / "tasks" / f"digits-{digest}.safetensors"
 
 
 def _load(network: nn.Module, path: Path) -> bool:

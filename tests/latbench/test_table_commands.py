@@ -99,7 +99,18 @@ def test_a_gpu_that_is_not_there_is_one_line_and_code_3(latbench: Any, monkeypat
     )
     monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
     assert 'found "NVIDIA H200" (GPU-3f2a...)' in latbench("sweep", "--gpu", "a100").refused(3)
-    assert "no kernels for GPUs yet" in latbench("sweep", "--gpu", "h200").refused(3)
+
+
+def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
+    latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    points = latbench(
+        "sweep", "--gpu", "h200", "--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8",
+        "--dry-run",
+    ).out  # fmt: skip
+    assert "torch_gpu cublas dense 0 linear 16x24 on 5" in points
+    assert "torch_sparse cusparselt nm:2:4 0.5 linear 16x24 on 5" in points
 
 
 @pytest.mark.parametrize(

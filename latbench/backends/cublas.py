@@ -1,0 +1,57 @@
+"""Dense products by cuBLAS as CuPy calls it: a second witness for the baseline, in both orders of the operands.
+
+`feature_major` is y (m, n) = w @ x (k, n), `token_major` y (n, m) = x (n, k) @ w^T. CuPy sums float16 in float32.
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from latbench.backends import Unsupported
+from latbench.backends.gpu import GpuEngine, copies, only
+from latbench.gpu_drivers import cupy_driver
+from latbench.gpu_layers import GpuLayer, bits
+from latbench.gpu_timing import Call
+from latbench.plan import Point
+
+
+def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
+    """The dense linear layer in CuPy; Unsupported for any other pattern or element type."""
+    only(point, format="dense", layouts=("token_major", "feature_major"))
+    if point.dtype != "float16":
+        raise Unsupported(f"CuPy's products are taken in float16 here, not {point.dtype}")
+    driver = cupy_driver()
+    weight_bytes = 2 * layer.weight.size
+    calls = [_call(point, layer) for _ in range(copies(point, layer, weight_bytes, driver))]
+    turned = point.layout == "token_major"
+    return GpuEngine(
+        f"cupy.matmul.{point.layout}", weight_bytes, calls, driver, float64, lambda y: float64(y.T if turned else y)
+    )
+
+
+def float64(array: np.ndarray | cupy.ndarray) -> cupy.ndarray:
+    """An array on the device, as float64."""
+    return cupy.asarray(array).astype(cupy.float64)
+
+
+def on_device(array: np.ndarray, dtype: str) -> cupy.ndarray:
+    """A float32 host array on the device as float16, or as the bits of bfloat16."""
+    return cupy.asarray(np.ascontiguousarray(bits(array, dtype)))
+
+
+def widened(array: cupy.ndarray, dtype: str) -> cupy.ndarray:
+    """What `on_device` made, as float64."""
+    if dtype == "bfloat16":
+        array = (array.astype(cupy.uint32) << 16).view(cupy.float32)
+    return array.astype(cupy.float64)
+
+
+def _call(point: Point, layer: GpuLayer) -> Call:
+    weight = on_device(layer.weight, point.dtype)
+    if point.layout == "token_major":
+        left, right = on_device(layer.x.T, point.dtype), weight.T
+    else:
+        left, right = weight, on_device(layer.x, point.dtype)
+    out = cupy.empty((left.shape[0], right.shape[1]), cupy.float16)
+    return lambda: cupy.matmul(left, right, out=out)

@@ -1,0 +1,54 @@
+"""The project's CUDA kernels through CuPy: every pattern, feature-major; convolutions with the batch last."""
+
+from __future__ import annotations
+
+import cupy
+
+from latbench.backends import Unsupported
+from latbench.backends.cublas import float64, on_device, widened
+from latbench.backends.gpu import GpuEngine, copies
+from latbench.gpu_drivers import cupy_driver
+from latbench.gpu_layers import GpuLayer
+from latbench.gpu_timing import Call
+from latbench.plan import Point
+from sparse_kernels.cuda import plan as plans
+from sparse_kernels.cuda.program import NotSupported
+from sparse_kernels.shapes import Conv2dShape
+
+
+def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
+    """The layer as a CUDA plan; Unsupported where no kernel runs it on this GPU, with the kernels' reasons."""
+    if point.kernel != "auto":
+        raise Unsupported(f"the CUDA kernels choose among themselves: the kernel is auto, not {point.kernel}")
+    driver = cupy_driver()
+    try:
+        plan = _plan(point, layer)
+    except NotSupported as error:
+        raise Unsupported(str(error)) from error
+    number = copies(point, layer, plan.nbytes, driver)
+    calls = [_call(point, layer, each) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
+    convolution = isinstance(point.shape, Conv2dShape)
+
+    def result(y: cupy.ndarray) -> cupy.ndarray:
+        wide = widened(y, point.dtype)
+        return wide.transpose(3, 0, 1, 2) if convolution else wide
+
+    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, result)
+
+
+def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:
+    shape = point.shape
+    if isinstance(shape, Conv2dShape):
+        return plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
+    return plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
+
+
+def _call(point: Point, layer: GpuLayer, plan: plans.CudaPlan) -> Call:
+    shape = point.shape
+    if isinstance(shape, Conv2dShape):
+        x = on_device(layer.x.transpose(1, 2, 3, 0), point.dtype)
+        out = cupy.empty((shape.c_out, shape.out_h, shape.out_w, shape.batch), x.dtype)
+    else:
+        x = on_device(layer.x, point.dtype)
+        out = cupy.empty((shape.m, shape.n), x.dtype)
+    return lambda: plan(x, out=out)

@@ -1,0 +1,215 @@
+"""How a point is prepared and run on a GPU: one module an engine, each imported only in the process that runs it.
+
+An engine's module has one function, `prepare(point, layer) -> GpuEngine`. Here is what all engines share: which there
+are, the check against the oracle on the device, and the timer. A kernel that breaks its process's CUDA context ends
+the process: nothing that it would compute or time afterwards could be trusted.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import sparse_kernels
+from latbench import devices, gpu, gpu_layers, gpu_timing
+from latbench.backends import Unsupported
+from latbench.gpu_layers import GpuLayer
+from latbench.gpu_timing import Call, Driver, EventTimer, Mode
+from latbench.measure import Burst
+from latbench.plan import Point
+from sparse_kernels.reference import patches
+from sparse_kernels.shapes import Conv2dShape
+
+MOST_COPIES = 64
+COLUMNS_AT_ONCE = 2048  # of the oracle's product: bounds its memory
+BROKEN = 86  # exit code of a worker whose CUDA context is gone
+
+UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An engine: its module, the packages of which one must be installed, the process that it shares with others."""
+
+    module: str
+    packages: tuple[str, ...]
+    process: str
+    sources: str = ""  # a folder of ours whose content is part of the version
+
+    def version(self) -> str | None:
+        """What stands in the table; None where no package is installed."""
+        found = next((version for name in self.packages if (version := devices.version(name))), None)
+        return found if found is None or not self.sources else f"{found}+{digest(self.sources)}"
+
+
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+
+# Libraries that are not ours share a process; each of our own may crash alone.
+BACKENDS = {
+    "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch"),
+    "torch_sparse": Backend("latbench.backends.torch_sparse", ("torch",), "torch"),
+    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers"),
+    "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers"),
+    "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", sources="cuda"),
+    "numba_cuda": Backend("latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", sources="numba_cuda"),
+}
+
+
+@functools.cache
+def digest(folder: str) -> str:
+    """Eight digits that change with any source in a folder of sparse_kernels: changed kernels are other kernels."""
+    root = Path(sparse_kernels.__file__).parent / folder
+    files = sorted(path for path in root.iterdir() if path.suffix in (".py", ".cu", ".cuh"))
+    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:8]
+
+
+@dataclass(frozen=True)
+class GpuEngine:
+    """A layer built into an engine. `calls` do the same work on weights, activations and results of their own.
+
+    `float64` turns a host array into a float64 array of the engine's library on the device, and `result` what a call
+    returns: (m, n) for a linear layer, (batch, c_out, out_h, out_w) for a convolution, in any memory order.
+    """
+
+    kernel: str
+    weight_bytes: int
+    calls: Sequence[Call]
+    driver: Driver
+    float64: Callable[[np.ndarray], Any]
+    result: Callable[[Any], Any]
+
+
+def prepare(point: Point) -> Timed:
+    """Build `point` in this process, check what it computes, and get it ready to be timed.
+
+    Raises Unsupported where pattern, engine or timing mode do not do it, and oracle.WrongResult where a copy's result
+    is further from the float64 product than the element type explains.
+    """
+    if (reason := point.pattern.refuses(point.shape)) is not None:
+        raise Unsupported(reason)
+    layer = gpu_layers.synthetic_layer(point)
+    engine = importlib.import_module(BACKENDS[point.backend].module).prepare(point, layer)
+    with _Alive(engine.driver):
+        facts = {**_facts(point, layer, engine), "max_rel_err": check(point, layer, engine)}
+        return Timed(_timer(point, engine, facts), engine.driver)
+
+
+class Timed:
+    """An EventTimer that ends its process where the device fails under it."""
+
+    def __init__(self, timer: EventTimer, driver: Driver) -> None:
+        self.inner_loops, self.facts = timer.inner_loops, timer.facts
+        self._timer, self._driver = timer, driver
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`."""
+        with _Alive(self._driver):
+            return self._timer.burst(seconds)
+
+
+class _Alive:
+    """Lets every exception pass, unless the CUDA context did not survive it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        try:
+            self._driver.wait()
+        except RuntimeError:
+            sys.stderr.write(f"{type(error).__name__}: {_first_line(error)}\n")
+            sys.stderr.flush()
+            os._exit(BROKEN)
+
+
+def check(point: Point, layer: GpuLayer, engine: GpuEngine) -> float:
+    """The largest relative error of the engine's calls; of a convolution by the first and the last image.
+
+    Copies whose result equals the first one's, which was checked, need no product of their own.
+    """
+    weight = engine.float64(layer.weight)
+    terms = int(np.count_nonzero(layer.weight, axis=1).max())
+    x, columns_of = _columns(point, layer)
+    first, error = None, 0.0
+    for call in engine.calls:
+        y = columns_of(engine.result(call()))
+        if first is not None and bool((y == first).all()):
+            continue
+        first = y if first is None else first
+        for begin in range(0, x.shape[1], COLUMNS_AT_ONCE):
+            part = slice(begin, begin + COLUMNS_AT_ONCE)
+            columns = engine.float64(np.ascontiguousarray(x[:, part]))
+            error = max(error, gpu_layers.check(y[:, part], weight, columns, terms=terms, dtype=point.dtype))
+    return error
+
+
+def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any], Any]]:
+    """The columns of the implicit product that are checked, and what takes the same ones out of a result."""
+    shape = point.shape
+    if not isinstance(shape, Conv2dShape):
+        return layer.x, lambda y: y
+    images = sorted({0, shape.batch - 1})
+    return patches(layer.x[images], shape), lambda y: y[images].swapaxes(0, 1).reshape(shape.m, -1)
+
+
+def _timer(point: Point, engine: GpuEngine, facts: dict[str, Any]) -> EventTimer:
+    mode = Mode(point.cache_mode, point.launch_mode)
+    try:
+        return gpu_timing.prepare(engine.calls, engine.driver, mode, facts=facts, watch=_watch())
+    except RuntimeError as error:
+        if mode.launch != "graph":
+            raise
+        raise Unsupported(f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}") from error
+
+
+@functools.cache
+def _watch() -> gpu_timing.Watch:
+    return gpu.Observer(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
+
+
+def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
+    nnz, m, k, n = layer.packed.nnz, point.shape.m, point.shape.k, point.shape.n
+    return {
+        "kernel_used": engine.kernel,
+        "sparsity_actual": 1 - nnz / (m * k),
+        "nnz": nnz,
+        "flop_dense": 2 * m * k * n,
+        "flop_nnz": 2 * nnz * n,
+        "bytes_min": engine.weight_bytes + 2 * (layer.x.size + m * n),
+    }
+
+
+def copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:
+    """How many copies of a layer the engine should make for the point's cache mode."""
+    if point.cache_mode != "rotated":
+        return 1
+    each = weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
+    return gpu_timing.copies_for(each, driver.flush_bytes, MOST_COPIES)
+
+
+def only(point: Point, *, format: str, layouts: Sequence[str]) -> None:
+    """Raise Unsupported unless the point's pattern has this format, and its activations one of these layouts."""
+    if point.pattern.format != format:
+        raise Unsupported(f"{point.backend} {point.kernel} multiplies {format} weights, not {point.pattern}")
+    if point.layout not in layouts:
+        raise Unsupported(
+            f"{point.backend} {point.kernel} takes {' or '.join(layouts)} activations, not {point.layout}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,56 @@
+"""numba.cuda: the kernels of sparse_kernels.numba_cuda, without tensor cores. They run on the default stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from latbench.backends import Unsupported
+from latbench.backends.cublas import float64
+from latbench.backends.gpu import GpuEngine, copies
+from latbench.gpu_drivers import cupy_driver
+from latbench.gpu_layers import GpuLayer
+from latbench.gpu_timing import Call
+from latbench.plan import Point
+from sparse_kernels.numba_cuda import plan as plans
+from sparse_kernels.numba_cuda.library import cuda
+from sparse_kernels.shapes import Conv2dShape
+
+
+def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
+    """The layer as a numba.cuda plan, whatever its pattern; Unsupported for bfloat16."""
+    if point.dtype not in plans.DTYPES:
+        raise Unsupported(f"numba_cuda has no {point.dtype} kernels: known are {', '.join(plans.DTYPES)}")
+    driver = cupy_driver(capturable=False)
+    shape = point.shape
+    if isinstance(shape, Conv2dShape):
+        plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
+    else:
+        plan = plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
+    number = copies(point, layer, plan.nbytes, driver)
+    calls = [_call(point, layer, each) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
+    turned = point.layout == "token_major"
+    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, lambda y: float64(y.T if turned else y))
+
+
+def _call(point: Point, layer: GpuLayer, plan: Any) -> Call:
+    import cupy
+
+    dtype = np.dtype(point.dtype)
+    shape = point.shape
+    tokens_first = point.layout == "token_major"
+    # Arrays of Numba itself: of another library's it would wait for the stream at every call.
+    x = cuda.to_device(np.ascontiguousarray(layer.x.T if tokens_first else layer.x, dtype))
+    if isinstance(shape, Conv2dShape):
+        size: tuple[int, ...] = (shape.batch, shape.c_out, shape.out_h, shape.out_w)
+    else:
+        size = (shape.n, shape.m) if tokens_first else (shape.m, shape.n)
+    out = cuda.device_array(size, dtype)
+    seen = cupy.asarray(out)
+
+    def call() -> cupy.ndarray:
+        plan(x, out=out)
+        return seen
+
+    return call

@@ -1,0 +1,99 @@
+"""torch on a GPU, dense: the baseline. Linear layers by cuBLAS or cuBLASLt, convolutions by cuDNN.
+
+Every kernel has to be asked in both orders of the operands, because the libraries' speed differs by which is which:
+`token_major` is y (n, m) = x (n, k) @ w^T, `feature_major` y (m, n) = w @ x (k, n); convolutions: `nchw` or `nhwc`.
+Sums are float32 like everybody's: torch would let cuBLAS add split products in float16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from latbench.backends import Unsupported
+from latbench.backends.gpu import GpuEngine, copies, only
+from latbench.gpu_drivers import torch_driver
+from latbench.gpu_layers import GpuLayer
+from latbench.gpu_timing import Call
+from latbench.plan import Point
+from sparse_kernels.shapes import Conv2dShape
+
+_LIBRARIES = {"cublas": "cublas", "cublaslt": "cublaslt"}
+
+
+def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
+    """The dense layer in torch; Unsupported for any other pattern."""
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cudnn.benchmark = True
+    convolution = isinstance(point.shape, Conv2dShape)
+    only(point, format="dense", layouts=("nchw", "nhwc") if convolution else ("token_major", "feature_major"))
+    build = _convolution if convolution else _linear
+    driver = torch_driver()
+    number = copies(point, layer, 2 * layer.weight.size, driver)
+    calls = [build(point, layer) for _ in range(number)]
+    kernel = f"torch.{point.kernel}.{point.layout}"
+    return GpuEngine(kernel, 2 * layer.weight.size, calls, driver, float64, _result(point))
+
+
+def float64(array: np.ndarray) -> torch.Tensor:
+    """A host array on the device, as float64."""
+    return torch.from_numpy(array).cuda().double()
+
+
+def on_device(array: np.ndarray, dtype: str) -> torch.Tensor:
+    """A float32 host array on the device, in the element type."""
+    return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(getattr(torch, dtype))
+
+
+def activations(point: Point, layer: GpuLayer) -> torch.Tensor:
+    """x of a linear layer as the point's layout has it: (k, n), or (n, k) for token_major."""
+    return on_device(layer.x.T if point.layout == "token_major" else layer.x, point.dtype)
+
+
+def _result(point: Point) -> Callable[[Any], torch.Tensor]:
+    turned = point.layout == "token_major"
+    return lambda y: (y.T if turned else y).double()
+
+
+def _linear(point: Point, layer: GpuLayer) -> Call:
+    if point.kernel not in _LIBRARIES:
+        raise Unsupported(f"torch has no dense kernel {point.kernel} for linear layers: cublas, cublaslt")
+    weight, x = on_device(layer.weight, point.dtype), activations(point, layer)
+    out = torch.empty((point.shape.n, point.shape.m) if point.layout == "token_major" else
+                      (point.shape.m, point.shape.n), dtype=x.dtype, device="cuda")  # fmt: skip
+    left, right = (x, weight.T) if point.layout == "token_major" else (weight, x)
+
+    def call() -> torch.Tensor:
+        with _library(_LIBRARIES[point.kernel]):
+            return torch.mm(left, right, out=out)
+
+    return call
+
+
+@contextlib.contextmanager
+def _library(name: str) -> Iterator[None]:
+    """torch asks this library for matrix products while the context is open: other points may want another."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library(name)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def _convolution(point: Point, layer: GpuLayer) -> Call:
+    shape = point.shape
+    assert isinstance(shape, Conv2dShape)
+    if point.kernel != "cudnn":
+        raise Unsupported(f"torch has no dense kernel {point.kernel} for convolutions: cudnn")
+    memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
+    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    weight = on_device(filters, point.dtype).contiguous(memory_format=memory)
+    x = on_device(layer.x, point.dtype).contiguous(memory_format=memory)
+    return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation)

@@ -1,0 +1,90 @@
+"""A GPU as what `latbench.sweep` measures on: its name, its processes, its memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from latbench import devices, gpu
+from latbench.backends.gpu import BACKENDS, MOST_COPIES, UUID
+from latbench.devices import Gpu
+from latbench.gpu_drivers import FLUSH_TIMES_L2
+from latbench.plan import Point
+from latbench.runners.local import Worker
+from latbench.sweep import Settings
+
+SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
+"""A GPU alone repeats itself within a percent; a burst is a few batches."""
+
+_LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
+_MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
+
+
+class GpuMachine:
+    """One GPU of this machine."""
+
+    task = "latbench.backends.gpu:prepare"
+    timer = "cuda_event"
+    disturbed_status = "throttled"
+    prepare_seconds = 40.0  # compiling a kernel takes a second, the search for Triton's parameters twelve
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.device = gpu, gpu.device
+
+    def environment(self) -> dict[str, Any]:
+        """See Machine."""
+        return gpu.environment(self.gpu)
+
+    def version(self, backend: str) -> str | None:
+        """What stands in the column backend_version: of our kernels it changes with their sources."""
+        return BACKENDS[backend].version()
+
+    def process(self, backend: str) -> str:
+        """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
+        return BACKENDS[backend].process
+
+    def worker(self, process: str) -> Worker:
+        """A process that sees this GPU and no other."""
+        environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
+        return Worker(threads=devices.cores(), name=process, environment=environment)
+
+    def watch(self) -> Callable[[], dict[str, Any]]:
+        """The host's load and stolen time; the GPU's state comes with each burst."""
+        before = devices.cpu_times()
+
+        def since() -> dict[str, Any]:
+            return {**devices.telemetry(before), "clock_hertz": None}
+
+        return since
+
+    def columns(self, states: Sequence[Any]) -> dict[str, Any]:
+        """See Machine."""
+        return gpu.columns(states)
+
+    def available_bytes(self) -> float:
+        """Half of what is free on the GPU."""
+        with gpu.observing(self.gpu.uuid) as observer:
+            return _MEMORY_SHARE * observer.free_bytes()
+
+    def needed_bytes(self, point: Point) -> float:
+        """Copies that pass the L2 twice over, or one of a layer that is larger."""
+        shape = point.shape
+        weight = 2 * shape.m * shape.k * (1 - point.sparsity)
+        each = weight + 2 * shape.n * (shape.m + shape.k)
+        return float(min(MOST_COPIES * each, max(2 * each, 2 * FLUSH_TIMES_L2 * _LARGEST_L2)))
+
+
+def installed() -> dict[str, str]:
+    """The backends whose packages are installed here, with their versions."""
+    versions = {name: backend.version() for name, backend in BACKENDS.items()}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def repository_on_path() -> None:
+    """Let workers import from where this process does, though nothing is installed."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -1,0 +1,259 @@
+"""All that one short visit to a machine with a GPU can do: `python -m latbench.gpu_session`, which `make gpu` runs.
+
+The GPU's own tests first, then the standard sweep, the most telling points first, within SECONDS altogether. Nothing
+needs to be installed and nothing is fetched. Results lie flat in the folder that the environment variable
+LATBENCH_OUT names, written again after every block, so that a session that is cut off has lost one block:
+
+    table.parquet  env.parquet   the table, as `latbench.tables` reads it
+    summary.txt                  ratios to dense and to each peer
+    tests.txt                    what pytest said
+
+Where `datasets/measured/<device>` has a table, its points are not measured again, unless they are of another version
+of a library or of our kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latbench import files, gpu, gpu_machine, gpu_plan, gpu_summary, sweep, tables
+from latbench.errors import Incomplete, LatbenchError, PromiseMissed, UsageError
+from latbench.measure import Clock
+from latbench.plan import Point
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SECONDS = 540.0
+TEST_SHARE = 0.35  # of all, at most
+RESERVE_SECONDS = 15.0  # for the last block to be written and summed up
+
+OUT = "LATBENCH_OUT"
+MOST_BYTES = 16 * 2**20  # of a file
+
+ROOT = Path(__file__).resolve().parents[1]
+MEASURED = ROOT / "datasets" / "measured"
+TESTS = ("tests/cuda", "tests/numba_cuda", "tests/latbench/test_gpu_device.py")
+
+# Everything that pyproject.toml asks of pytest needs plugins that such a machine may lack.
+PYTEST = (
+    "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
+    "-v", "--maxfail=20", "-m", "gpu", *TESTS,
+)  # fmt: skip
+_NO_TESTS = 5  # pytest's exit code where nothing was collected
+
+
+@dataclass
+class Budget:
+    """How the time of a session is shared out."""
+
+    seconds: float = SECONDS
+    clock: Clock = time.monotonic
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the session has to be over."""
+        return self.began + self.seconds - self.clock()
+
+    @property
+    def for_tests(self) -> float:
+        """Seconds that the tests may take: a share of all, so that a hanging one leaves time to measure."""
+        return max(0.0, min(TEST_SHARE * self.seconds, self.left - RESERVE_SECONDS))
+
+    @property
+    def for_sweep(self) -> float:
+        """Seconds that the sweep may take now."""
+        return max(0.0, self.left - RESERVE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the GPU's tests went: `verdict` in a few words, `output` what pytest printed."""
+
+    passed: bool
+    verdict: str
+    output: str
+
+
+def run_tests(seconds: float, command: Sequence[str] = (sys.executable, "-P", *PYTEST)) -> Outcome:
+    """Run the GPU's tests for at most `seconds`, in a process of their own: a kernel may take it down."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, timeout=seconds, check=False, text=True, errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout or b""
+        text = output.decode(errors="replace") if isinstance(output, bytes) else output
+        return Outcome(False, f"GPU tests: not done after {seconds:.0f} s", text)
+    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
+    if done.returncode == _NO_TESTS:
+        return Outcome(False, "GPU tests: there are none", done.stdout)
+    passed = done.returncode == 0 and " passed" in last  # pytest is content where everything is skipped
+    how = "passed" if passed else f"FAILED (exit code {done.returncode})"
+    return Outcome(passed, f"GPU tests: {how}: {last.strip('= ')}", done.stdout)
+
+
+class Stages:
+    """Hands a sweep one block after the other, without what the table has already; no block is offered twice."""
+
+    def __init__(self, blocks: Sequence[Sequence[Point]]) -> None:
+        self._blocks = list(blocks)
+        self.points = sum(len(block) for block in blocks)
+
+    def __call__(self, table: pd.DataFrame | None) -> list[Point]:
+        """The next block with points that have no finished row; empty when all are done."""
+        finished = set() if table is None else set(table["point_id"][table["status"].isin(sweep.FINISHED)])
+        while self._blocks:
+            block = [point for point in self._blocks.pop(0) if point.id not in finished]
+            if block:
+                return block
+        return []
+
+
+def resume(source: Path, folder: Path, device: str, versions: dict[str, str]) -> int:
+    """Copy the rows of the table at `source` that still hold into `folder`; returns how many.
+
+    Rows of another device, or of a backend whose version is another now, are left behind. No table is no failure.
+    """
+    if not source.is_dir() or not any(source.glob("*.parquet")):
+        return 0
+    rows = [
+        row for part in tables.parts(source) for row in tables.read_part(part).to_pylist()
+        if row["device"] == device and row["backend_version"] == versions.get(row["backend"])
+    ]  # fmt: skip
+    if rows:
+        tables.write_part(folder, rows)
+        environments = tables.read_env(source).astype(object)
+        for environment in environments.where(environments.notna(), None).to_dict("records"):
+            tables.write_environment(folder, environment)
+    return len(rows)
+
+
+def publish(folder: Path, out: Path, environment: dict[str, Any], remarks: list[str]) -> None:
+    """Write the table in `folder` to `out` as one file, with its environments and the summary.
+
+    Each file is replaced whole. Raises EnvironmentUnusable where the disk refuses.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        merged = tables.merge([folder], Path(scratch))
+        content = merged.read_bytes()
+        environments = (Path(scratch) / "env.parquet").read_bytes()
+    files.write_bytes_atomically(out / "table.parquet", content)
+    files.write_bytes_atomically(out / "env.parquet", environments)
+    files.write_text_atomically(out / "summary.txt", gpu_summary.text(tables.read(folder), environment, remarks))
+
+
+def measure(
+    machine: sweep.Machine,
+    blocks: Sequence[Sequence[Point]],
+    out: Path,
+    *,
+    budget: Budget,
+    versions: dict[str, str],
+    remarks: list[str],
+    measured: Path = MEASURED,
+    settings: sweep.Settings = gpu_machine.SETTINGS,
+    tell: Callable[[str], None] = lambda line: None,
+) -> pd.DataFrame:
+    """Sweep `blocks` on `machine` into `out` until they are measured or the budget ends; returns the table.
+
+    Raises Incomplete if the budget ends first, and whatever a sweep raises.
+    """
+    stages, environment = Stages(blocks), machine.environment()
+    with _folder() as folder:
+        kept = resume(measured / machine.device, folder, machine.device, versions)
+        notes = [*remarks, f"{kept} rows were there before, {stages.points} points are wanted"]
+
+        def saved() -> None:
+            publish(folder, out, environment, notes)
+            tell(f"{len(tables.read(folder))} rows, {budget.left:.0f} s left")
+
+        try:
+            sweep.run(folder, stages, machine=machine, settings=settings, time_budget=budget.for_sweep, saved=saved)
+        except Incomplete:
+            raise Incomplete(
+                f"the time is over, {out} has what was measured: put it into {measured / machine.device}, "
+                "and the next session goes on from there"
+            ) from None
+        return tables.read(folder)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="latbench-gpu-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    """One session on this machine's GPU; raises what is to be said to the user."""
+    budget = Budget()
+    named = os.environ.get(OUT)
+    if not named:
+        raise UsageError(f"name a folder for the results in the environment variable {OUT}")
+    out = Path(named)
+    out.mkdir(parents=True, exist_ok=True)
+    device = gpu.only_gpu()
+    gpu_machine.repository_on_path()
+    _tell(f"{device.name}: tests of the GPU, at most {budget.for_tests:.0f} s")
+    tests = run_tests(budget.for_tests)
+    files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES // 8 :])
+    _tell(tests.verdict)
+    versions = gpu_machine.installed()
+    blocks = gpu_plan.standard(device.device, backends=list(versions))
+    late: Incomplete | None = None
+    try:
+        measure(
+            gpu_machine.GpuMachine(device), blocks, out,
+            budget=budget, versions=versions, remarks=[tests.verdict], tell=_tell,
+        )  # fmt: skip
+    except Incomplete as error:
+        late = error
+    verdict = judge(tests, tables.read(out / "table.parquet"), late)
+    _tell((out / "summary.txt").read_text())
+    if verdict is not None:
+        raise verdict
+
+
+def judge(tests: Outcome, table: pd.DataFrame, late: Incomplete | None) -> LatbenchError | None:
+    """What the session ends with: a wrong result or a failed test weighs more than points that are left."""
+    wrong = int((table["status"] == "incorrect").sum())
+    if not tests.passed or wrong:
+        return PromiseMissed(f"{tests.verdict}; {wrong} points are incorrect: see summary.txt and tests.txt")
+    return late
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def run() -> int:
+    """Run a session and return its exit code; an expected failure is one line on stderr."""
+    try:
+        main()
+    except LatbenchError as error:
+        _tell(f"latbench: {' '.join(str(error).split())}")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

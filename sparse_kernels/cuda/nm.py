@@ -1,0 +1,308 @@
+"""N:M weights on CUDA: packing and launches of nm24.cu (sparse tensor cores) and nm.cu (ordinary cores).
+
+A weight that keeps at most 2 of every 4 columns is 2:4, whatever its pattern is called: 1:4, and 1:8, 2:8 or 1:16 as
+well. Sparse tensor cores multiply it at the speed of 2:4, reading zeros where a group keeps fewer; ordinary cores
+only touch what is kept. Which is faster depends on how much is kept and on the machine: `TENSOR_CORES_UP_TO`.
+
+The tensor cores' layout is that of PTX ISA, "Matrix fragments for sparse mma.m16n8k32": see `fragments`, `metadata`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant
+from sparse_kernels.cuda.vector_tiles import element_bits
+from sparse_kernels.formats import NMWeight, Packed, nm
+from sparse_kernels.patterns import NM
+
+Words = NDArray[np.uint32]
+
+ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
+MULTIPROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148}
+"""Of the usual machine of each architecture: a launch should have at least as many blocks."""
+
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
+
+TENSOR_CORES_UP_TO = {"sm_80": 16, "sm_86": 8, "sm_89": 8, "sm_90a": 16, "sm_100": 16}
+"""Up to which `of / keep` a weight that is 2:4 runs on sparse tensor cores.
+
+Peak rates (multiply-adds a clock and multiprocessor, 2:4 against 50 of nm.cu times of / keep) meet near 40 on sm_80,
+where tensor cores do 2048, and near 10 on sm_86 and sm_89, where they do 512; neither reaches its peak.
+"""
+
+DEPTH = 64  # columns of a weight that go through nm24.cu in one stage
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block of nm24.cu computes, by how many warps, and how many stages are under way."""
+
+    rows: int
+    columns: int
+    warps_m: int
+    warps_n: int
+    stages: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block: x, weights (a byte an element of w) and metadata (a bit) of every stage."""
+        return self.stages * DEPTH * (2 * self.columns + self.rows + self.rows // 8)
+
+    def blocks(self, m: int, n: int) -> int:
+        """How many tiles cover out (m, n)."""
+        return -(-m // self.rows) * -(-n // self.columns)
+
+
+TILES = (Tile(128, 128, 2, 2, 3), Tile(64, 64, 2, 2, 4), Tile(32, 64, 2, 2, 4))
+"""From the one that reads x and weights least often to the one that makes most blocks."""
+
+LANE_COLUMNS = (8, 4, 2)
+"""Columns of out that a lane of nm.cu computes: the more, the less its weights cost; the fewer, the more blocks."""
+
+BLOCK_ROWS = 64  # of nm.cu
+SHARED_BYTES = 48 * 1024  # what every machine gives a block
+
+
+def program(packed: Packed, dtype: str, architecture: str, n: int) -> TensorCores | OrdinaryCores:
+    """The program of an N:M weight; n is not needed, as tiles are chosen at launch.
+
+    NotSupported for another format, element type or architecture.
+    """
+    if not isinstance(packed, NMWeight):
+        raise NotSupported(f"the N:M kernels multiply N:M weights, not {packed.pattern}")
+    check(dtype, architecture)
+    if on_tensor_cores(packed.pattern, architecture):
+        return TensorCores.of_weight(nm.unpack(packed), dtype, architecture)
+    return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, architecture)
+
+
+def check(dtype: str, architecture: str) -> None:
+    """NotSupported for an element type or architecture that no kernel of this file knows."""
+    if dtype not in DTYPES:
+        raise NotSupported(f"elements are {' or '.join(DTYPES)}, not {dtype}")
+    if architecture not in ARCHITECTURES:
+        raise NotSupported(f"the kernels are for {', '.join(ARCHITECTURES)}, not {architecture}")
+
+
+def on_tensor_cores(pattern: NM, architecture: str) -> bool:
+    """Whether a pattern's weights are 2:4 and sparse tensor cores are there and should be faster."""
+    is_2_of_4 = pattern.keep <= 2 and pattern.of % 4 == 0
+    return is_2_of_4 and pattern.of / pattern.keep <= TENSOR_CORES_UP_TO.get(architecture, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class TensorCores:
+    """A 2:4 weight (m, k) for nm24.cu: `fragments` and `metadata` as these functions say."""
+
+    shape: tuple[int, int]
+    dtype: str
+    architecture: str
+    fragments: Words
+    metadata: Words
+
+    @classmethod
+    def of_weight(cls, weight: NDArray[np.float32], dtype: str, architecture: str) -> TensorCores:
+        """Pack a weight (m, k) of which every 4 columns hold at most 2 that are not zero."""
+        values, places = two_of_four(weight)
+        shape = (weight.shape[0], weight.shape[1])
+        return cls(shape, dtype, architecture, fragments(element_bits(values, dtype)), metadata(places))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constant arrays."""
+        return self.fragments.nbytes + self.metadata.nbytes
+
+    def launches(self, n: int, activation: str | None) -> list[Launch]:
+        """One launch; none where n is 0."""
+        return self.tiled(best_tile(self.shape[0], n, self.architecture), n, activation) if n else []
+
+    def tiled(self, tile: Tile, n: int, activation: str | None) -> list[Launch]:
+        """The launch with blocks of a given tile."""
+        m, k = self.shape
+        sizes = (np.int32(m), np.int32(n), np.int32(k))
+        return [
+            Launch(
+                variant=tensor_variant(tile, self.dtype, activation),
+                grid=(tile.blocks(m, n), 1, 1),
+                block=(32 * tile.warps_m * tile.warps_n, 1, 1),
+                shared_bytes=tile.shared_bytes,
+                arguments=(self.fragments, self.metadata, Operand.X, Operand.BIAS, Operand.OUT, *sizes),
+            )
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class OrdinaryCores:
+    """An N:M weight (m, k) for nm.cu: `entries` as that function says, cut along k into tiles of `depth` columns."""
+
+    shape: tuple[int, int]
+    dtype: str
+    architecture: str
+    depth: int
+    entries: Words
+
+    @classmethod
+    def of_weight(cls, weight: NDArray[np.float32], depth: int, dtype: str, architecture: str) -> OrdinaryCores:
+        """Pack any weight (m, k); it should keep about equally many of each `depth` columns of every row."""
+        shape = (weight.shape[0], weight.shape[1])
+        return cls(shape, dtype, architecture, depth, entries(weight, depth, dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constant arrays."""
+        return self.entries.nbytes
+
+    def launches(self, n: int, activation: str | None) -> list[Launch]:
+        """One launch; none where n is 0."""
+        slots = self.entries.shape[3]
+        columns = best_lane_columns(self.shape[0], n, self.depth, slots, self.architecture)
+        return self.with_lanes_of(columns, n, activation) if n else []
+
+    def with_lanes_of(self, columns: int, n: int, activation: str | None) -> list[Launch]:
+        """The launch in which a lane takes `columns` columns of out."""
+        m, k = self.shape
+        slots = self.entries.shape[3]
+        sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(self.depth), np.int32(slots))
+        return [
+            Launch(
+                variant=ordinary_variant(columns, self.dtype, activation),
+                grid=(self.entries.shape[0] * -(-n // (32 * columns)), 1, 1),
+                block=(256, 1, 1),
+                shared_bytes=ordinary_shared_bytes(columns, self.depth, slots),
+                arguments=(self.entries, Operand.X, Operand.BIAS, Operand.OUT, *sizes),
+            )
+        ]
+
+
+# ---- Launch settings ----
+
+
+def best_tile(m: int, n: int, architecture: str) -> Tile:
+    """The largest tile that is no wider than n needs and gives every multiprocessor a block, else the smallest."""
+    for tile in TILES:
+        if tile.columns - n < 64 and tile.blocks(m, n) >= MULTIPROCESSORS[architecture]:
+            return tile
+    return TILES[-1]
+
+
+def best_lane_columns(m: int, n: int, depth: int, slots: int, architecture: str) -> int:
+    """The same for nm.cu, of which two blocks share a multiprocessor."""
+    for columns in LANE_COLUMNS:
+        blocks = -(-m // BLOCK_ROWS) * -(-n // (32 * columns))
+        fits = ordinary_shared_bytes(columns, depth, slots) <= SHARED_BYTES
+        if fits and 32 * columns - n < 64 and blocks >= 2 * MULTIPROCESSORS[architecture]:
+            return columns
+    return LANE_COLUMNS[-1]
+
+
+def ordinary_shared_bytes(columns: int, depth: int, slots: int) -> int:
+    """Two tiles of x and the entries of 64 rows for each."""
+    return 2 * (depth * 32 * columns * 2 + BLOCK_ROWS * slots * 4)
+
+
+def tile_depth(pattern: NM) -> int:
+    """How many columns of w nm.cu takes at once: about 32, or 64 where little is kept; whole groups if they fit."""
+    about = 32 if pattern.of <= 16 else 64
+    return about // pattern.of * pattern.of if pattern.of <= about else about
+
+
+def tensor_variant(tile: Tile, dtype: str, activation: str | None) -> Variant:
+    """nm24.cu with these settings."""
+    defines = {
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "WARPS_M": tile.warps_m,
+        "WARPS_N": tile.warps_n,
+        "STAGES": tile.stages,
+        "BF16": DTYPES.index(dtype),
+        "ACTIVATION": ACTIVATIONS[activation],
+    }
+    return Variant("nm24.cu", "nm24", defines, tuple(TENSOR_CORES_UP_TO), "HMMA.SP")
+
+
+def ordinary_variant(columns: int, dtype: str, activation: str | None) -> Variant:
+    """nm.cu with these settings."""
+    defines = {"COLUMNS": columns, "BF16": DTYPES.index(dtype), "ACTIVATION": ACTIVATIONS[activation]}
+    return Variant("nm.cu", "nm", defines, ARCHITECTURES)
+
+
+VARIANTS = tuple(
+    [tensor_variant(tile, dtype, it) for tile in TILES for dtype in DTYPES for it in ACTIVATIONS]
+    + [ordinary_variant(columns, dtype, it) for columns in LANE_COLUMNS for dtype in DTYPES for it in ACTIVATIONS]
+)
+"""Everything that a launch may ask for."""
+
+
+# ---- Packing ----
+
+
+def two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """Two columns of every 4, among them all that are not zero.
+
+    weight (m, k) -> values float32 and places uint8 in 0 to 3, both (m', k' / 2): m' is m and k' is k rounded up to
+    multiples of 32 and 64. The two places of a group are different and rise, as the instruction demands even where
+    fewer are kept. ValueError where 4 columns hold more than 2.
+    """
+    m, k = weight.shape
+    padded = np.zeros((-(-m // 32) * 32, -(-k // DEPTH) * DEPTH), np.float32)
+    padded[:m, :k] = weight
+    groups = padded.reshape(padded.shape[0], -1, 4)
+    crowded = np.count_nonzero(groups, axis=2) > 2
+    if crowded.any():
+        row, group = np.argwhere(crowded)[0]
+        raise ValueError(f"not 2:4: row {row} keeps more than 2 of the columns {4 * group} to {4 * group + 3}")
+    places = np.sort(np.argsort(groups == 0, axis=2, kind="stable")[:, :, :2], axis=2)
+    values = np.take_along_axis(groups, places, axis=2)
+    half = (padded.shape[0], padded.shape[1] // 2)
+    return values.reshape(half), places.astype(np.uint8).reshape(half)
+
+
+def fragments(bits: NDArray[np.uint16]) -> Words:
+    """Kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
+
+    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 32 lanes, 4 words). A tile and step is an instruction: 16 rows, 32
+    columns, of which 16 are kept. Word r of lane 4 g + t holds its row g + 8 (r % 2), kept columns 2 t + 8 (r // 2)
+    (lower half) and the next.
+    """
+    groups, stages = bits.shape[0] // 32, bits.shape[1] // 32
+    # Axes: group, tile, r % 2, g; stage, step, r // 2, t, half.
+    split = bits.reshape(groups, 2, 2, 8, stages, 2, 2, 4, 2)
+    by_lane = split.transpose(0, 4, 1, 5, 3, 7, 6, 2, 8).astype(np.uint32)
+    words = by_lane[..., 0] | by_lane[..., 1] << np.uint32(16)
+    return words.reshape(groups, stages, 2, 2, 32, 4)
+
+
+def metadata(places: NDArray[np.uint8]) -> Words:
+    """Places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
+
+    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): word 2 g + h is for lane 4 g + h and holds 2 bits a place,
+    of columns 16 h to 16 h + 15 of the step: those of row g in the lower half, of row g + 8 in the upper.
+    """
+    groups, stages = places.shape[0] // 32, places.shape[1] // 32
+    # Axes: group, tile, lower or upper half, g; stage, step, h, place.
+    split = places.reshape(groups, 2, 2, 8, stages, 2, 2, 8)
+    by_word = split.transpose(0, 4, 1, 5, 3, 6, 2, 7).reshape(groups, stages, 2, 2, 16, 16).astype(np.uint32)
+    return (by_word << 2 * np.arange(16, dtype=np.uint32)).sum(axis=5, dtype=np.uint32)
+
+
+def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
+    """What is not zero of a weight (m, k), for nm.cu.
+
+    uint32 (blocks of 64 rows, tiles of `depth` columns, 64, slots): bits of the value in the lower half, column
+    within the tile in the upper. slots is even and enough for any row and tile; empty ones are 0: column 0 times 0.
+    """
+    m, k = weight.shape
+    blocks, tiles = -(-m // BLOCK_ROWS), -(-k // depth)
+    rows, columns = np.nonzero(weight)
+    place = rows * tiles + columns // depth
+    numbers = np.bincount(place, minlength=m * tiles)
+    slots = max(2, -(-int(numbers.max()) // 2) * 2)
+    slot = np.arange(rows.size) - (np.cumsum(numbers) - numbers)[place]
+    words = np.zeros((blocks * BLOCK_ROWS, tiles, slots), np.uint32)
+    bits = element_bits(weight[rows, columns], dtype).astype(np.uint32)
+    words[rows, columns // depth, slot] = bits | (columns % depth).astype(np.uint32) << 16
+    return np.ascontiguousarray(words.reshape(blocks, BLOCK_ROWS, tiles, slots).transpose(0, 2, 1, 3))

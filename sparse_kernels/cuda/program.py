@@ -1,0 +1,110 @@
+"""What a CUDA kernel is to Python: a source with its settings, and one launch of it, as plain values.
+
+A launch is described, not done: the same description is run by CuPy on a GPU (`plan.py`) and by the emulator of the
+tests on a CPU, and the compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
+arithmetic, so all of it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.formats import Packed
+from sparse_kernels.shapes import Conv2dShape
+
+DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as it is compiled.
+
+    `source` is a file of this folder, `function` its extern "C" kernel, `defines` the macros that choose tile sizes,
+    element type and so on. `architectures` are those it is for (sm_80, sm_90a, ...). `instruction` is what its SASS
+    must hold (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
+    """
+
+    source: str
+    function: str
+    defines: Mapping[str, int]
+    architectures: tuple[str, ...]
+    instruction: str = ""
+
+    @property
+    def name(self) -> str:
+        """Function and settings in one word, for rows and reports."""
+        settings = "".join(f".{key.lower()}{value}" for key, value in self.defines.items())
+        return f"{self.function}{settings}"
+
+
+class Operand(Enum):
+    """What a call brings: activations, result, bias (a null pointer where there is none), scratch.
+
+    Scratch is zeroed once a call and shared by the call's launches: one may leave sums for the next.
+    """
+
+    X = "x"
+    OUT = "out"
+    BIAS = "bias"
+    SCRATCH = "scratch"
+
+
+Argument = NDArray[np.generic] | Operand | np.generic
+"""A constant array (its pointer is passed; uploaded once), an operand (its pointer), or a NumPy scalar (by value)."""
+
+Dim3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: a variant on a grid.
+
+    `shared_bytes` is dynamic shared memory, `scratch_bytes` what this launch needs of SCRATCH. A scalar argument has
+    the parameter's own type: np.int32 for int, np.uint64 for u64, np.float32 for float.
+    """
+
+    variant: Variant
+    grid: Dim3
+    block: Dim3
+    shared_bytes: int
+    arguments: tuple[Argument, ...]
+    scratch_bytes: int = field(default=0)
+
+
+class Program(Protocol):
+    """A packed weight made ready for one architecture and element type; constant arrays are packed once, here."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constant arrays."""
+
+    def launches(self, n: int, activation: str | None) -> list[Launch]:
+        """What multiplies x (k, n) to out (m, n), feature-major, in order; empty where m or n is 0.
+
+        Bias is added where the BIAS pointer is not null. x and out are contiguous. For a convolution n is the batch,
+        x is (c_in, h, w, batch) and out (c_out, out_h, out_w, batch).
+        """
+
+
+class Prepare(Protocol):
+    """How each kernel family offers itself: a module-level function `program`."""
+
+    def __call__(self, packed: Packed, dtype: str, architecture: str, n: int) -> Program:
+        """The program for about n columns. Raises NotSupported for what it cannot run."""
+
+
+class PrepareConv2d(Protocol):
+    """The same for convolutions: a module-level function `conv2d_program`."""
+
+    def __call__(self, packed: Packed, shape: Conv2dShape, dtype: str, architecture: str) -> Program:
+        """The program for about shape.batch images. Raises NotSupported for what it cannot run."""
+
+
+class NotSupported(ValueError):
+    """A kernel does not run this format, shape or architecture; the message says which do."""

@@ -1,0 +1,227 @@
+// What the kernels for Hopper (sm_90a) share: a ring of tiles in shared memory, filled by one warpgroup for two.
+//
+// A block has three warpgroups of 128 threads. Two consumers multiply with wgmma; the producer fetches what they
+// need, up to STAGES stages ahead, so that no arithmetic waits for memory. A slot of the ring holds one stage: a
+// piece of the weight, packed on the host exactly as it must lie, and the rows of x it meets. Two barriers a slot:
+//   full    every producer thread arrives once its copies have landed, and the weight's bytes are counted
+//   empty   every consumer warp arrives once it has read the slot
+//
+// A launch walks over tiles of the result (ROWS x BN), a block taking every gridDim.x-th one: tiles come sorted by
+// falling work, so that the last ones, where some blocks have nothing left to do, are the short ones. Where there are
+// fewer tiles than multiprocessors, the stages of a tile are shared out among `splits` blocks. Each writes its float
+// sums to a slice of its own of scratch memory, and finish_sm90.cu adds the slices up. Atomic additions would need no
+// second launch, but zeroed memory and as much traffic, and would sum in another order every time.
+//
+// Macros: ROWS and BN, the tile; BK, rows of x a stage; STAGES; WEIGHT_BYTES a stage; ALIGN, the bytes that rows of x
+// and of the result are aligned to: 16, 8 or 2; STRICT, whether a fence stands between cp_async and wgmma.
+#pragma once
+#include "primitives.cuh"
+
+constexpr int WARPGROUP = 128;
+constexpr int THREADS = 3 * WARPGROUP;
+constexpr int CONSUMER_WARPS = 8;
+// A thread's share of the register file: (56 + 2 * 224) * 128 of 65536, in steps of 8.
+constexpr int PRODUCER_REGISTERS = 56;
+constexpr int CONSUMER_REGISTERS = 224;
+
+constexpr int BLOCK_BYTES = BK * 128;  // 64 columns of x: BK lines
+constexpr int STAGE_BYTES = WEIGHT_BYTES + BK * BN * 2;
+static_assert(WEIGHT_BYTES % 1024 == 0 && BLOCK_BYTES % 1024 == 0, "swizzled tiles start at multiples of 1024 bytes");
+
+struct Barriers {
+  u64 full[STAGES];
+  u64 empty[STAGES];
+};
+
+DEV void init_barriers(Barriers& barriers) {
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < STAGES; ++slot) {
+      mbarrier_init(&barriers.full[slot], WARPGROUP + 1);  // the producer's threads, and one more for the weight
+      mbarrier_init(&barriers.empty[slot], CONSUMER_WARPS);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+}
+
+// Where a warpgroup is in the ring. It goes on from one tile of the result to the next.
+struct Position {
+  int slot = 0;
+  u32 parity = 0;
+};
+
+DEV void advance(Position& at) {
+  if (++at.slot == STAGES) {
+    at.slot = 0;
+    at.parity ^= 1;
+  }
+}
+
+// What a block computes next: rows group * ROWS on, columns `column` on, from the stages `first` to `last`.
+struct Tile {
+  int group, split, first, last, column;
+};
+
+struct Schedule {
+  const int* order;   // (groups) the groups by falling number of stages
+  const int* stages;  // (groups + 1) group g has the stages stages[g] to stages[g + 1]
+  int groups, splits, n;
+};
+
+DEV int column_tiles(const Schedule& schedule) { return (schedule.n + BN - 1) / BN; }
+DEV int tiles(const Schedule& schedule) { return schedule.groups * schedule.splits * column_tiles(schedule); }
+DEV Tile tile_of(const Schedule& schedule, int number) {
+  int columns = column_tiles(schedule), part = number / columns;
+  int group = schedule.order[part / schedule.splits], split = part % schedule.splits;
+  int first = schedule.stages[group], count = schedule.stages[group + 1] - first;
+  return {group, split, first + count * split / schedule.splits, first + count * (split + 1) / schedule.splits,
+          number % columns * BN};
+}
+
+// ---- Producer ----
+
+// Copies 8 elements of x, of which the first `valid` exist; the others become 0. Where rows of x are aligned to 2
+// bytes only, no asynchronous copy can move them: they go through registers.
+DEV void copy_chunk(unsigned char* shared, const u16* x, int valid) {
+#if ALIGN == 16
+  cp_async16(shared, x, valid > 0);
+#elif ALIGN == 8
+  cp_async8(shared, x, valid > 0);
+  cp_async8(shared + 8, valid > 4 ? x + 4 : x, valid > 4);
+#else
+  u32 words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i] = valid > 2 * i ? x[2 * i] : 0;
+    if (valid > 2 * i + 1) words[i] |= static_cast<u32>(x[2 * i + 1]) << 16;
+  }
+  *reinterpret_cast<uint4*>(shared) = make_uint4(words[0], words[1], words[2], words[3]);
+#endif
+}
+
+// Each of the producer's warps fills BK / 4 lines; 8 lanes copy 128 bytes of one row, so one call moves whole rows.
+constexpr int LINES_A_WARP = BK / 4;
+constexpr int LANES_A_LINE = BN / 8 < 32 ? BN / 8 : 32;
+constexpr int LINES_A_CALL = 32 / LANES_A_LINE;
+
+// Copies line `line` of a stage: `row` of x from column `column` on, or zeros where row is negative.
+DEV void copy_line(unsigned char* tile, int line, int row, const u16* x, int column, int n) {
+  int chunk = (threadIdx.x & 31) % LANES_A_LINE;
+  int left = n - column - 8 * chunk;
+  bool exists = row >= 0 && left > 0;
+  const u16* from = exists ? x + static_cast<u64>(row) * n + column + 8 * chunk : x;
+  copy_chunk(tile + chunk / 8 * BLOCK_BYTES + swizzled(line, chunk % 8), from, exists ? left : 0);
+}
+
+// This thread's part of the slot is on its way.
+DEV void producer_arrive(u64* full) {
+#if ALIGN == 2
+  fence_proxy_async();
+  mbarrier_arrive(full);
+#else
+  cp_async_mbarrier_arrive_noinc(full);
+#endif
+}
+
+// Waits until every slot has been read: a thread that ends might take its copies with it.
+DEV void producer_finish(Barriers& barriers, Position at) {
+  for (int i = 0; i < STAGES; ++i) {
+    mbarrier_wait(&barriers.empty[at.slot], at.parity ^ 1);
+    advance(at);
+  }
+}
+
+// ---- Consumer ----
+
+DEV void wait_full(u64* full, u32 parity) {
+  mbarrier_wait(full, parity);
+#if STRICT
+  // PTX asks for a fence between cp_async, which counts as an ordinary write, and wgmma, which reads asynchronously.
+  fence_proxy_async();
+#endif
+}
+
+DEV void release(u64* empty) {
+  if ((threadIdx.x & 31) == 0) mbarrier_arrive(empty);
+}
+
+// Four lanes hold a 4 x 4 matrix of words, a row each; afterwards a column each.
+DEV void transpose_quad(u32 (&words)[4]) {
+  bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    u32 other = __shfl_xor_sync(0xffffffff, odd ? words[i] : words[i + 1], 1);
+    (odd ? words[i] : words[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    u32 other = __shfl_xor_sync(0xffffffff, upper ? words[i] : words[i + 2], 2);
+    (upper ? words[i] : words[i + 2]) = other;
+  }
+}
+
+// Writes the first `valid` of 8 elements.
+DEV void store_chunk(u16* out, const u32 (&words)[4], int valid) {
+#if ALIGN == 16
+  if (valid > 0) *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
+#elif ALIGN == 8
+  if (valid > 0) *reinterpret_cast<uint2*>(out) = make_uint2(words[0], words[1]);
+  if (valid > 4) *reinterpret_cast<uint2*>(out + 4) = make_uint2(words[2], words[3]);
+#else
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (valid > i) out[i] = static_cast<u16>(words[i / 2] >> 16 * (i % 2));
+#endif
+}
+
+// Finishes a warpgroup's 64 x N sums: bias, activation, and row i to row row_ids[i] of the result, so that a
+// permutation of rows costs nothing. Lanes first exchange columns, so that a quad writes 64 bytes of one row at a
+// time: no shared memory is needed for it, and the ring keeps it all.
+template <int N>
+DEV void store_tile(const float (&sums)[N / 2], const int* row_ids, const float* bias, u16* out, int column, int n) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int row = row_ids[warp * 16 + lane / 4 + half * 8];
+    float shift = bias && row >= 0 ? bias[row] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < N / 8; j += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int at = 4 * (j + i) + 2 * half;
+        words[i] = pack2(activate(sums[at] + shift), activate(sums[at + 1] + shift));
+      }
+      transpose_quad(words);
+      int start = column + 8 * (j + lane % 4);
+      if (row >= 0) store_chunk(out + static_cast<u64>(row) * n + start, words, n - start);
+    }
+  }
+}
+
+// Writes a warpgroup's 64 x N sums as they are; `width` floats a row, a multiple of BN.
+template <int N>
+DEV void store_partial(const float (&sums)[N / 2], float* partial, int width) {
+  int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float* row = partial + static_cast<u64>(warp * 16 + lane / 4 + half * 8) * width + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < N / 8; ++j)
+      *reinterpret_cast<float2*>(row + 8 * j) = make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+  }
+}
+
+// Either of the two, for 64 rows from `row` of the tile's group and the columns from `column` of the matrix.
+template <int N>
+DEV void store(const float (&sums)[N / 2], const Schedule& schedule, const Tile& tile, int row, int column,
+               const int* row_ids, const float* bias, u16* out, float* partial) {
+  int rows = tile.group * ROWS + row;
+  if (partial) {
+    int width = column_tiles(schedule) * BN;
+    u64 above = static_cast<u64>(tile.split) * schedule.groups * ROWS + rows;
+    store_partial<N>(sums, partial + above * width + column, width);
+  } else {
+    store_tile<N>(sums, row_ids + rows, bias, out, column, schedule.n);
+  }
+}

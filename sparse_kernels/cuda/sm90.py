@@ -1,0 +1,225 @@
+"""What the kernels for Hopper share on the host: the shared-memory image of a weight, the schedule, the launches.
+
+The other side is sm90.cuh. A weight is cut into groups of `rows` packed rows and each group into stages of 64 stored
+columns. The image of a stage is what the kernel's tensor cores read, so one bulk copy of it is all that the device
+does to a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant
+
+ARCHITECTURE = "sm_90a"
+ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
+THREADS = 384
+STAGE_COLUMNS = 64  # stored columns of a stage: a line of the 128-byte swizzle
+FINISH_COLUMNS = 256  # columns of the result a block of finish_sm90 writes
+
+SMS = 132
+"""Multiprocessors of an H100 SXM and an H200."""
+
+RING_BYTES = 226 * 1024
+"""Dynamic shared memory: the 227 KiB a block may have less 1 KiB for the barriers, as the ring starts aligned."""
+
+MOST_STAGES = 8
+MOST_SPLITS = 16
+
+# What a launch is expected to cost, in clocks of a multiprocessor; predictions, to be measured (TUNING.md).
+PRODUCTS_A_CLOCK = 2048  # multiplications of 16-bit numbers by the tensor cores
+BYTES_A_CLOCK = 25  # from the second-level cache to one multiprocessor while all of them read
+TILE_CLOCKS = 2000  # filling the ring, and writing the result
+FINISH_CLOCKS = 5000  # a second launch
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One kernel with one tile size, before element type, activation and alignment are chosen.
+
+    `rows` and `width` are the tile of the result. A stage holds `x_rows` rows of x and `weight_bytes` of the weight,
+    and is `products` multiplications of the tensor cores.
+    """
+
+    source: str
+    function: str
+    defines: Mapping[str, int]
+    rows: int
+    width: int
+    x_rows: int
+    weight_bytes: int
+    products: int
+    instruction: str
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage."""
+        return self.weight_bytes + self.x_rows * self.width * 2
+
+    @property
+    def stages(self) -> int:
+        """How many stages the ring holds."""
+        return min(MOST_STAGES, RING_BYTES // self.stage_bytes)
+
+    @property
+    def stage_clocks(self) -> float:
+        """What a stage is expected to take, bound by the tensor cores or by the way to shared memory."""
+        return max(self.products / PRODUCTS_A_CLOCK, self.stage_bytes / BYTES_A_CLOCK)
+
+    def variant(self, dtype: str, activation: str | None, align: int, strict: bool) -> Variant:
+        """The kernel as it is compiled."""
+        settings = {
+            **self.defines,
+            "STAGES": self.stages,
+            "ALIGN": align,
+            "STRICT": int(strict),
+            "BF16": int(dtype == "bfloat16"),
+            "ACTIVATION": ACTIVATIONS[activation],
+        }
+        return Variant(self.source, self.function, settings, (ARCHITECTURE,), self.instruction)
+
+
+def finish(dtype: str, activation: str | None) -> Variant:
+    """What adds up the sums of a split product."""
+    settings = {"BF16": int(dtype == "bfloat16"), "ACTIVATION": ACTIVATIONS[activation]}
+    return Variant("finish_sm90.cu", "finish_sm90", settings, (ARCHITECTURE,))
+
+
+def variants(kernels: list[Kernel]) -> Iterator[Variant]:
+    """All that launches may ask for, and without the fence what a GPU has to compare."""
+    for kernel in kernels:
+        for dtype in DTYPES:
+            for activation in ACTIVATIONS:
+                for align in (16, 8, 2):
+                    yield kernel.variant(dtype, activation, align, strict=True)
+            yield kernel.variant(dtype, None, 16, strict=False)
+    for dtype in DTYPES:
+        for activation in ACTIVATIONS:
+            yield finish(dtype, activation)
+
+
+def swizzled(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
+    """Lines (stages, rows, 64), the 16-byte chunks of row i in the order c ^ (i % 8). It is its own inverse."""
+    stages, rows, _ = lines.shape
+    chunks = lines.reshape(stages, rows, 8, 8)
+    source = np.arange(8) ^ (np.arange(rows) % 8)[:, None]
+    return np.take_along_axis(chunks, source[None, :, :, None], axis=2).reshape(lines.shape)
+
+
+def alignment(n: int) -> int:
+    """Bytes that rows of n elements are aligned to, of the kinds that kernels are compiled for."""
+    return 16 if n % 8 == 0 else 8 if n % 4 == 0 else 2
+
+
+@dataclass(frozen=True, eq=False)
+class HopperProgram:
+    """A weight packed for one kernel (or the same one with tiles of other widths) and element type.
+
+    `own` are the constants that come first among the kernel's arguments. `counts` int64 (groups): the stages of each
+    group. `row_ids` int32 (groups * rows), -1 for none.
+    """
+
+    kernels: tuple[Kernel, ...]
+    dtype: str
+    own: tuple[Argument, ...]
+    counts: NDArray[np.int64]
+    row_ids: NDArray[np.int32]
+    strict: bool = True
+    order: NDArray[np.int32] = field(init=False)
+    starts: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        order = np.argsort(-self.counts, kind="stable").astype(np.int32)
+        starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "starts", starts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the constant arrays."""
+        arrays = (*self.own, self.row_ids, self.order, self.starts)
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+    def launches(self, n: int, activation: str | None) -> list[Launch]:
+        """The product, and where it is split the addition of its parts; empty where n is 0."""
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
+        if n == 0:
+            return []
+        kernel, splits = self.choose(n)
+        return self.launches_of(kernel, splits, n, activation)
+
+    def launches_of(self, kernel: Kernel, splits: int, n: int, activation: str | None) -> list[Launch]:
+        """The launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
+        groups = self.counts.size
+        tiles = groups * splits * -(-n // kernel.width)
+        width = -(-n // kernel.width) * kernel.width
+        scratch = splits * self.row_ids.size * width * 4 if splits > 1 else 0
+        first = Launch(
+            kernel.variant(self.dtype, None if splits > 1 else activation, alignment(n), self.strict),
+            (min(tiles, SMS), 1, 1),
+            (THREADS, 1, 1),
+            kernel.stages * kernel.stage_bytes,
+            (
+                *self.own,
+                *(self.order, self.starts, self.row_ids),
+                *(Operand.X, Operand.BIAS, Operand.OUT, Operand.SCRATCH if splits > 1 else np.uint64(0)),
+                *(np.int32(groups), np.int32(splits), np.int32(n)),
+            ),
+            scratch,
+        )
+        if splits == 1:
+            return [first]
+        rows = self.row_ids.size
+        second = Launch(
+            finish(self.dtype, activation),
+            (rows, -(-n // FINISH_COLUMNS), 1),
+            (FINISH_COLUMNS, 1, 1),
+            0,
+            (
+                *(Operand.SCRATCH, self.row_ids, Operand.BIAS, Operand.OUT),
+                *(np.int32(rows), np.int32(splits), np.int32(width), np.int32(n)),
+            ),
+            scratch,
+        )
+        return [first, second]
+
+    def choose(self, n: int) -> tuple[Kernel, int]:
+        """The tile and the number of splits with the shortest expected time."""
+        splits = {kernel: best_splits(kernel, self.counts, n) for kernel in self.kernels}
+        return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n))
+
+
+def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int) -> int:
+    """Among how many blocks to share out each tile's stages, for the shortest expected time."""
+    most = max(1, min(MOST_SPLITS, int(counts.max())))
+    return min((2**i for i in range(most.bit_length())), key=lambda splits: clocks(kernel, counts, splits, n))
+
+
+def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int) -> float:
+    """What groups with so many stages each are expected to take, times n columns, in clocks.
+
+    A block takes every SMS-th tile of those sorted by falling work, so none has more to do than the first. Left out:
+    what blocks that read the same rows of x save each other, and changes of the clock.
+    """
+    shares = np.arange(splits + 1)[:, None] * np.sort(counts)[::-1] // splits
+    stages = np.sort(np.diff(shares, axis=0).ravel())[::-1]
+    columns = -(-n // kernel.width)
+    first = stages[np.arange(0, stages.size * columns, SMS) // columns]
+    total = float((first * kernel.stage_clocks + TILE_CLOCKS).sum())
+    if splits > 1:
+        partial = splits * counts.size * kernel.rows * columns * kernel.width * 4
+        total += FINISH_CLOCKS + 2 * partial / (SMS * BYTES_A_CLOCK)
+    return total
+
+
+def check(dtype: str, architecture: str) -> None:
+    """NotSupported for an element type or machine that no kernel here is for."""
+    if architecture != ARCHITECTURE:
+        raise NotSupported(f"this kernel is for {ARCHITECTURE}, not {architecture}")
+    if dtype not in DTYPES:
+        raise NotSupported(f"this kernel is for {' and '.join(DTYPES)}, not {dtype}")

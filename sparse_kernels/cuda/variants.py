@@ -1,0 +1,46 @@
+"""Every kernel as it may ever be compiled: what the compile gate goes through."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+
+from sparse_kernels.cuda.program import Prepare, PrepareConv2d, Variant
+
+# Modules of this package, each with VARIANTS and `program`.
+FAMILIES = ("vector", "vector_sm90", "nm", "nm_sm90", "csr")
+
+# For each format, who may run a linear layer: the first that does not refuse does.
+LINEAR = {
+    "dense": ("vector_sm90", "vector"),
+    "vector": ("vector_sm90", "vector"),
+    "shflbw": ("vector_sm90", "vector"),
+    "block": ("vector_sm90", "vector"),
+    "nm": ("nm_sm90", "nm"),
+    "unstructured": ("csr",),
+}
+
+# The same for a convolution.
+CONV2D = {"dense": ("vector",), "vector": ("vector",), "shflbw": ("vector",), "block": ("vector",)}
+
+
+def all_variants(families: Iterable[str] = FAMILIES) -> list[Variant]:
+    """The variants of families, each once."""
+    found: dict[str, Variant] = {}
+    for family in families:
+        for variant in importlib.import_module(f"{__package__}.{family}").VARIANTS:
+            if found.setdefault(variant.name, variant) != variant:
+                raise ValueError(f"two different variants are called {variant.name}")
+    return list(found.values())
+
+
+def linear(family: str) -> Prepare:
+    """The function of a family that makes a linear layer's packed weight into a program."""
+    prepare: Prepare = importlib.import_module(f"{__package__}.{family}").program
+    return prepare
+
+
+def conv2d(family: str) -> PrepareConv2d:
+    """The same for a convolution's packed weight."""
+    prepare: PrepareConv2d = importlib.import_module(f"{__package__}.{family}").conv2d_program
+    return prepare

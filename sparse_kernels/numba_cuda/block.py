@@ -1,0 +1,89 @@
+"""Block-wise: a row of blocks is a group of rows that keeps its columns in runs.
+
+The kept columns of all blocks in a row are one long list, number t of it being column t % cols of block t // cols.
+Cut into stages, that list is the same work as in `vector`, whatever the size of the blocks.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from sparse_kernels.formats import BlockWeight
+from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.library import cuda, float32
+from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+
+
+def tile(packed: BlockWeight, n: int) -> Tile:
+    """The rows of a block share their columns."""
+    return tile_for(packed.pattern.rows, n)
+
+
+def row_tiles(packed: BlockWeight, tile: Tile) -> int:
+    """A tile never crosses from one row of blocks to the next."""
+    return (packed.indptr.size - 1) * -(-packed.pattern.rows // tile.height)
+
+
+def arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """(indptr, indices, values (blocks * cols, rows), cols, k): a column of a block lies in one piece."""
+    _, rows, cols = packed.values.shape
+    values = np.ascontiguousarray(packed.values.swapaxes(1, 2), dtype).reshape(-1, rows)
+    return packed.indptr, packed.indices, values, cols, packed.shape[1]
+
+
+@cache
+def kernel(layout: Layout, tile: Tile) -> Any:
+    """multiply(indptr, indices, values, cols, k, source, n, bias, activation, y)."""
+    place, read, write = layout.place, layout.read, layout.write
+    lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
+    depth, height, width = tile.depth, tile.height, tile.width
+
+    @cuda.jit
+    def multiply(indptr, indices, values, cols, k, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        block_rows = values.shape[1]
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
+        tiles_across = (n + width - 1) // width
+        tiles_of_group = (block_rows + height - 1) // height
+        row_tile = cuda.blockIdx.x // tiles_across
+        group = row_tile // tiles_of_group
+        first = row_tile % tiles_of_group * height  # row in the block
+        left = cuda.blockIdx.x % tiles_across * width + lane  # the first column of this thread
+
+        staged_x = cuda.shared.array((depth, width), float32)
+        staged_weights = cuda.shared.array((depth, height), float32)
+        sums = cuda.local.array((rows, columns), float32)
+        for r in range(rows):
+            for c in range(columns):
+                sums[r, c] = float32(0)
+
+        end = indptr[group + 1] * cols
+        for start in range(indptr[group] * cols, end, depth):
+            count = min(depth, end - start)
+            stage_weights(staged_weights, values, start, count, first, warp * lanes + lane, warps * lanes)
+            for c in range(columns):
+                at = place(source, y, min(left + c * lanes, n - 1))
+                for t in range(warp, count, warps):
+                    feature = indices[(start + t) // cols] * cols + (start + t) % cols
+                    # The last block may reach beyond the matrix: its weights are 0 there, but there is no x.
+                    staged_x[t, lane + c * lanes] = read(source, feature, at) if feature < k else float32(0)
+            cuda.syncthreads()
+            add_products(sums, staged_weights, staged_x, count, warp * rows, lane, lanes)
+            cuda.syncthreads()
+
+        store_sums(staged_x, sums, warp * rows, lane, lanes)
+        for c in range(columns):
+            column = left + c * lanes
+            if column < n:
+                at = place(source, y, column)
+                for r in range(rows):
+                    inside = first + warp * rows + r
+                    row = group * block_rows + inside
+                    if inside < block_rows and row < bias.shape[0]:
+                        total = staged_x[warp * rows + r, lane + c * lanes]
+                        write(y, row, at, activated(total + bias[row], activation))
+
+    return multiply

@@ -1,0 +1,77 @@
+"""The dense product, as every book on CUDA has it: tiles of w and x staged in shared memory."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from sparse_kernels.formats import DenseWeight
+from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.library import cuda, float32
+from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+
+
+def tile(packed: DenseWeight, n: int) -> Tile:
+    """All rows share all columns."""
+    return tile_for(packed.shape[0], n)
+
+
+def row_tiles(packed: DenseWeight, tile: Tile) -> int:
+    """Tiles on top of each other in y."""
+    return -(-packed.shape[0] // tile.height)
+
+
+def arguments(packed: DenseWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """(weights (k, m),): a column of w lies in one piece, as `stage_weights` wants it."""
+    return (np.ascontiguousarray(packed.values.T, dtype),)
+
+
+@cache
+def kernel(layout: Layout, tile: Tile) -> Any:
+    """multiply(weights, source, n, bias, activation, y)."""
+    place, read, write = layout.place, layout.read, layout.write
+    lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
+    depth, height, width = tile.depth, tile.height, tile.width
+
+    @cuda.jit
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        k, m = weights.shape
+        lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
+        tiles_across = (n + width - 1) // width
+        first = cuda.blockIdx.x // tiles_across * height
+        left = cuda.blockIdx.x % tiles_across * width + lane  # the first column of this thread
+
+        staged_x = cuda.shared.array((depth, width), float32)
+        staged_weights = cuda.shared.array((depth, height), float32)
+        sums = cuda.local.array((rows, columns), float32)
+        for r in range(rows):
+            for c in range(columns):
+                sums[r, c] = float32(0)
+
+        for start in range(0, k, depth):
+            count = min(depth, k - start)
+            stage_weights(staged_weights, weights, start, count, first, warp * lanes + lane, warps * lanes)
+            for c in range(columns):
+                # Beyond the last column a thread reads what the last one reads: all must reach the barriers.
+                at = place(source, y, min(left + c * lanes, n - 1))
+                for t in range(warp, count, warps):
+                    staged_x[t, lane + c * lanes] = read(source, start + t, at)
+            cuda.syncthreads()  # nobody computes before everything is there
+            add_products(sums, staged_weights, staged_x, count, warp * rows, lane, lanes)
+            cuda.syncthreads()  # nobody overwrites what others still read
+
+        store_sums(staged_x, sums, warp * rows, lane, lanes)
+        for c in range(columns):
+            column = left + c * lanes
+            if column < n:
+                at = place(source, y, column)
+                for r in range(rows):
+                    row = first + warp * rows + r
+                    if row < m:
+                        total = staged_x[warp * rows + r, lane + c * lanes]
+                        write(y, row, at, activated(total + bias[row], activation))
+
+    return multiply

@@ -1,0 +1,33 @@
+"""numba.cuda, or a sentence about what is missing: the package when a kernel is asked for, a GPU when one is run."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+from numba import float32, int32
+
+from sparse_kernels.registry import MissingLibrary
+
+__all__ = ["NoDevice", "cuda", "float32", "int32", "require_device"]
+
+# Numba still ships an old numba.cuda of its own, which would be imported without numba-cuda: look for the package.
+if importlib.util.find_spec("numba_cuda") is None:
+    raise MissingLibrary("backend 'numba_cuda' needs numba-cuda, which is not installed: pip install numba-cuda")
+
+cuda: Any = importlib.import_module("numba.cuda")  # no types: kernels are not the Python that they look like
+
+# A small layer fills no GPU, which is no mistake to warn of at every call.
+config: Any = importlib.import_module("numba.cuda.core.config")
+config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+
+
+class NoDevice(RuntimeError):
+    """There is no GPU that numba.cuda can use."""
+
+
+def require_device() -> None:
+    """Raise NoDevice where no kernel can run; the simulator of numba.cuda counts as a GPU."""
+    if not cuda.is_available():
+        raise NoDevice("backend 'numba_cuda' found no NVIDIA GPU that it can use: see what nvidia-smi says")

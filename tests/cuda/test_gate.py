@@ -1,0 +1,105 @@
+"""The compile gate refuses what it is there to refuse, and nothing else."""
+
+from pathlib import Path
+
+import emulator
+import gate
+import mutations
+import numpy as np
+import pytest
+
+from sparse_kernels.cuda import build
+from sparse_kernels.cuda.program import Launch, Operand, Variant
+
+KERNELS = Path(emulator.__file__).parent / "kernels"
+
+
+def variant(source, function, architectures, instruction="", **defines):
+    return Variant(str(KERNELS / source), function, defines, architectures, instruction)
+
+
+def problems(one, architecture, folder):
+    needed = 12 if architecture == "sm_70" else 13
+    if build.load_nvrtc(needed) is None:
+        pytest.skip(f"needs {build.PACKAGES[needed]}")
+    return gate.check(one, architecture, folder).problems
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
+def test_a_kernel_in_registers_with_its_instruction_passes(tmp_path, architecture):
+    assert problems(variant("gate.cu", "tensor", (architecture,), "HMMA.1688.F32"), architecture, tmp_path) == ()
+
+
+def test_spilled_registers_are_refused(tmp_path):
+    found = problems(variant("gate.cu", "spills", ("sm_80",)), "sm_80", tmp_path)
+    assert any(problem.endswith("bytes are spilled") and not problem.startswith("0") for problem in found)
+
+
+def test_a_local_array_is_refused(tmp_path):
+    assert "128 bytes of stack a thread" in problems(variant("gate.cu", "has_stack", ("sm_80",)), "sm_80", tmp_path)
+
+
+def test_an_instruction_that_became_ordinary_arithmetic_is_refused(tmp_path):
+    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA", PRODUCT=884)
+    assert problems(one, "sm_80", tmp_path) == ("no HMMA in its code",)
+
+
+def test_voltas_own_instruction_is_found(tmp_path):
+    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA", PRODUCT=884)
+    assert problems(one, "sm_70", tmp_path) == ()
+
+
+def test_on_volta_ordinary_arithmetic_is_refused_too(tmp_path):
+    one = variant("plain.cu", "plain", ("sm_70",), "HMMA")
+    assert problems(one, "sm_70", tmp_path) == ("no HMMA in its code",)
+
+
+def test_another_instruction_is_not_the_wanted_one(tmp_path):
+    one = variant("products.cu", "product", ("sm_80",), "HMMA.SP.16832.F32", PRODUCT=16816)
+    assert problems(one, "sm_80", tmp_path) == ("no HMMA.SP.16832.F32 in its code",)
+
+
+def test_an_instruction_in_a_neighbours_code_does_not_count(tmp_path):
+    one = variant("gate.cu", "ordinary", ("sm_80",), "HMMA")
+    assert problems(one, "sm_80", tmp_path) == ("no HMMA in its code",)
+
+
+def test_an_instruction_that_the_machine_lacks_is_refused(tmp_path):
+    one = variant("products.cu", "product", ("sm_75",), "HMMA", PRODUCT=16816)
+    (problem,) = problems(one, "sm_75", tmp_path)
+    assert "does not compile for sm_75" in problem
+    assert "requires .target sm_80" in problem
+
+
+COUNT = Launch(variant("scratch.cu", "count", ("sm_80",)), (1, 1, 1), (32, 1, 1), 0, (), scratch_bytes=4)
+
+
+def counting_case(count):
+    arguments = (Operand.SCRATCH, Operand.OUT, Operand.BIAS)
+    launch = Launch(COUNT.variant, COUNT.grid, COUNT.block, 0, arguments, scratch_bytes=4)
+    out = np.empty(1, np.float32)
+    return mutations.Case([launch], np.zeros(1, np.float16), None, out, np.array([float(count)]), np.zeros(1))
+
+
+def right_case():
+    return counting_case(32)
+
+
+def wrong_case():
+    return counting_case(33)
+
+
+def test_a_bug_that_no_seed_shows_survives():
+    seen = mutations.Mutation("counts twice", right_case, ("1.0f", "2.0f"))
+    nothing = mutations.Mutation("a comment", right_case, ("// Counts", "// counts"))
+    assert mutations.survivors([seen, nothing]) == [nothing]
+
+
+def test_a_case_that_is_wrong_by_itself_proves_nothing():
+    with pytest.raises(ValueError, match="wrong_case is wrong without a planted bug"):
+        mutations.survivors([mutations.Mutation("counts twice", wrong_case, ("1.0f", "2.0f"))])
+
+
+def test_a_bug_that_does_not_compile_is_an_error_and_not_caught():
+    with pytest.raises(emulator.CompilationError):
+        mutations.survivors([mutations.Mutation("no code", right_case, ("1.0f", "no_such_name"))])

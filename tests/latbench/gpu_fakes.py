@@ -1,0 +1,204 @@
+"""A GPU that is not there: a device that does its work in its own time, and an NVML that says what it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from latbench.backends import Unsupported
+from latbench.gpu import State
+from latbench.measure import Burst
+from latbench.plan import Point
+from sparse_kernels.oracle import WrongResult
+
+
+class FakeDevice:
+    """A driver, a clock and a queue. Queueing takes the host time; running what is queued takes the device time.
+
+    The device starts on an operation when it has done the one before and the host has queued it: events that the
+    host is late for include its latency, as real ones do.
+    """
+
+    def __init__(self, *, launch: float = 0.0, flush: float = 50e-6, tick: float = 0.0) -> None:
+        self.host = self.device = 0.0
+        self.launch, self.flush_seconds, self.tick = launch, flush, tick
+        self.flush_bytes = 2**27
+        self.flushes = self.captures = 0
+        self.ran: list[str] = []
+        self.capturing: list[tuple[str, float]] | None = None
+
+    def clock(self) -> float:
+        return self.host
+
+    def kernel(self, seconds: float | Callable[[], float], name: str = "work") -> Callable[[], None]:
+        def call() -> None:
+            took = seconds() if callable(seconds) else seconds
+            if self.capturing is not None:
+                self.capturing.append((name, took))
+            else:
+                self._queue(name, took)
+
+        return call
+
+    def _queue(self, name: str, seconds: float) -> None:
+        self.host += self.launch
+        self.device = max(self.device, self.host) + seconds
+        self.ran.append(name)
+
+    def flush(self) -> None:
+        self.flushes += 1
+        self._queue("flush", self.flush_seconds)
+
+    def mark(self) -> float:
+        self.host += self.launch
+        self.device = max(self.device, self.host)
+        return self.device
+
+    def seconds(self, start: float, end: float) -> float:
+        elapsed = end - start
+        return elapsed if not self.tick else round(elapsed / self.tick) * self.tick
+
+    def capture(self, work: Callable[[], Any]) -> Callable[[], None]:
+        self.captures += 1
+        self.capturing = []
+        try:
+            work()
+            nodes = self.capturing
+        finally:
+            self.capturing = None
+
+        def replay() -> None:
+            self.host += self.launch
+            self.device = max(self.device, self.host) + sum(seconds for _, seconds in nodes)
+            self.ran += [name for name, _ in nodes]
+
+        return replay
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.device)
+
+
+class NVMLError(Exception):
+    """What the real one raises."""
+
+
+class FakeNvml:
+    """The functions of pynvml that the project calls, for devices given as dictionaries; a missing answer raises."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, *devices: dict[str, Any], driver: bool = True) -> None:
+        self.devices, self.driver, self.open = devices, driver, 0
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise NVMLError("NVML Shared Library Not Found")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.devices)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> dict[str, Any]:
+        return self.devices[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
+        every = [*self.devices, *(part for device in self.devices for part in device.get("slices", ()))]
+        return next(device for device in every if device["uuid"] == uuid)
+
+    def nvmlDeviceGetName(self, handle: dict[str, Any]) -> str:
+        return self._answer(handle, "name")
+
+    def nvmlDeviceGetUUID(self, handle: dict[str, Any]) -> str:
+        return self._answer(handle, "uuid")
+
+    def nvmlDeviceGetMigMode(self, handle: dict[str, Any]) -> list[int]:
+        divided = int("slices" in handle)
+        return [divided, divided]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: dict[str, Any]) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: dict[str, Any], index: int) -> dict[str, Any]:
+        if index >= len(handle["slices"]):
+            raise NVMLError("Not Found")
+        return handle["slices"][index]
+
+    def nvmlDeviceGetClockInfo(self, handle: dict[str, Any], kind: int) -> int:
+        return self._answer(handle, {1: "sm_megahertz", 2: "memory_megahertz"}[kind])
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: dict[str, Any], kind: int) -> int:
+        return self._answer(handle, {1: "max_sm_megahertz", 2: "max_memory_megahertz"}[kind])
+
+    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:
+        return self._answer(handle, "milliwatts")
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: dict[str, Any]) -> int:
+        return self._answer(handle, "limit_milliwatts")
+
+    def nvmlDeviceGetTemperature(self, handle: dict[str, Any], sensor: int) -> int:
+        assert sensor == 0
+        return self._answer(handle, "celsius")
+
+    def nvmlDeviceGetMemoryInfo(self, handle: dict[str, Any]) -> SimpleNamespace:
+        total, free = self._answer(handle, "memory")
+        return SimpleNamespace(total=total, free=free, used=total - free)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: dict[str, Any]) -> tuple[int, int]:
+        return self._answer(handle, "capability")
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: dict[str, Any]) -> int:
+        return self._answer(handle, "reasons")
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.159.03"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13000
+
+    def _answer(self, handle: dict[str, Any], name: str) -> Any:
+        if name not in handle:
+            raise NVMLError("Not Supported")
+        return handle[name]
+
+
+H200 = {
+    "name": "NVIDIA H200", "uuid": "GPU-3f2a1b2c-0000", "sm_megahertz": 1980, "memory_megahertz": 3201,
+    "max_sm_megahertz": 1980, "max_memory_megahertz": 3201, "milliwatts": 412_500, "limit_milliwatts": 700_000,
+    "celsius": 51, "memory": (150_000_000_000, 149_000_000_000), "capability": (9, 0), "reasons": 0x4,
+}  # fmt: skip
+
+
+class Ready:
+    """A point that is timed by the device itself: 20 us, or whatever its seed makes of it."""
+
+    def __init__(self, seconds: float, reasons: frozenset[str]) -> None:
+        self.inner_loops = 10
+        self.facts = {"kernel_used": "fake", "timer": "cuda_graph", "nnz": 1, "flop_nnz": 2_000_000}
+        self._seconds, self._reasons = seconds, reasons
+
+    def burst(self, seconds: float) -> Burst:
+        hot = "hw_thermal_slowdown" in self._reasons
+        state = State(clock_hertz=1.5e9, power_watts=600.0, temperature_celsius=60.0, reasons=self._reasons)
+        return Burst([self._seconds] * 10, preempted=hot, states=(state,))
+
+
+FINE, HOT, REFUSED, WRONG, LATE = range(5)
+
+
+def prepare(point: Point) -> Ready:
+    """What a worker does in place of latbench.backends.gpu:prepare; the seed says how it goes."""
+    if point.seed == REFUSED:
+        raise Unsupported("no such kernel here")
+    if point.seed == WRONG:
+        raise WrongResult("3 of 7 results are wrong")
+    if point.seed == LATE:
+        time.sleep(0.4)
+    reasons = frozenset({"hw_thermal_slowdown" if point.seed == HOT else "sw_power_cap"})
+    speedup = 1 / (1 - point.sparsity)
+    slower = 1.0 if point.backend in ("cupy", "torch_gpu") else 2.0
+    return Ready(1e-4 / speedup * slower, reasons)
