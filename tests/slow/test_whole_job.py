@@ -72,7 +72,7 @@ def test_a_users_own_model_passes_through_the_same_commands(
     profile, pruned = folder / "profile.json", folder / "pruned"
     latbench = ROOT / ".venv/bin/latbench"
     search = [latbench, "search", file, "--table", table, "--model", model, "--database", database, "-o", profile]
-    fewer = ["--batches", "4", "--evaluations", "40"]
+    fewer = ["--batches", "4", "--evaluations", "25"]
 
     succeed(latbench, "trace", file, "-o", folder / "workload.yaml")
     succeed(latbench, "sweep", "--cpu", "--workload", folder / "workload.yaml", "-o", table)

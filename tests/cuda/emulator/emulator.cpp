@@ -31,6 +31,7 @@ namespace {
 constexpr unsigned char POISON = 0xff;
 
 constexpr size_t STACK_BYTES = 256 << 10;
+constexpr size_t STACK_GUARD_BYTES = 64 << 10;
 constexpr size_t GUARD_BYTES = 64 << 20;  // address space only
 constexpr size_t ALIGNMENT = 16;          // of the arrays of a launch: the widest access
 constexpr size_t SHARED_LIMIT = 227 << 10;
@@ -255,8 +256,17 @@ void prepare_fibers(size_t count) {
     fiber.waits_for = nullptr;
     fiber.copies.clear();
     fiber.group = 0;
-    if (!fiber.stack) fiber.stack = map_guarded(STACK_BYTES, 1 << 16, 0);
+    if (!fiber.stack) fiber.stack = map_guarded(STACK_BYTES, STACK_GUARD_BYTES, 0);
     if (!fiber.stack) fail("no memory for the stacks of %zu threads", count);
+  }
+}
+
+// Every library of a kernel has fibers of its own, and a process may only map so many regions.
+void unmap_stacks() {
+  for (auto& fiber : fibers) {
+    if (fiber->stack) munmap(fiber->stack - STACK_GUARD_BYTES, STACK_GUARD_BYTES + STACK_BYTES);
+    fiber->stack = nullptr;
+    fiber->started = false;
   }
 }
 
@@ -636,12 +646,11 @@ int launch(void (*kernel)(void**), const Request& request, Error& result) {
     if (sigsetjmp(failed, 1) == 0) {
       run(request);
     } else {
-      // Half-run fibers start afresh.
-      for (auto& fiber : fibers) fiber->started = false;
       status = 1;
     }
   }
   unmap_arrays();
+  unmap_stacks();
   current = nullptr;
   block.reset();
   running = false;
