@@ -57,6 +57,10 @@ class MissingLibrary(ImportError):
     """A backend needs a library that is not installed."""
 
 
+class NoDevice(RuntimeError):
+    """There is no GPU that a backend's kernels run on."""
+
+
 def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
     """The function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
 

@@ -22,7 +22,7 @@ from sparse_kernels.cuda import build, variants
 from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program, Variant
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import ACTIVATIONS
-from sparse_kernels.registry import MissingLibrary
+from sparse_kernels.registry import MissingLibrary, NoDevice
 from sparse_kernels.shapes import Conv2dShape
 
 ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
@@ -37,10 +37,6 @@ Array = Any
 
 Kernel = Callable[[Dim3, Dim3, tuple[Any, ...]], None]
 """A loaded kernel: called with grid, block and arguments."""
-
-
-class NoDevice(RuntimeError):
-    """There is no GPU that these kernels run on."""
 
 
 class Machine(Protocol):

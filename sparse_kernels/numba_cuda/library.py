@@ -8,7 +8,7 @@ from typing import Any
 
 from numba import float32, int32
 
-from sparse_kernels.registry import MissingLibrary
+from sparse_kernels.registry import MissingLibrary, NoDevice
 
 __all__ = ["NoDevice", "cuda", "float32", "int32", "require_device"]
 
@@ -21,10 +21,6 @@ cuda: Any = importlib.import_module("numba.cuda")  # no types: kernels are not t
 # A small layer fills no GPU, which is no mistake to warn of at every call.
 config: Any = importlib.import_module("numba.cuda.core.config")
 config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
-
-
-class NoDevice(RuntimeError):
-    """There is no GPU that numba.cuda can use."""
 
 
 def require_device() -> None:
