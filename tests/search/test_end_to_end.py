@@ -41,11 +41,15 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     timings = time_engines(
         engines, threads=1, required=["slow"], rounds=3, round_seconds=0.01, progress=lambda *now: told.append(now)
     )
-    assert {name: len(blocks) for name, blocks in timings.blocks.items()} == {"slow": 3, "fast": 3, "other": 3}
+    # Rounds that something else slowed are taken again, so there may be more than asked for, of all the same number.
+    counts = {name: len(blocks) for name, blocks in timings.blocks.items()}
+    assert list(counts) == ["slow", "fast", "other"]
+    assert len(set(counts.values())) == 1
+    assert counts["slow"] >= 3
     assert timings.left_out == {"absent": "RuntimeError: no such operator"}
     assert min(min(block) for block in timings.blocks["slow"]) >= 0.004
     assert timings.fastest(["slow", "absent", "other"]) == "other"
-    assert told[-1] == ("timing whole models in turns", 2, 3)
+    assert told[-1] in [("timing whole models in turns", done, 3) for done in range(3)]
     with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
         time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
 
