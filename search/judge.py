@@ -20,8 +20,8 @@ from sparse_kernels.nn import set_weight_matrix, weight_matrix
 class Judge:
     """Called with a choice, answers the mean loss over the task's calibration batches; remembers what it answered.
 
-    Only the first `batches` of them where that is given: a search asks hundreds of times. `model` is changed in
-    place: only the layers that differ from the profile before are swapped.
+    `quick` takes only the first `batches` of them: a search asks hundreds of times. `model` is changed in place: only
+    the layers that differ from the profile before are swapped.
     """
 
     def __init__(
@@ -29,7 +29,8 @@ class Judge:
         batches: int | None = None,
     ) -> None:  # fmt: skip
         self._task, self._model, self._layers, self._database = task, model, layers, database
-        self._batches = task.calibration()[:batches]
+        self._batches = task.calibration()
+        self._few = len(self._batches[:batches])
         for norm in model.modules():
             if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                 norm.train()
@@ -39,18 +40,25 @@ class Judge:
         self._modules = [model.get_submodule(layer.name) for layer in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
         self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)
-        self._known: dict[tuple[tuple[str, float], ...], float] = {}
+        self._known: dict[tuple[tuple[str, float], ...], list[float]] = {}
 
     def __call__(self, choice: Choice) -> float:
         """The loss of the model that `choice` gives."""
+        return self._loss(choice, len(self._batches))
+
+    def quick(self, choice: Choice) -> float:
+        """The same on the first batches."""
+        return self._loss(choice, self._few)
+
+    def _loss(self, choice: Choice, count: int) -> float:
         wanted = [layer.options[j] for layer, j in zip(self._layers, choice, strict=True)]
         key = tuple((option.pattern, option.sparsity) for option in wanted)
-        if key not in self._known:
+        losses = self._known.setdefault(key, [])
+        if len(losses) < count:
             self._swap(key)
             with torch.inference_mode():
-                losses = [float(self._task.loss(self._model, batch)) for batch in self._batches]
-            self._known[key] = sum(losses) / len(losses)
-        return self._known[key]
+                losses += [float(self._task.loss(self._model, it)) for it in self._batches[len(losses) : count]]
+        return sum(losses[:count]) / count
 
     def _swap(self, wanted: Sequence[tuple[str, float]]) -> None:
         for i, (layer, (pattern, sparsity)) in enumerate(zip(self._layers, wanted, strict=True)):

@@ -29,6 +29,7 @@ from search.task import Task
 
 PRUNED = "pruned"
 COVERAGE = 0.95
+BUSY = 1.1
 
 # How a dense engine is called in a table's columns: backend and kernel.
 COLUMNS = {
@@ -43,7 +44,8 @@ class Verdict:
     """The content of verify.json: what was promised, what was measured, and whether the promise is met.
 
     Seconds are medians of whole-model calls with 95% intervals; `engines` holds those of every engine that ran,
-    `left_out` why others did not. `inputs` is the hash of the pruned model's manifest.
+    `left_out` why others did not. `slowdown` is what the profile's dense engine took, over what it took in the
+    search: far from 1 on another machine or a busy one. `inputs` is the hash of the pruned model's manifest.
     """
 
     task: str
@@ -62,6 +64,7 @@ class Verdict:
     dense_seconds: float
     engines: Mapping[str, Mapping[str, float]]
     left_out: Mapping[str, str]
+    slowdown: float | None
     score_name: str
     score_dense: float
     score_pruned: float
@@ -74,7 +77,12 @@ class Verdict:
         """The verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
         found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured against {self.dense_engine}"
-        return f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
+        sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
+        if self.slowdown is not None and self.slowdown > BUSY:
+            sentence += (
+                f" (dense took {self.slowdown:.2f} times what it took in the search: a busy machine, or another)"
+            )
+        return sentence
 
 
 def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambda what, done, total: None) -> Verdict:
@@ -92,7 +100,10 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
     progress(f"waiting for {devices.cpu_device()}", None, None)
     before, started = devices.cpu_times(), datetime.now(UTC)
     with device_lock(devices.cpu_device()):
-        timings = time_engines(engines, threads=profile.threads, required=["torch", PRUNED], progress=progress)
+        known = {profile.dense_engine: profile.dense_seconds} if profile.device == devices.cpu_device() else {}
+        timings = time_engines(
+            engines, threads=profile.threads, required=["torch", PRUNED], known=known, progress=progress
+        )
     state = devices.telemetry(before)
     progress("scoring", None, None)
     with Worker(threads=profile.threads, name="score") as worker:
@@ -112,6 +123,9 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
 def conclude(task: Task, profile: Profile, timings: Timings, scores: tuple[float, float], inputs: str) -> Verdict:
     """The verdict on timings of the dense engines and of PRUNED."""
     dense = timings.fastest(list(DENSE_ENGINES))
+    slowdown = None
+    if profile.dense_engine in timings.blocks:
+        slowdown = timings.seconds(profile.dense_engine, COVERAGE).value / profile.dense_seconds
     seconds, speedup = timings.seconds(PRUNED, COVERAGE), timings.speedup(PRUNED, dense, COVERAGE)
     return Verdict(
         task=task.name,
@@ -130,6 +144,7 @@ def conclude(task: Task, profile: Profile, timings: Timings, scores: tuple[float
         dense_seconds=timings.seconds(dense, COVERAGE).value,
         engines={name: asdict(timings.seconds(name, COVERAGE)) for name in timings.blocks},
         left_out=dict(timings.left_out),
+        slowdown=slowdown,
         score_name=task.score_name,
         score_dense=scores[0],
         score_pruned=scores[1],

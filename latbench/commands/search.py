@@ -26,7 +26,7 @@ def search(
         int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
     ] = 200,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="How many calibration batches judge each of them; by default all.")
+        int | None, typer.Option(min=1, help="How many calibration batches judge each, the best by all; default all.")
     ] = None,
     strategy: Annotated[
         str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")

@@ -65,9 +65,14 @@ def test_rounds_that_something_else_slowed_do_not_count() -> None:
         taken(4.0, 2.3),
     ]  # b alone slow: that is its own time
     disturbed = [taken(5.0, 2.7), taken(4.0, 2.0, preempted=True)]
-    assert quiet_rounds([disturbed[0], *quiet, disturbed[1]]) == quiet
-    assert quiet_rounds([taken(8.0, 5.0)] * 3) == [taken(8.0, 5.0)] * 3  # nothing is known to be faster
-    assert quiet_rounds([]) == []
+    assert quiet_rounds([disturbed[0], *quiet, disturbed[1]], {}) == quiet
+    assert quiet_rounds([], {}) == []
+    # All rounds of a session are alike: only what was known before tells that they are slow.
+    assert quiet_rounds([taken(8.0, 5.0)] * 3, {}) == [taken(8.0, 5.0)] * 3
+    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.5}) == [taken(8.0, 5.0)] * 3
+    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.0}) == []
+    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 9.0}) == [taken(8.0, 5.0)] * 3
+    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [taken(8.0, 5.0)] * 3
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

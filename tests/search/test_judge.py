@@ -73,7 +73,7 @@ def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path, rn
     assert torch.equal(model[1].running_mean, running)
 
 
-def test_only_the_first_batches_judge_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_only_the_first_batches_judge_quickly(tmp_path: Path) -> None:
     task = Task(
         "t", "t", "s", (),
         types.SimpleNamespace(
@@ -84,7 +84,10 @@ def test_only_the_first_batches_judge_where_that_is_asked_for(tmp_path: Path) ->
     model, database = nn.Sequential(nn.Linear(1, 1)), Database(tmp_path, "hash")
     layer = Layer("0", OPTIONS[:1], *[np.zeros(1)] * 4)
     assert Judge(task, model, [layer], database)((0,)) == 3.0
-    assert Judge(task, model, [layer], database, batches=2)((0,)) == 1.5
+    quick = Judge(task, model, [layer], database, batches=2)
+    assert quick.quick((0,)) == 1.5
+    assert quick((0,)) == 3.0
+    assert quick.quick((0,)) == 1.5
 
 
 def test_a_profile_is_computed_once(

@@ -1,6 +1,7 @@
 """Verification: what is concluded from timings, the rows and files it leaves, and one whole run on a small model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +81,18 @@ def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
     assert not missed.met
     assert missed.sentence() == "promise missed: 1.99x (1.99-1.99x) measured against onnxruntime, 2x promised"
     assert PromiseMissed(missed.sentence()).exit_code == 1
+
+
+def test_a_verdict_of_a_busy_machine_says_so(little: Task) -> None:
+    known = replace(profile(), dense_engine="onnxruntime", dense_seconds=3.0)
+    assert (
+        conclude(little, known, timings(2.01), (0.9, 0.8), "hash")
+        .sentence()
+        .endswith("2x promised (dense took 1.33 times what it took in the search: a busy machine, or another)")
+    )
+    quiet = conclude(little, replace(known, dense_seconds=3.9), timings(2.01), (0.9, 0.8), "hash")
+    assert quiet.sentence().endswith("2x promised")
+    assert conclude(little, profile(), timings(2.01), (0.9, 0.8), "hash").slowdown is None  # never heard of engine x
 
 
 def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
