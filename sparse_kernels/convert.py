@@ -126,7 +126,11 @@ def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # Folding a norm into a layer moves roundings: a few of them, in the tensor's own type.
+        coarse = 16 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+        return torch.allclose(a, b, rtol=max(1e-4, coarse), atol=max(1e-5, coarse), equal_nan=True)
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):

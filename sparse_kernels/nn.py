@@ -1,16 +1,27 @@
-"""Sparse layers for torch models: what a pruned Linear or Conv2d is replaced by, for inference on a CPU.
+"""Sparse layers for torch models: what a pruned Linear or Conv2d is replaced by, for inference.
 
 A layer keeps its packed weight as buffers (so state_dict, deepcopy and pickling work as for any module) and a plan,
 which is prepared at the first call and thrown away whenever the buffers change. The plan may hold the weights once
 more, in the order its kernel reads them.
 
     y = SparseLinear.from_dense(linear, VectorWise(32), mask, activation="relu")(x)     # x (..., k) -> y (..., m)
+
+Backends `numba` and `reference` take float32 tensors on a CPU, `cupy` float16 and bfloat16 tensors on a CUDA GPU. The
+CUDA kernels read and write feature-major: a result is a transposed view, and a layer that gets one, from another
+sparse layer or through element-wise operations, copies nothing; other inputs are transposed first. Work goes to
+torch's current stream; call a layer once before it is captured into a CUDA graph. Under `torch.compile` a layer is
+one operator, `sparse_kernels::multiply`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,10 +30,16 @@ from torch import Tensor, nn
 from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Pattern
-from sparse_kernels.plan import Plan
 from sparse_kernels.shapes import Conv2dShape
 
+if TYPE_CHECKING:
+    from sparse_kernels.cuda.machine import Machine
+
 ACTIVATIONS = (None, "relu", "gelu")
+CPU_BACKENDS = ("numba", "reference")
+GPU_BACKENDS = ("cupy",)
+GPU_DTYPES = (torch.float16, torch.bfloat16)
+GPU_ALIGNMENT = 16
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
@@ -63,6 +80,29 @@ def refuses(module: nn.Module) -> str | None:
     return None
 
 
+def machine_of(device: torch.device) -> Machine:
+    """The GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
+    if device.type != "cuda":
+        raise TypeError(f"backend 'cupy' runs on CUDA tensors, not on {device}: x.cuda(), or backend='numba'")
+    return _machine(device)
+
+
+@functools.cache
+def _machine(device: torch.device) -> Machine:
+    from sparse_kernels.cuda.machine import TorchMachine
+
+    return TorchMachine.of(device)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A plan, what it was prepared for, and the bias as it takes it."""
+
+    key: object
+    plan: Any
+    bias: Tensor | None
+
+
 class _Sparse(nn.Module):
     """What both layer kinds share: packed buffers, a plan made late, inference only."""
 
@@ -72,6 +112,8 @@ class _Sparse(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(map(str, ACTIVATIONS))}")
+        if backend not in CPU_BACKENDS + GPU_BACKENDS:
+            raise ValueError(f"no backend {backend!r} for layers: known are {', '.join(CPU_BACKENDS + GPU_BACKENDS)}")
         self.shape: tuple[int, int] = packed.shape
         self.pattern: Pattern = packed.pattern
         self.activation = activation
@@ -87,38 +129,87 @@ class _Sparse(nn.Module):
             else:
                 self._settings[field.name] = value
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
-        self._plan: Plan | None = None
-        self._prepared_for: object = None
+        self._ready: _Ready | None = None
+        self._enlist()
 
     @property
     def packed(self) -> Packed:
         """The packed weight, built from the buffers."""
-        arrays = {name: getattr(self, name).numpy().copy() for name in self._arrays}
+        tensors = {name: getattr(self, name).cpu() for name in self._arrays}
+        arrays = {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).numpy().copy()
+            for name, tensor in tensors.items()
+        }
         return self._format(**self._settings, **arrays)
 
     @property
     def kernel(self) -> str | None:
         """Name of the kernel that runs this layer; None before the first call."""
-        return None if self._plan is None else self._plan.kernel
+        return None if self._ready is None else str(self._ready.plan.kernel)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         m, k = self.shape
         return f"{m}x{k}, {self.pattern}, activation={self.activation}, backend={self.backend}"
 
-    def _run(self, plan: Plan, x: Tensor, y: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.numpy()
-        plan(x.detach().numpy(), bias=bias, activation=self.activation, out=y.numpy())
-        return y
+    @property
+    def _on_gpu(self) -> bool:
+        return self.backend in GPU_BACKENDS
 
-    def _refuse(self, x: Tensor) -> None:
+    def _accepted(self, x: Tensor) -> Tensor:
+        """x, in autocast's element type where that is on; refused if the backend cannot take it."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("sparse layers are for inference: call the model under torch.no_grad()")
-        if x.dtype != torch.float32 or x.device.type != "cpu":
-            raise TypeError(f"sparse layers take float32 tensors on the CPU, not {x.dtype} on {x.device}")
+        if self._on_gpu:
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            if x.dtype not in GPU_DTYPES:
+                raise TypeError(f"backend {self.backend!r} takes float16 and bfloat16, not {x.dtype}: model.half()")
+        elif x.dtype != torch.float32 or x.device.type != "cpu":
+            raise TypeError(f"backend {self.backend!r} takes float32 tensors on the CPU, not {x.dtype} on {x.device}")
+        return x
+
+    def _product(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
+        """The kernel's result for x as it lies in memory."""
+        if torch.compiler.is_compiling():
+            return multiply(x, list(y_shape), self._number)
+        return self._multiply(x, y_shape)
+
+    def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
+        ready = self._prepared(x)
+        if self._on_gpu:
+            # A contiguous part of a tensor may start anywhere.
+            x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
+            result: Tensor = ready.plan(x, ready.bias, self.activation)
+            return result
+        y = torch.empty(tuple(y_shape))
+        bias = None if ready.bias is None else ready.bias.numpy()
+        ready.plan(x.detach().numpy(), bias=bias, activation=self.activation, out=y.numpy())
+        return y
+
+    def _prepared(self, x: Tensor) -> _Ready:
+        key = self._key(x)
+        if self._ready is None or self._ready.key != key:
+            bias = None if self.bias is None else self.bias.float()
+            if bias is not None and bias.device != x.device:
+                raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
+            self._ready = _Ready(key, self._plan(x), bias)
+        return self._ready
+
+    def _key(self, x: Tensor) -> object:
+        """What a plan is for: another input with the same key runs on the same plan."""
+        raise NotImplementedError
+
+    def _plan(self, x: Tensor) -> Any:
+        """A new plan for inputs like x."""
+        raise NotImplementedError
 
     def _forget_plan(self) -> None:
-        self._plan, self._prepared_for = None, None
+        self._ready = None
+
+    def _enlist(self) -> None:
+        self._number = next(_numbers)
+        _layers[self._number] = self
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
@@ -130,7 +221,27 @@ class _Sparse(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
-        return {**self.__dict__, "_plan": None, "_prepared_for": None}
+        return {**self.__dict__, "_ready": None, "_number": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._enlist()
+
+
+# The operator below finds its layer by number: operators take tensors and plain values only.
+_layers: WeakValueDictionary[int, _Sparse] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("sparse_kernels::multiply", mutates_args=())
+def multiply(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
+    """What a layer's kernel makes of x, which lies as the kernel reads it: an operator, opaque to `torch.compile`."""
+    return _layers[layer]._multiply(x, y_shape)
+
+
+@multiply.register_fake
+def _(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
+    return x.new_empty(y_shape)
 
 
 class SparseLinear(_Sparse):
@@ -150,16 +261,29 @@ class SparseLinear(_Sparse):
         return cls(_pack(linear, pattern, mask), linear.bias, activation, backend)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the sparse kernel on token-major rows; any leading dimensions, none empty of meaning."""
-        self._refuse(x)
+        """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning."""
+        x = self._accepted(x)
         m, k = self.shape
         if x.shape[-1] != k:
             raise ValueError(f"this layer takes {k} features, the input has {x.shape[-1]}: {tuple(x.shape)}")
-        rows = x.reshape(-1, k).contiguous()
-        if self._plan is None:
-            self._plan = prepare(self.packed, self.backend, "token_major", rows.shape[0])
-        y = torch.empty(rows.shape[0], m)
-        return self._run(self._plan, rows, y).view(*x.shape[:-1], m)
+        rows = x.reshape(-1, k)
+        n = rows.shape[0]
+        if self._on_gpu:
+            y = self._product(rows.t().contiguous(), (m, n)).t()
+        else:
+            y = self._product(rows.contiguous(), (n, m))
+        return y.view(*x.shape[:-1], m)
+
+    def _key(self, x: Tensor) -> object:
+        return x.device, x.dtype
+
+    def _plan(self, x: Tensor) -> Any:
+        if self._on_gpu:
+            from sparse_kernels.cuda import plan
+
+            dtype = str(x.dtype).removeprefix("torch.")
+            return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
+        return prepare(self.packed, self.backend, "token_major", x.shape[0])
 
 
 class SparseConv2d(_Sparse):
@@ -206,18 +330,34 @@ class SparseConv2d(_Sparse):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the sparse kernel; a plan belongs to one input size, so a new size prepares anew."""
-        self._refuse(x)
+        x = self._accepted(x)
         batch, c_in, h, w = x.shape
-        shape = Conv2dShape(
-            batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
-        )
+        shape = self._shape(batch, c_in, h, w)
         if shape.k != self.shape[1]:
             raise ValueError(f"this layer takes {self.shape[1] // (shape.kh * shape.kw)} channels, not {c_in}")
-        if self._plan is None or self._prepared_for != shape:
-            self._plan = prepare_conv2d(self.packed, shape, self.backend, "nchw")
-            self._prepared_for = shape
-        y = torch.empty(batch, self.shape[0], shape.out_h, shape.out_w)
-        return self._run(self._plan, x.contiguous(), y)
+        if self._on_gpu:
+            y_shape = (self.shape[0], shape.out_h, shape.out_w, batch)
+            return self._product(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
+        return self._product(x.contiguous(), (batch, self.shape[0], shape.out_h, shape.out_w))
+
+    def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
+        return Conv2dShape(
+            batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
+        )
+
+    def _key(self, x: Tensor) -> object:
+        # On a GPU the batch comes last, and a plan takes any.
+        return x.device, x.dtype, x.shape[:-1] if self._on_gpu else x.shape
+
+    def _plan(self, x: Tensor) -> Any:
+        if self._on_gpu:
+            from sparse_kernels.cuda import plan
+
+            shape = self._shape(x.shape[3], *x.shape[:3])
+            dtype = str(x.dtype).removeprefix("torch.")
+            return plan.prepare_conv2d(self.packed, shape, plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
+        batch, c_in, h, w = x.shape
+        return prepare_conv2d(self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw")
 
 
 def symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:
@@ -238,5 +378,5 @@ def _prunable(module: nn.Module) -> nn.Linear | nn.Conv2d:
 
 
 def _pack(module: nn.Module, pattern: Pattern, mask: np.ndarray | None) -> Packed:
-    weight = weight_matrix(module).to(torch.float32).numpy()
+    weight = weight_matrix(module).to("cpu", torch.float32).numpy()
     return pack(np.ascontiguousarray(weight), np.ones(weight.shape, bool) if mask is None else mask, pattern)

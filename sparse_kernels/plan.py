@@ -1,8 +1,9 @@
 """A plan is a packed weight made ready to run: everything that can be done once is done in `prepare`.
 
-Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m). Convolution: `nchw`
-x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w). All float32. Activations: None, `relu`, `gelu` (the exact
-form, with erf).
+Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m). Convolutions: `nchw`
+x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
+Activations: None, `relu`, `gelu` (the exact form, with erf). Backends `reference` and `numba` take NumPy arrays of
+float32; `cupy` and `numba_cuda` take arrays on the GPU, as their own plans say.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparse_kernels.shapes import Conv2dShape
 Array = NDArray[np.float32]
 
 LAYOUTS = ("feature_major", "token_major")
-CONV2D_LAYOUTS = ("nchw",)
+CONV2D_LAYOUTS = ("nchw", "chwn")
 ACTIVATIONS = (None, "relu", "gelu")
 
 
@@ -48,7 +49,7 @@ class Plan(Protocol):
 
 
 def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
-    """Make a linear layer's packed weight (m, k) ready for about n columns, on `backend` (reference, numba).
+    """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
 
     Raises ValueError for an unknown layout or backend.
     """
@@ -59,16 +60,22 @@ def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
     return registry.find(packed.pattern.format, "linear", backend)(packed, layout, n)
 
 
-def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str = "nchw") -> Plan:
+def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None) -> Plan:
     """Make a convolution's packed weight (c_out, kh*kw*c_in) ready for about shape.batch images, on `backend`.
 
-    Raises ValueError for an unknown layout or backend, or a weight that does not fit the shape.
+    layout: the backend's own unless given. Raises ValueError for an unknown layout or backend, a layout that the
+    backend does not take, or a weight that does not fit the shape.
     """
+    own = "chwn" if backend == "cupy" else "nchw"
+    layout = layout or own
     if layout not in CONV2D_LAYOUTS:
         raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
-    return registry.find(packed.pattern.format, "conv2d", backend)(packed, shape, layout)
+    function = registry.find(packed.pattern.format, "conv2d", backend)
+    if layout != own:
+        raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
+    return function(packed, shape, layout)
 
 
 def matmul(packed: Packed, x: Array, *, backend: str) -> Array:

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_kernels.cuda.program import Variant
-from sparse_kernels.registry import MissingLibrary
+from sparse_kernels.registry import MissingLibrary, NoDevice
 
 KERNELS = Path(__file__).parent
 
 # CUDA's major versions that the kernels are compiled with, newest first, and where NVIDIA's wheels put each.
 WHEEL_FOLDERS = {13: "cu13", 12: "cuda_nvrtc"}
 PACKAGES = {13: "nvidia-cuda-nvrtc", 12: "nvidia-cuda-nvrtc-cu12"}
+
+# The oldest NVRTC that knows every architecture and instruction that the kernels use; an older one is passed over.
+OLDEST = (12, 8)
 
 
 class BuildError(RuntimeError):
@@ -114,7 +117,12 @@ def cache_folder() -> Path:
 
 
 def find_nvrtc(architecture: str, newest: int = 13) -> Nvrtc:
-    """The newest NVRTC that compiles for an architecture. MissingLibrary says what was found and what to install."""
+    """The newest NVRTC that compiles for an architecture and a driver of CUDA `newest`.
+
+    MissingLibrary says what was found and what to install, NoDevice that the driver is too old for any.
+    """
+    if newest < min(WHEEL_FOLDERS):
+        raise NoDevice(f"the driver is for CUDA {newest}, and the kernels need CUDA {min(WHEEL_FOLDERS)} or newer")
     found = []
     for major in WHEEL_FOLDERS:
         if major <= newest and (nvrtc := load_nvrtc(major)) is not None:
@@ -122,14 +130,14 @@ def find_nvrtc(architecture: str, newest: int = 13) -> Nvrtc:
                 return nvrtc
             found.append(nvrtc)
     # CUDA 13 knows nothing before Turing.
-    wanted = 12 if _number(architecture) < 75 else min(newest, 13)
+    wanted = 12 if _number(architecture) < 75 else min(newest, max(PACKAGES))
     known = "".join(f" ({it.path} {it.version[0]}.{it.version[1]} does not)" for it in found)
     raise MissingLibrary(f"no NVRTC that compiles for {architecture}{known}: pip install {PACKAGES[wanted]}")
 
 
 @functools.cache
 def load_nvrtc(major: int) -> Nvrtc | None:
-    """NVRTC of a CUDA major version, or None where it is not on this machine."""
+    """NVRTC of a CUDA major version, not older than OLDEST, or None where there is none on this machine."""
     for path in _candidates(major):
         try:
             # NVRTC looks for its builtins by name only: where they lie beside it, they are there already.
@@ -140,11 +148,14 @@ def load_nvrtc(major: int) -> Nvrtc | None:
             continue
         numbers = ctypes.c_int(), ctypes.c_int()
         library.nvrtcVersion(ctypes.byref(numbers[0]), ctypes.byref(numbers[1]))
+        version = (numbers[0].value, numbers[1].value)
+        if version < OLDEST:
+            continue
         count = ctypes.c_int()
         library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
         architectures = (ctypes.c_int * count.value)()
         library.nvrtcGetSupportedArchs(architectures)
-        return Nvrtc(library, path, (numbers[0].value, numbers[1].value), tuple(architectures))
+        return Nvrtc(library, path, version, tuple(architectures))
     return None
 
 

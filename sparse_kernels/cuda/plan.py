@@ -1,101 +1,63 @@
-"""Plans on a GPU: CuPy uploads a program's constant arrays once, and launches its kernels on the current stream.
+"""Plans on a GPU: a program's constant arrays are uploaded once, and its kernels launched on the current stream.
 
-x and out are CuPy arrays of float16, or of uint16 that holds the bits of bfloat16; they are contiguous and lie
-feature-major: linear x (k, n) -> out (m, n); convolution, layout `chwn`, x (c_in, h, w, batch) -> out (c_out, out_h,
-out_w, batch). The bias is float32. A call returns as soon as the work is on its way.
-
-What needs a GPU is behind `Machine`, so that all else is tested without one.
+x and out are float16 or bfloat16, contiguous, and lie feature-major: linear x (k, n) -> out (m, n); convolution,
+layout `chwn`, x (c_in, h, w, batch) -> out (c_out, out_h, out_w, batch). The bias is float32. Whose arrays they are,
+CuPy's or torch's, is the machine's affair. A call returns as soon as the work is on its way.
 """
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda import build, variants
-from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program, Variant
+from sparse_kernels.cuda import variants
+from sparse_kernels.cuda.machine import Array, CupyMachine, Kernel, Machine
+from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import ACTIVATIONS
-from sparse_kernels.registry import MissingLibrary, NoDevice
 from sparse_kernels.shapes import Conv2dShape
-
-ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
-
-STORED_AS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 
 LINEAR_LAYOUT = "feature_major"
 CONV2D_LAYOUT = "chwn"
 
-# A GPU array; CuPy has no types to check against.
-Array = Any
-
-Kernel = Callable[[Dim3, Dim3, tuple[Any, ...]], None]
-"""A loaded kernel: called with grid, block and arguments."""
-
-
-class Machine(Protocol):
-    """What a plan asks of a GPU."""
-
-    @property
-    def architecture(self) -> str:
-        """One of ARCHITECTURES."""
-
-    def upload(self, array: NDArray[np.generic]) -> Array:
-        """A copy of the array on the GPU."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A new array."""
-
-    def clear(self, array: Array) -> None:
-        """Fill with zero bytes, on the current stream."""
-
-    def is_own(self, array: object) -> bool:
-        """Whether it is an array of this GPU."""
-
-    def share_memory(self, first: Array, second: Array) -> bool:
-        """Whether two arrays may overlap."""
-
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
-        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+NULL = np.uint64(0)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A launch whose kernel is loaded and whose constant arrays are uploaded."""
+    """A launch whose kernel is loaded and whose constant arrays are uploaded: addresses stand for them."""
 
     kernel: Kernel
     grid: Dim3
     block: Dim3
-    arguments: tuple[Any, ...]  # operands are filled in at each call
+    arguments: tuple[np.generic | Operand, ...]  # operands are filled in at each call
 
-    def run(self, operands: Mapping[Operand, Any]) -> None:
+    def run(self, addresses: Mapping[Operand, np.generic]) -> None:
         """Put it on the stream."""
-        filled = (operands[it] if isinstance(it, Operand) else it for it in self.arguments)
+        filled = (addresses[it] if isinstance(it, Operand) else it for it in self.arguments)
         self.kernel(self.grid, self.block, tuple(filled))
 
 
 @dataclass(frozen=True)
 class Calls:
-    """What runs for one number of columns and activation.
-
-    The scratch stays: a CUDA graph that was captured from a call goes on using it.
-    """
+    """What runs for one number of columns and activation."""
 
     launches: tuple[Prepared, ...]
-    scratch: Array | None
+    scratch_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class CudaPlan:
     """A program on a machine, for x of x_shape and out of y_shape; None stands for the free length n, in both.
 
-    Calls follow each other on one stream: they share scratch.
+    What the first call for a number of columns compiles, uploads and allocates stays, so a call may be captured into
+    a CUDA graph after one like it has run on that stream. Calls on one stream share scratch: graphs captured on the
+    same stream must not be replayed at the same time.
     """
 
     program: Program
@@ -107,6 +69,7 @@ class CudaPlan:
     layout: str
     _uploads: dict[int, tuple[NDArray[np.generic], Array]] = field(default_factory=dict)
     _calls: dict[tuple[int, str | None], Calls] = field(default_factory=dict)
+    _scratch: dict[int, list[Array]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -117,22 +80,18 @@ class CudaPlan:
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
         """activation(w @ x + bias), as `Plan` says, on the current stream."""
-        check_call(self.machine, x, self.x_shape, bias, activation, out, self.y_shape, STORED_AS[self.dtype])
-        n = int(x.shape[self.x_shape.index(None)])
+        n = self._check(x, bias, activation, out)
         if out is None:
-            out = self.machine.empty(_with(self.y_shape, n), STORED_AS[self.dtype])
+            out = self.machine.empty(_with(self.y_shape, n), self.dtype)
         calls = self.calls(n, activation)
-        if calls.scratch is not None:
-            self.machine.clear(calls.scratch)
-        null = np.uint64(0)
-        operands = {
-            Operand.X: x,
-            Operand.OUT: out,
-            Operand.BIAS: null if bias is None else bias,
-            Operand.SCRATCH: null if calls.scratch is None else calls.scratch,
+        addresses = {
+            Operand.X: self._address(x),
+            Operand.OUT: self._address(out),
+            Operand.BIAS: NULL if bias is None else self._address(bias),
+            Operand.SCRATCH: self._scratch_of(calls.scratch_bytes) if calls.scratch_bytes else NULL,
         }
         for launch in calls.launches:
-            launch.run(operands)
+            launch.run(addresses)
         return out
 
     def calls(self, n: int, activation: str | None) -> Calls:
@@ -140,31 +99,87 @@ class CudaPlan:
         key = n, activation
         if key not in self._calls:
             launches = self.program.launches(n, activation)
-            count = max((launch.scratch_bytes for launch in launches), default=0)
-            scratch = self.machine.empty((count,), np.dtype(np.uint8)) if count else None
-            self._calls[key] = Calls(tuple(map(self._prepare, launches)), scratch)
+            scratch_bytes = max((launch.scratch_bytes for launch in launches), default=0)
+            self._calls[key] = Calls(tuple(map(self._prepare, launches)), scratch_bytes)
         return self._calls[key]
 
     def copy(self) -> CudaPlan:
         """The same plan with weights of its own at another address."""
         return CudaPlan(self.program, self.machine, self.x_shape, self.y_shape, self.dtype, self.kernel, self.layout)
 
+    def _check(self, x: Array, bias: Array | None, activation: str | None, out: Array | None) -> int:
+        """The free length. Refuses what cannot be run, in a sentence.
+
+        TypeError for what is no array of the GPU, or of another dtype; ValueError for shapes, strides and addresses.
+        """
+        views = {}
+        for name, array, dtype in (("x", x, self.dtype), ("bias", bias, "float32"), ("out", out, self.dtype)):
+            if array is None:
+                continue
+            view = self.machine.view(array)
+            if view is None:
+                raise TypeError(f"{name} must be {self.machine.arrays}, not {type(array).__name__}")
+            if view.dtype != dtype:
+                raise TypeError(f"{name} must be of dtype {dtype}, not {view.dtype}")
+            if not view.contiguous:
+                raise ValueError(f"{name} must be C-contiguous: a hidden copy would cost more than the product")
+            views[name] = view
+        shape = views["x"].shape
+        wanted = zip(self.x_shape, shape, strict=False)
+        if len(shape) != len(self.x_shape) or any(want not in (None, got) for want, got in wanted):
+            names = ", ".join("any" if want is None else str(want) for want in self.x_shape)
+            raise ValueError(f"x must be of shape ({names}), not {shape}")
+        if bias is not None and views["bias"].shape != self.y_shape[:1]:
+            raise ValueError(f"bias must be of shape ({self.y_shape[0]},), not {views['bias'].shape}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
+        n = shape[self.x_shape.index(None)]
+        # Rows of x and out are read and written in pieces as wide as divide n, up to 16 bytes.
+        alignment = {"x": 2 * math.gcd(n, 8), "out": 2 * math.gcd(n, 8), "bias": 4}
+        if out is not None:
+            expected = _with(self.y_shape, n)
+            if views["out"].shape != expected:
+                raise ValueError(f"out must be of shape {expected}, not {views['out'].shape}")
+            if views["out"].overlaps(views["x"]):
+                raise ValueError("out must not share memory with x")
+        for name, view in views.items():
+            if view.address % alignment[name]:
+                raise ValueError(
+                    f"{name} must start at a multiple of {alignment[name]} bytes for {n} columns: copy it"
+                )
+        return n
+
     def _prepare(self, launch: Launch) -> Prepared:
         kernel = self.machine.kernel(launch.variant, launch.shared_bytes)
         return Prepared(kernel, launch.grid, launch.block, tuple(map(self._on_machine, launch.arguments)))
 
-    def _on_machine(self, argument: Argument) -> Any:
-        """A constant array uploaded once; all else as it is."""
+    def _on_machine(self, argument: Argument) -> np.generic | Operand:
+        """The address of a constant array, uploaded once; all else as it is."""
         if not isinstance(argument, np.ndarray):
             return argument
         # The array is kept beside its copy: its id stays its own.
         if id(argument) not in self._uploads:
             self._uploads[id(argument)] = argument, self.machine.upload(argument)
-        return self._uploads[id(argument)][1]
+        return self._address(self._uploads[id(argument)][1])
+
+    def _scratch_of(self, count: int) -> np.uint64:
+        """The address of `count` bytes that are the current stream's own.
+
+        What is outgrown stays: a CUDA graph that was captured from a call goes on using it.
+        """
+        grown = self._scratch.setdefault(self.machine.stream(), [])
+        if not grown or grown[-1].nbytes < count:
+            grown.append(self.machine.empty((max(count, 2 * grown[-1].nbytes if grown else 0),), "uint8"))
+        return self._address(grown[-1])
+
+    def _address(self, array: Array) -> np.uint64:
+        view = self.machine.view(array)
+        assert view is not None
+        return np.uint64(view.address)
 
 
 def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine: Machine | None = None) -> CudaPlan:
-    """The plan of a linear layer for about n columns, on the current GPU unless a machine is given.
+    """The plan of a linear layer for about n columns, for CuPy arrays on the current GPU unless a machine is given.
 
     Raises NotSupported for what no kernel runs, MissingLibrary and NoDevice for what is not there.
     """
@@ -193,116 +208,6 @@ def prepare_conv2d(
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)
     return _planned(program, machine, x_shape, y_shape, dtype, layout, shape.batch)
-
-
-def architecture_of(capability: tuple[int, int]) -> str:
-    """What to compile for on a GPU of a compute capability: the newest architecture whose code it runs.
-
-    Code runs on the same major version from its minor version on; that of sm_90a on 9.0 alone.
-    """
-    major, minor = capability
-    if capability == (9, 0):
-        return "sm_90a"
-    numbers = {known: divmod(int(known[3:]), 10) for known in ARCHITECTURES if known != "sm_90a"}
-    fitting = [known for known, number in numbers.items() if number[0] == major and number[1] <= minor]
-    if not fitting:
-        raise NoDevice(f"no kernel for compute capability {major}.{minor}: there are {', '.join(ARCHITECTURES)}")
-    return fitting[-1]
-
-
-def check_call(
-    machine: Machine,
-    x: Array,
-    x_shape: tuple[int | None, ...],
-    bias: Array | None,
-    activation: str | None,
-    out: Array | None,
-    y_shape: tuple[int | None, ...],
-    dtype: np.dtype[Any],
-) -> None:
-    """Refuse what a plan cannot run, in a sentence.
-
-    TypeError for what is no array of the GPU, or of another dtype; ValueError for shapes and strides.
-    """
-    for name, array, wanted in (("x", x, dtype), ("bias", bias, np.dtype(np.float32)), ("out", out, dtype)):
-        if array is None:
-            continue
-        if not machine.is_own(array):
-            raise TypeError(f"{name} must be a CuPy array, not {type(array).__name__}")
-        if array.dtype != wanted:
-            raise TypeError(f"{name} must be of dtype {wanted}, not {array.dtype}")
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{name} must be C-contiguous: a hidden copy would cost more than the product")
-    if x.ndim != len(x_shape) or any(want not in (None, got) for want, got in zip(x_shape, x.shape, strict=True)):
-        wanted_shape = ", ".join("any" if want is None else str(want) for want in x_shape)
-        raise ValueError(f"x must be of shape ({wanted_shape}), not {x.shape}")
-    if bias is not None and bias.shape != y_shape[:1]:
-        raise ValueError(f"bias must be of shape ({y_shape[0]},), not {bias.shape}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
-    if out is not None:
-        expected = _with(y_shape, x.shape[x_shape.index(None)])
-        if out.shape != expected:
-            raise ValueError(f"out must be of shape {expected}, not {out.shape}")
-        if machine.share_memory(out, x):
-            raise ValueError("out must not share memory with x")
-
-
-@dataclass(frozen=True, eq=False)
-class CupyMachine:
-    """One GPU, by CuPy."""
-
-    cupy: Any
-    architecture: str
-    newest: int  # the newest CUDA major version whose cubins the driver loads
-
-    @classmethod
-    def current(cls) -> CupyMachine:
-        """CuPy's current GPU. Raises MissingLibrary or NoDevice."""
-        try:
-            cupy = importlib.import_module("cupy")
-        except ModuleNotFoundError as error:
-            raise MissingLibrary(
-                "backend 'cuda' needs cupy, which is not installed: pip install cupy-cuda13x (V100: cupy-cuda12x)"
-            ) from error
-        try:
-            capability = cupy.cuda.Device().compute_capability
-            driver = cupy.cuda.runtime.driverGetVersion()
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise NoDevice(f"backend 'cuda' found no NVIDIA GPU that it can use: {error}") from error
-        return cls(cupy, architecture_of((int(capability[:-1]), int(capability[-1]))), min(13, driver // 1000))
-
-    def upload(self, array: NDArray[np.generic]) -> Array:
-        """A copy of the array on the GPU."""
-        return self.cupy.asarray(array)
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A new array."""
-        return self.cupy.empty(shape, dtype)
-
-    def clear(self, array: Array) -> None:
-        """Fill with zero bytes, on the current stream."""
-        array.data.memset_async(0, array.nbytes)
-
-    def is_own(self, array: object) -> bool:
-        """Whether it is an array of this GPU."""
-        return isinstance(array, self.cupy.ndarray)
-
-    def share_memory(self, first: Array, second: Array) -> bool:
-        """Whether two arrays may overlap."""
-        return bool(self.cupy.may_share_memory(first, second))
-
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
-        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
-        cubin = build.compile(variant, self.architecture, newest=self.newest)
-        function = self.cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
-        if shared_bytes:
-            function.max_dynamic_shared_size_bytes = shared_bytes
-
-        def launch(grid: Dim3, block: Dim3, arguments: tuple[Any, ...]) -> None:
-            function(grid, block, arguments, shared_mem=shared_bytes)
-
-        return launch
 
 
 def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: str) -> tuple[str, ...]:

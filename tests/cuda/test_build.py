@@ -10,7 +10,7 @@ import pytest
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Variant
-from sparse_kernels.registry import MissingLibrary
+from sparse_kernels.registry import MissingLibrary, NoDevice
 
 KERNELS = Path(emulator.__file__).parent / "kernels"
 GEMM = Variant(str(KERNELS / "gemm.cu"), "gemm", {"BF16": 0}, ("sm_80", "sm_90a"))
@@ -101,6 +101,18 @@ def test_without_nvrtc_it_says_what_to_install(monkeypatch, architecture, newest
     monkeypatch.setattr(build, "load_nvrtc", lambda major: None)
     with pytest.raises(MissingLibrary, match=rf"no NVRTC that compiles for {architecture}: pip install {package}$"):
         build.find_nvrtc(architecture, newest)
+
+
+def test_a_driver_that_is_too_old_for_any_kernel_is_named():
+    with pytest.raises(NoDevice, match="the driver is for CUDA 11, and the kernels need CUDA 12 or newer"):
+        build.find_nvrtc("sm_80", newest=11)
+
+
+@needs_12
+def test_an_nvrtc_that_is_too_old_for_the_kernels_is_passed_over(monkeypatch):
+    version = build.load_nvrtc(12).version
+    monkeypatch.setattr(build, "OLDEST", (version[0], version[1] + 1))
+    assert build.load_nvrtc.__wrapped__(12) is None
 
 
 @needs_13

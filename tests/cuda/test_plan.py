@@ -2,69 +2,21 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
-import emulator
 import numpy as np
 import pytest
+from emulated_machine import EmulatedMachine
 
 from sparse_kernels import patterns
+from sparse_kernels.cuda import machine as machines
 from sparse_kernels.cuda import plan as plans
 from sparse_kernels.cuda import variants
 from sparse_kernels.cuda.program import Launch, NotSupported, Operand, Variant
 from sparse_kernels.formats import pack
-from sparse_kernels.registry import MissingLibrary
+from sparse_kernels.registry import MissingLibrary, NoDevice
 
 M, K, N = 70, 52, 37
-
-
-class EmulatedMachine:
-    """A GPU whose memory is NumPy's; it notes what it is asked for."""
-
-    def __init__(self, architecture):
-        self.architecture = architecture
-        self.uploads = []
-        self.launched = []
-        self.cleared = 0
-
-    def upload(self, array):
-        self.uploads.append(array.copy())
-        return self.uploads[-1]
-
-    def empty(self, shape, dtype):
-        return np.empty(shape, dtype)
-
-    def clear(self, array):
-        array.fill(0)
-        self.cleared += 1
-
-    def is_own(self, array):
-        return isinstance(array, np.ndarray)
-
-    def share_memory(self, first, second):
-        return np.may_share_memory(first, second)
-
-    def kernel(self, variant, shared_bytes):
-        def launch(grid, block, arguments):
-            self.launched.append((variant, grid, block, shared_bytes, arguments))
-
-        return launch
-
-    def run(self, x, out, bias):
-        """What was launched, in the emulator."""
-
-        def operand(argument):
-            if isinstance(argument, np.uint64) and argument == 0:
-                return Operand.SCRATCH  # the bias is given, so the null pointer is that of no scratch
-            for array, name in ((x, Operand.X), (out, Operand.OUT), (bias, Operand.BIAS)):
-                if argument is array:
-                    return name
-            return argument
-
-        launches = [
-            Launch(variant, grid, block, shared, tuple(map(operand, arguments)))
-            for variant, grid, block, shared, arguments in self.launched
-        ]
-        emulator.run(launches, x, out, bias, seed=0)
 
 
 PATTERNS = {
@@ -92,11 +44,8 @@ def test_each_format_has_a_kernel_that_multiplies(rng, name):
     plan = plans.prepare(packed, "feature_major", N, machine=machine)
     x = rng.integers(-4, 5, (K, N)).astype(np.float16)
     bias = rng.integers(-9, 10, M).astype(np.float32)
-    out = np.empty((M, N), np.float16)
-    assert plan(x, bias, "relu", out) is out
-    machine.run(x, out, bias)
     # Whole numbers below 2048 are exact in a half.
-    np.testing.assert_array_equal(out, np.maximum(dense @ x + bias[:, None], 0))
+    np.testing.assert_array_equal(plan(x, bias, "relu"), np.maximum(dense @ x + bias[:, None], 0))
 
 
 def test_weights_are_uploaded_once_and_a_copy_has_its_own(rng):
@@ -106,15 +55,15 @@ def test_weights_are_uploaded_once_and_a_copy_has_its_own(rng):
     count = len(machine.uploads)
     assert count > 0
     x = np.zeros((K, N), np.float16)
-    plan(x)
-    plan(x)
+    out = machine.empty((M, N), "float16")
+    plan(x, out=out)
+    plan(x, out=out)
     assert len(machine.uploads) == count
     own = plan.copy()
-    own(x)
+    own(x, out=out)
     assert len(machine.uploads) == 2 * count
-    first, last = machine.launched[0][-1], machine.launched[-1][-1]
-    shared = {id(it) for it in first if isinstance(it, np.ndarray)} & {id(it) for it in last}
-    assert shared == {id(x)}
+    first, last = ({int(it) for it in launch.arguments if it.dtype == np.uint64} for launch in machine.launched[::2])
+    assert first & last - {0} == {x.ctypes.data, out.ctypes.data}
 
 
 def test_no_columns_need_no_launch(rng):
@@ -161,7 +110,7 @@ def test_other_layouts_and_element_types_are_refused(rng, layout, dtype):
 X = np.zeros((K, N), np.float16)
 WRONG_CALLS = {
     "another dtype": ((X.astype(np.float32),), TypeError, "x must be of dtype float16, not float32"),
-    "no array": (([1.0],), TypeError, "x must be a CuPy array, not list"),
+    "no array": (([1.0],), TypeError, "x must be a NumPy array, not list"),
     "another length": ((X[1:],), ValueError, r"x must be of shape \(52, any\), not \(51, 37\)"),
     "strided": ((np.zeros((N, K), np.float16).T,), ValueError, "x must be C-contiguous"),
     "bias": ((X, np.zeros(3, np.float32)), ValueError, r"bias must be of shape \(70,\), not \(3,\)"),
@@ -191,34 +140,87 @@ def test_out_may_not_lie_on_x(rng):
         plan(X, out=X)
 
 
+@pytest.mark.parametrize(("n", "offset", "needed"), [(16, 1, 16), (16, 4, 16), (4, 1, 8), (6, 1, 4)])
+def test_arrays_must_be_aligned_for_copies_as_wide_as_their_rows_allow(rng, n, offset, needed):
+    packed, _ = weight(rng, "nm")
+    plan = plans.prepare(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
+    odd = np.zeros(K * n + offset, np.float16)[offset:].reshape(K, n)
+    with pytest.raises(ValueError, match=f"x must start at a multiple of {needed} bytes for {n} columns"):
+        plan(odd)
+
+
+@pytest.mark.parametrize(("n", "offset"), [(16, 8), (4, 4), (6, 2), (5, 1)])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_arrays_may_start_where_their_copies_allow(rng, n, offset, name):
+    packed, dense = weight(rng, name)
+    plan = plans.prepare(packed, "feature_major", n, machine=EmulatedMachine("sm_80"))
+    x = np.zeros(K * n + offset, np.float16)[offset:].reshape(K, n)
+    x[:] = rng.integers(-4, 5, (K, n))
+    np.testing.assert_array_equal(plan(x), dense @ x)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_relu_keeps_what_is_no_number(rng, name):
+    packed, dense = weight(rng, name)
+    plan = plans.prepare(packed, "feature_major", 8, machine=EmulatedMachine("sm_80"))
+    x = rng.integers(-4, 5, (K, 8)).astype(np.float16)
+    x[:, 3] = np.nan
+    out = plan(x, activation="relu")
+    assert np.isnan(out[(dense != 0).any(axis=1), 3]).all()
+    np.testing.assert_array_equal(np.delete(out, 3, axis=1), np.maximum(dense @ np.delete(x, 3, axis=1), 0))
+
+
 class Counter:
-    """A program of two launches that ask for scratch."""
+    """A program of two launches that ask for scratch, the more the more columns there are."""
 
     nbytes = 0
 
     def launches(self, n, activation):
         variant = Variant("none.cu", "none", {}, ("sm_80",))
         arguments = (Operand.SCRATCH, Operand.BIAS, np.int32(n))
-        return [Launch(variant, (n, 1, 1), (32, 1, 1), 0, arguments, scratch_bytes=size) for size in (4, 12)]
+        return [Launch(variant, (n, 1, 1), (32, 1, 1), 0, arguments, scratch_bytes=size) for size in (4, n)]
 
 
-def test_launches_share_scratch_that_each_call_clears():
-    machine = EmulatedMachine("sm_80")
-    plan = plans.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
+def counted(machine):
+    return plans.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
+
+
+def test_launches_share_scratch_that_calls_keep():
+    machine = EmulatedMachine("sm_80", runs=False)
+    plan = counted(machine)
     plan(X)
     plan(X)
-    scratch = [call[-1][0] for call in machine.launched]
-    assert len(scratch) == 4
-    assert all(it is scratch[0] for it in scratch)  # where a captured graph expects it
-    assert scratch[0].nbytes == 12
-    assert machine.cleared == 2
+    assert len({int(launch.arguments[0]) for launch in machine.launched}) == 1
+    assert [it.nbytes for it in plan._scratch[0]] == [N]
+
+
+def test_scratch_grows_and_what_a_graph_may_have_captured_stays(rng):
+    machine = EmulatedMachine("sm_80", runs=False)
+    plan = counted(machine)
+    for n in (20, 24, 16):
+        plan(np.zeros((K, n), np.float16))
+    addresses = [int(launch.arguments[0]) for launch in machine.launched[::2]]
+    assert addresses[0] != addresses[1] == addresses[2]
+    assert [it.nbytes for it in plan._scratch[0]] == [
+        20,
+        40,
+    ]  # twice as much: all together no more than twice the last
+
+
+def test_streams_share_no_scratch():
+    machine = EmulatedMachine("sm_80", runs=False)
+    plan = counted(machine)
+    plan(X)
+    machine.current = 7
+    plan(X)
+    first, _, second, _ = (int(launch.arguments[0]) for launch in machine.launched)
+    assert first != second
 
 
 def test_a_missing_bias_is_a_null_pointer():
-    machine = EmulatedMachine("sm_80")
-    plan = plans.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
-    plan(X)
-    null = machine.launched[0][-1][1]
+    machine = EmulatedMachine("sm_80", runs=False)
+    counted(machine)(X)
+    null = machine.launched[0].arguments[1]
     assert (null.dtype, int(null)) == (np.uint64, 0)
 
 
@@ -226,11 +228,9 @@ def test_a_missing_bias_is_a_null_pointer():
     ("capability", "architecture"),
     [
         ((7, 0), "sm_70"),
-        ((7, 2), "sm_70"),
         ((7, 5), "sm_75"),
         ((8, 0), "sm_80"),
         ((8, 6), "sm_86"),
-        ((8, 7), "sm_86"),
         ((8, 9), "sm_89"),
         ((9, 0), "sm_90a"),
         ((10, 0), "sm_100"),
@@ -238,19 +238,19 @@ def test_a_missing_bias_is_a_null_pointer():
     ],
 )
 def test_a_gpu_gets_the_newest_code_that_it_runs(capability, architecture):
-    assert plans.architecture_of(capability) == architecture
+    assert machines.architecture_of(capability) == architecture
 
 
-@pytest.mark.parametrize("capability", [(6, 1), (12, 0)])
+@pytest.mark.parametrize("capability", [(6, 1), (12, 0), (7, 2), (8, 7)])
 def test_a_gpu_without_kernels_is_named(capability):
-    with pytest.raises(plans.NoDevice, match=rf"compute capability {capability[0]}\.{capability[1]}"):
-        plans.architecture_of(capability)
+    with pytest.raises(NoDevice, match=rf"compute capability {capability[0]}\.{capability[1]}"):
+        machines.architecture_of(capability)
 
 
 def test_without_cupy_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingLibrary, match="pip install cupy-cuda13x"):
-        plans.CupyMachine.current()
+        machines.CupyMachine.current()
 
 
 def test_without_a_gpu_it_says_so():
@@ -258,13 +258,34 @@ def test_without_a_gpu_it_says_so():
     try:
         cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError:
-        with pytest.raises(plans.NoDevice, match="found no NVIDIA GPU"):
-            plans.CupyMachine.current()
+        with pytest.raises(NoDevice, match="found no NVIDIA GPU"):
+            machines.CupyMachine.current()
     else:
-        assert plans.CupyMachine.current().architecture in plans.ARCHITECTURES
+        assert machines.CupyMachine.current().architecture in machines.ARCHITECTURES
 
 
 def test_importing_plans_loads_neither_cupy_nor_nvrtc():
     code = "import sys, sparse_kernels.cuda.plan; print([name for name in ('cupy', 'cuda') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_plans_that_share_a_kernel_leave_each_other_the_shared_memory_they_need(monkeypatch):
+    class Function:
+        max_dynamic_shared_size_bytes = 0
+
+    loaded = []
+
+    class Cupy:
+        def RawModule(self, path):
+            loaded.append(path)
+            return SimpleNamespace(get_function=lambda name: function)
+
+    function = Function()
+    monkeypatch.setattr(machines, "_functions", {})
+    monkeypatch.setattr(machines.build, "compile", lambda *_, **__: SimpleNamespace(path="some.cubin"))
+    variant = Variant("nm.cu", "nm", {}, ("sm_80",))
+    for shared_bytes, allowed in [(40_960, 40_960), (33_792, 40_960), (50_000, 50_000), (0, 50_000)]:
+        assert machines._load(Cupy(), 0, variant, shared_bytes, "sm_80", 13) is function
+        assert function.max_dynamic_shared_size_bytes == allowed
+    assert loaded == ["some.cubin"]

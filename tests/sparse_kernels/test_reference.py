@@ -196,11 +196,13 @@ def test_what_cannot_be_prepared_is_said(rng):
     with pytest.raises(ValueError, match="a number of columns, not -1"):
         prepare(packed, "reference", "token_major", -1)
     with pytest.raises(
-        UnknownKernel, match="no backend 'abacus' for vector linear: known are numba, numba_cuda, ref"
+        UnknownKernel, match="no backend 'abacus' for vector linear: known are cupy, numba, numba_cuda, ref"
     ):
         prepare(packed, "abacus", "token_major", 1)
-    with pytest.raises(ValueError, match="unknown layout 'nhwc' of a convolution: known are nchw"):
+    with pytest.raises(ValueError, match="unknown layout 'nhwc' of a convolution: known are nchw, chwn"):
         prepare_conv2d(packed, Conv2dShape(1, 6, 3, 3, 9, 1, 1), "reference", "nhwc")
+    with pytest.raises(ValueError, match="backend reference takes convolutions in layout nchw, not chwn"):
+        prepare_conv2d(packed, Conv2dShape(1, 6, 3, 3, 9, 1, 1), "reference", "chwn")
     with pytest.raises(ValueError, match=r"the packed weight is \(9, 6\), and .* needs \(9, 54\)"):
         prepare_conv2d(packed, Conv2dShape(1, 6, 3, 3, 9, 3, 3), "reference")
 

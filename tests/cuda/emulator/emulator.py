@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +82,7 @@ def run(
     seed: int,
     mutate: Mutation | None = None,
 ) -> None:
-    """Run a program's launches on x, to `out`, whose elements are NaN bits before the first.
+    """Run a program's launches on x, to `out`, whose elements, like scratch, are NaN bits before the first.
 
     `seed` decides the order of threads and blocks and when copies land. With `mutate` every source of the launches
     that holds its first text is compiled with the second in all its places; one at least must hold it.
@@ -93,19 +93,20 @@ def run(
     if mutate is not None and not any(mutate[0] in _source(launch.variant) for launch in launches):
         raise ValueError(f"no source of these launches holds {mutate[0]!r}")
     out.view(np.uint8).fill(0xFF)
-    scratch = np.zeros(max((launch.scratch_bytes for launch in launches), default=0), np.uint8)
-    for index, launch in enumerate(launches):
-        _launch(
-            launch,
-            {Operand.X: x, Operand.OUT: out, Operand.BIAS: bias, Operand.SCRATCH: scratch},
-            seed + index,
-            mutate,
-        )
+    scratch = np.full(max((launch.scratch_bytes for launch in launches), default=0), 0xFF, np.uint8)
+    operands = {Operand.X: x, Operand.OUT: out, Operand.BIAS: bias, Operand.SCRATCH: scratch}
+    for index, it in enumerate(launches):
+        launch(it, operands, seed=seed + index, mutate=mutate)
 
 
-def _launch(
-    launch: Launch, operands: dict[Operand, NDArray[np.generic] | None], seed: int, mutate: Mutation | None
+def launch(
+    launch: Launch,
+    operands: Mapping[Operand, NDArray[np.generic] | None],
+    *,
+    seed: int,
+    mutate: Mutation | None = None,
 ) -> None:
+    """One launch on operands as they are; OUT and SCRATCH alone may be written."""
     path = library(launch.variant, mutate)
     kernel = _load(path)
     sizes = (ctypes.c_size_t * MAX_PARAMETERS)()

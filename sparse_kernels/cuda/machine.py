@@ -1,0 +1,258 @@
+"""GPUs as a plan sees them: memory, the current stream, and kernels that are compiled, loaded and launched.
+
+`CupyMachine` takes CuPy arrays. `TorchMachine` takes torch tensors: memory comes from torch's allocator, and the
+stream is torch's current one, so that its CUDA graphs capture what is launched. Both load and launch by CuPy. All
+that needs a GPU is here, behind `Machine`: everything else is tested without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_kernels.cuda import build
+from sparse_kernels.cuda.program import Dim3, Variant
+from sparse_kernels.registry import MissingLibrary, NoDevice
+
+ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
+
+EMBEDDED = ((7, 2), (8, 7))
+
+# A GPU array of CuPy or torch: neither has types to check against here.
+Array = Any
+
+Kernel = Callable[[Dim3, Dim3, tuple[np.generic, ...]], None]
+"""A loaded kernel: called with grid, block and arguments, puts a launch on the current stream."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a plan must know of an array."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+    nbytes: int
+
+    def overlaps(self, other: View) -> bool:
+        """Whether two contiguous arrays share a byte."""
+        return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
+
+
+class Machine(Protocol):
+    """What a plan asks of a GPU."""
+
+    @property
+    def architecture(self) -> str:
+        """One of ARCHITECTURES."""
+
+    @property
+    def arrays(self) -> str:
+        """What its arrays are called, for messages."""
+
+    def upload(self, array: NDArray[np.generic]) -> Array:
+        """The array's bytes on the GPU."""
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new array of float16, bfloat16 or uint8."""
+
+    def view(self, array: object) -> View | None:
+        """What the array is; None if it is no array of this GPU."""
+
+    def stream(self) -> int:
+        """The current stream."""
+
+    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class CupyMachine:
+    """One GPU, for CuPy arrays; CuPy has no bfloat16: its bits lie in uint16."""
+
+    cupy: Any
+    device: int
+    architecture: str
+    newest: int  # the newest CUDA major version whose cubins the driver loads
+
+    @property
+    def arrays(self) -> str:
+        """What its arrays are called, for messages."""
+        return f"a CuPy array on GPU {self.device}"
+
+    @classmethod
+    def current(cls) -> CupyMachine:
+        """CuPy's current GPU. Raises MissingLibrary or NoDevice."""
+        cupy = _cupy()
+        abilities = _abilities(cupy)
+        return cls(cupy, cupy.cuda.runtime.getDevice(), *abilities)
+
+    def upload(self, array: NDArray[np.generic]) -> Array:
+        """The array's bytes on the GPU."""
+        uploaded = self.cupy.array(array)
+        # The copy is on the current stream, and the array may be used on another.
+        self.cupy.cuda.get_current_stream().synchronize()
+        return uploaded
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new array of float16, bfloat16 or uint8."""
+        return self.cupy.empty(shape, "uint16" if dtype == "bfloat16" else dtype)
+
+    def view(self, array: object) -> View | None:
+        """What the array is; None if it is no array of CuPy's on this GPU."""
+        if not isinstance(array, self.cupy.ndarray):
+            return None
+        it: Any = array
+        if it.device.id != self.device:
+            return None
+        dtype = "bfloat16" if it.dtype == np.uint16 else it.dtype.name
+        return View(it.data.ptr, dtype, it.shape, it.flags.c_contiguous, it.nbytes)
+
+    def stream(self) -> int:
+        """CuPy's current stream."""
+        return int(self.cupy.cuda.get_current_stream().ptr)
+
+    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+        device = self.cupy.cuda.Device(self.device)
+        with device:
+            function = _load(self.cupy, self.device, variant, shared_bytes, self.architecture, self.newest)
+
+        def launch(grid: Dim3, block: Dim3, arguments: tuple[np.generic, ...]) -> None:
+            with device:
+                function(grid, block, arguments, shared_mem=shared_bytes)
+
+        return launch
+
+
+@dataclass(frozen=True, eq=False)
+class TorchMachine:
+    """One GPU, for torch tensors on `device`, a torch.device with an index."""
+
+    torch: Any
+    cupy: Any
+    device: Any
+    architecture: str
+    newest: int  # the newest CUDA major version whose cubins the driver loads
+
+    @classmethod
+    def of(cls, device: Any) -> TorchMachine:
+        """The GPU of a torch device with an index. Raises MissingLibrary or NoDevice."""
+        torch, cupy = importlib.import_module("torch"), _cupy()
+        with torch.cuda.device(device):
+            return cls(torch, cupy, device, *_abilities(cupy))
+
+    @property
+    def arrays(self) -> str:
+        """What its arrays are called, for messages."""
+        return f"a torch tensor on {self.device}"
+
+    def upload(self, array: NDArray[np.generic]) -> Array:
+        """The array's bytes on the GPU."""
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return self.torch.tensor(flat, device=self.device)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A new tensor of float16, bfloat16 or uint8."""
+        return self.torch.empty(shape, dtype=getattr(self.torch, dtype), device=self.device)
+
+    def view(self, array: object) -> View | None:
+        """What the tensor is; None if it is no tensor on this GPU."""
+        if not isinstance(array, self.torch.Tensor):
+            return None
+        it: Any = array
+        if it.device != self.device:
+            return None
+        dtype = str(it.dtype).removeprefix("torch.")
+        return View(it.data_ptr(), dtype, tuple(it.shape), it.is_contiguous(), it.nbytes)
+
+    def stream(self) -> int:
+        """Torch's current stream on this GPU."""
+        return int(self.torch.cuda.current_stream(self.device).cuda_stream)
+
+    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+        """A variant, compiled and loaded, that may use so much dynamic shared memory."""
+        # CuPy loads and launches on the current device, which it shares with torch.
+        with self.torch.cuda.device(self.device):
+            function = _load(self.cupy, self.device.index, variant, shared_bytes, self.architecture, self.newest)
+        from_external = self.cupy.cuda.Stream.from_external
+
+        def launch(grid: Dim3, block: Dim3, arguments: tuple[np.generic, ...]) -> None:
+            with self.torch.cuda.device(self.device), from_external(_Stream(self.stream())):
+                function(grid, block, arguments, shared_mem=shared_bytes)
+
+        return launch
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A stream by its pointer, as libraries pass streams to each other."""
+
+    pointer: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Version of the protocol, and the pointer."""
+        return 0, self.pointer
+
+
+def architecture_of(capability: tuple[int, int]) -> str:
+    """What to compile for on a GPU of a compute capability: the newest architecture whose code it runs.
+
+    Code runs on the same major version from its minor version on; that of sm_90a on 9.0 alone, and none of it on the
+    embedded chips (CUDA Programming Guide, "Binary Compatibility"). Raises NoDevice.
+    """
+    major, minor = capability
+    if capability in EMBEDDED:
+        raise NoDevice(f"no kernel for the embedded chips of compute capability {major}.{minor}")
+    if capability == (9, 0):
+        return "sm_90a"
+    numbers = {known: divmod(int(known[3:]), 10) for known in ARCHITECTURES if known != "sm_90a"}
+    fitting = [known for known, number in numbers.items() if number[0] == major and number[1] <= minor]
+    if not fitting:
+        raise NoDevice(f"no kernel for compute capability {major}.{minor}: there are {', '.join(ARCHITECTURES)}")
+    return fitting[-1]
+
+
+def _cupy() -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ModuleNotFoundError as error:
+        raise MissingLibrary(
+            "backend 'cupy' needs cupy, which is not installed: pip install cupy-cuda13x (V100: cupy-cuda12x)"
+        ) from error
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise MissingLibrary(f"backend 'cupy' needs cupy, which cannot be imported: {reason}") from error
+
+
+def _abilities(cupy: Any) -> tuple[str, int]:
+    """Of CuPy's current GPU: what to compile for, and the newest CUDA major version whose cubins its driver loads."""
+    try:
+        capability = cupy.cuda.Device().compute_capability
+        driver = cupy.cuda.runtime.driverGetVersion()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise NoDevice(f"backend 'cupy' found no NVIDIA GPU that it can use: {error}") from error
+    return architecture_of((int(capability[:-1]), int(capability[-1]))), driver // 1000
+
+
+# Loaded functions, by device, kernel and architecture: kernels of the same name are the same.
+_functions: dict[tuple[int, str, str], Any] = {}
+
+
+def _load(cupy: Any, device: int, variant: Variant, shared_bytes: int, architecture: str, newest: int) -> Any:
+    """A variant's function, compiled and loaded on the current GPU, whose number is `device`."""
+    key = device, variant.name, architecture
+    if key not in _functions:
+        cubin = build.compile(variant, architecture, newest=newest)
+        _functions[key] = cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
+    function = _functions[key]
+    # All plans share the function, and what it is allowed counts at each launch: it may only grow.
+    if shared_bytes > function.max_dynamic_shared_size_bytes:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    return function
