@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from latbench.files import sha256
 from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
-from search.end_to_end import Engine, Progress, Timings, pooled, time_engines
+from search.end_to_end import PROCESSES, Engine, Progress, Timings, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
@@ -42,8 +41,6 @@ from search.spdy import Evaluation, Found, spdy_search
 from search.task import Task
 from sparse_kernels.shapes import Shape
 
-# Ratios of medians differ by about as much from one run to the next, which no interval of a single run shows.
-BETWEEN_RUNS = 0.03
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
 ROUNDS = 3
@@ -322,8 +319,8 @@ def measured(sessions: Sequence[Timings], choice: Choice, coverage: float) -> Me
     dense = own[-1].fastest(list(DENSE_ENGINES))
     together = pooled(own, [dense, str(choice)])
     speedup = together.speedup(str(choice), dense, coverage)
-    unseen = BETWEEN_RUNS / math.sqrt(len(own))
-    wider = Interval(speedup.value, speedup.low * (1 - unseen), speedup.high * (1 + unseen))
+    room = unseen(PROCESSES * len(own))
+    wider = Interval(speedup.value, speedup.low * (1 - room), speedup.high * (1 + room))
     return Measured(wider, together.seconds(dense, coverage), dense)
 
 

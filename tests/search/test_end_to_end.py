@@ -7,7 +7,7 @@ import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
-from search.end_to_end import Engine, Timings, quiet_rounds, time_engines
+from search.end_to_end import Engine, Timings, quiet_rounds, time_engines, unseen
 from search.overhead import WholeModel, fit_line, load, probe_profiles, save, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 
@@ -17,6 +17,11 @@ def sleeper(seconds):
     return lambda: time.sleep(seconds)
 def broken():
     raise RuntimeError("no such operator")
+def traced(path):
+    import os
+    with open(path, "a") as file:
+        file.write(f"{os.getpid()} ")
+    return lambda: None
 """
 
 
@@ -39,7 +44,13 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     }
     told: list[tuple[str, int | None, int | None]] = []
     timings = time_engines(
-        engines, threads=1, required=["slow"], rounds=3, round_seconds=0.01, progress=lambda *now: told.append(now)
+        engines,
+        threads=1,
+        required=["slow"],
+        processes=3,
+        rounds=3,
+        round_seconds=0.01,
+        progress=lambda *now: told.append(now),
     )
     # Rounds that something else slowed are taken again, so there may be more than asked for, of all the same number.
     counts = {name: len(blocks) for name, blocks in timings.blocks.items()}
@@ -52,6 +63,20 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     assert told[-1] in [("timing whole models in turns", done, 3) for done in range(3)]
     with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
         time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
+
+
+def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "engines.py").write_text(ENGINES)
+    seen = tmp_path / "seen"
+    engine = Engine("a", f"{tmp_path / 'engines.py'}:traced", (str(seen),))
+    time_engines({"one": engine}, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
+    assert len(set(seen.read_text().split())) == len(seen.read_text().split()) == 3
+
+
+def test_more_processes_leave_less_unseen_but_never_less_than_the_verifiers_own() -> None:
+    room = [unseen(count) for count in (1, 3, 9, 10**6)]
+    assert room == sorted(room, reverse=True)
+    assert room[-1] > unseen(1) / 3
 
 
 def test_rounds_that_something_else_slowed_do_not_count() -> None:
