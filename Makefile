@@ -51,7 +51,7 @@ gate: $(CUDA_READY)
 
 # On a machine with a GPU, with its own Python and nothing installed: tests, then the standard sweep, in nine minutes.
 gpu:
-	LATBENCH_OUT="$${LATBENCH_OUT:-build/gpu}" PYTHONPATH="$(CURDIR)" $(PYTHON) -P -m latbench.gpu_session
+	LATBENCH_OUT="$${LATBENCH_OUT:-build/gpu}" PYTHONPATH="$(CURDIR)" $(PYTHON) -P -m latbench.gpu.session
 
 check: $(CUDA_READY)
 	$(BIN)/ruff check .

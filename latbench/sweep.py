@@ -1,15 +1,17 @@
 """A sweep: measures points block by block and writes each finished block to the table at once.
 
 A block is a layer's shape. Each engine has a process of its own; all points of a block are prepared and checked
-first, and then sampled in turn. What fails is a row as well. A point that the table has already is skipped, so that
-the same sweep goes on where it was stopped, in whatever way it was.
+first, and then sampled in turn. What fails is a row as well, and a kernel that has killed its process twice is left
+alone for the rest of the run. A point that the table has already is skipped, so that the same sweep goes on where it
+was stopped, in whatever way it was.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,7 +39,9 @@ NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a qui
 PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
-SAMPLE_SECONDS = 120.0  # for a burst of SETTINGS.round_seconds
+BURST_SECONDS = 120.0  # for one of Settings.round_seconds
+
+MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
 
 _FAILURES = {
     "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
@@ -45,7 +49,7 @@ _FAILURES = {
 
 
 class Machine(Protocol):
-    """What a sweep measures on; `Cpu` here, a GPU in `latbench.gpu_machine`."""
+    """What a sweep measures on; `Cpu` here, a GPU in `latbench.gpu.machine`."""
 
     @property
     def device(self) -> str:
@@ -56,8 +60,16 @@ class Machine(Protocol):
         """The "module:function" that a worker is asked to make a point ready with."""
 
     @property
+    def start_seconds(self) -> float:
+        """How much longer it may take in a process that has just started."""
+
+    @property
     def prepare_seconds(self) -> float:
         """How long that may take before it counts as a hang."""
+
+    @property
+    def burst_seconds(self) -> float:
+        """How long a burst may take before it counts as a hang."""
 
     @property
     def timer(self) -> str:
@@ -97,6 +109,8 @@ class Cpu:
 
     timer = "perf_counter"
     disturbed_status = "noisy"
+    start_seconds = 0.0  # prepare_seconds has room for it
+    burst_seconds = BURST_SECONDS
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -176,23 +190,20 @@ def run(
     folder: Path,
     choose: Choose,
     *,
-    threads: int = 0,
-    machine: Machine | None = None,
+    machine: Machine,
     seed: int = 0,
     settings: Settings = Settings(),
     time_budget: float | None = None,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
 ) -> Summary:
-    """Measure what `choose` names and write it to the table in `folder`; `saved` is called after every block.
-
-    On this machine's CPU with `threads` threads, unless another `machine` is given.
+    """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
+    block.
 
     Raises Incomplete, with everything finished written, when interrupted or when `time_budget` seconds are over
     before the points are; UsageError if the table is of another device, BadData if it cannot be read;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
-    machine = machine or Cpu(threads or devices.cores())
     device = machine.device
 
     def waiting() -> None:
@@ -236,6 +247,7 @@ class _Sweep:
         self.engines, self.report, self.saved = engines, report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
+        self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
         self.run_id = uuid.uuid4().hex[:12]
         self.environment = machine.environment()
         self.end = None if time_budget is None else monotonic() + time_budget
@@ -280,11 +292,14 @@ class _Sweep:
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed):
             for chunk in _fitting(block, self.machine.available_bytes(), self.machine.needed_bytes):
-                self._check_time()
+                self._check_time(even_first=True)
                 self._measure_block(chunk)
 
-    def _check_time(self) -> None:
-        if self.end is not None and monotonic() >= self.end:
+    def _check_time(self, even_first: bool = False) -> None:
+        """Stop when the time is over. But a run that measures nothing at all would never get anywhere by being
+        repeated, so its first block goes on.
+        """
+        if self.end is not None and (self.statuses or even_first) and monotonic() >= self.end:
             raise _TimeUsedUp
 
     def _measure_block(self, points: list[Point]) -> None:
@@ -309,25 +324,29 @@ class _Sweep:
         done = self.done
         for number, point in enumerate(points):
             self.report(Progress(done, self.total, f"preparing: {point}"))
-            if self.statuses:  # a run that measures nothing at all would never get anywhere by being repeated
-                self._check_time()
-            try:
-                self.engines.prepare(point)
+            failure = self._prepare(point)
+            if failure is None:
                 ready[str(number)] = point
-            except (TaskFailed, WorkerDied) as failure:
-                yield point, _failed(failure)
+            else:
+                yield point, failure
         done += len(points) - len(ready)
-        failures: dict[str, _Outcome] = {}
+        # What the death of a worker took along is prepared again here, or at the end of the burst that the death was
+        # in: never in a burst of its own, where the time would count.
+        failures = self._restore(ready)
 
         def sampler(name: str) -> measure.Sampler:
             def sample(seconds: float) -> measure.Burst:
-                if self.statuses:
-                    self._check_time()
-                try:
-                    return self.engines.burst(ready[name], seconds)
-                except (TaskFailed, WorkerDied) as failure:
-                    failures[name] = _failed(failure)
-                    return measure.Burst([])
+                self._check_time()
+                failure = failures.get(name) or self._given_up(ready[name])
+                if failure is None:
+                    try:
+                        return self.engines.burst(ready[name], seconds)
+                    except (TaskFailed, WorkerDied) as error:
+                        failure = self._failed(ready[name], error)
+                failures[name] = failure
+                others = {other: point for other, point in ready.items() if other not in failures}
+                failures.update(self._restore(others))
+                return measure.Burst([])
 
             return sample
 
@@ -342,20 +361,57 @@ class _Sweep:
         self.report(Progress(done, self.total, activity))
         for count, (name, timing) in enumerate(finished, start=1):
             self.report(Progress(min(done + count, self.total), self.total, activity))
-            yield ready[name], failures.get(name) or self._timed(ready[name], timing)
+            point = ready.pop(name)
+            yield point, failures.get(name) or self._timed(point, timing)
+
+    def _prepare(self, point: Point) -> _Outcome | None:
+        """Get a point ready; if that cannot be, how it failed."""
+        self._check_time()
+        if (skipped := self._given_up(point)) is not None:
+            return skipped
+        try:
+            self.engines.prepare(point)
+        except (TaskFailed, WorkerDied) as error:
+            return self._failed(point, error)
+        return None
+
+    def _restore(self, points: Mapping[str, Point]) -> dict[str, _Outcome]:
+        """Prepare again those of `points` that were lost with their workers; how those failed that could not be."""
+        failures: dict[str, _Outcome] = {}
+        while lost := [
+            name for name, point in points.items() if name not in failures and not self.engines.holds(point)
+        ]:
+            for name in lost:
+                if (failure := self._prepare(points[name])) is not None:
+                    failures[name] = failure
+        return failures
+
+    def _failed(self, point: Point, failure: TaskFailed | WorkerDied) -> _Outcome:
+        if isinstance(failure, WorkerDied) and failure.reason in ("crash", "timeout"):
+            self.deaths.setdefault((point.backend, point.pattern.format), []).append(str(failure))
+        return _failed(failure)
+
+    def _given_up(self, point: Point) -> _Outcome | None:
+        """The outcome of a point that is not tried, because its like have killed enough workers."""
+        deaths = self.deaths.get((point.backend, point.pattern.format), [])
+        if len(deaths) < MOST_DEATHS:
+            return None
+        reason = f"not tried in this run: {len(deaths)} workers died of {point.backend} {point.pattern.format} points"
+        return {"status": "error", "error": f"{reason}, the last because {deaths[-1]}"}
 
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
-        prepared = self.engines.prepare(point)
+        prepared = self.engines.prepared(point)
         known = timing.relative_error <= measure.NOISY_ERROR
+        flags = ("preempted" if timing.preempted else "", prepared.facts.get("flags"))
         return {
             "status": self._status(known, timing.preempted),
-            "flags": "preempted" if timing.preempted else "",
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
             "inner_loops": prepared.inner_loops,
             "drift_ratio": timing.drift(),
             **self.machine.columns(timing.states),
             **prepared.facts,
+            "flags": "+".join(flag for flag in flags if flag),
         }
 
     def _status(self, known: bool, disturbed: bool) -> str:
@@ -391,7 +447,7 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 
 
 class _Engines:
-    """A machine's workers, and in them the points of the block; those of a worker that died are built again."""
+    """A machine's workers, and in them the points of the block."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -405,24 +461,30 @@ class _Engines:
         for worker in self._workers.values():
             worker.close()
 
-    def prepare(self, point: Point) -> Prepared:
-        """The point, ready in the worker of its engine."""
+    def prepare(self, point: Point) -> None:
+        """Get the point ready in the worker of its engine."""
         worker = self._worker(point.backend)
-        prepared = self._prepared.get(point)
-        if prepared is None or not worker.holds(prepared):
-            prepared = worker.prepare(self.machine.task, point, timeout=self.machine.prepare_seconds)
-            self._prepared[point] = prepared
-        return prepared
+        seconds = self.machine.prepare_seconds + (0 if worker.generation else self.machine.start_seconds)
+        self._prepared[point] = worker.prepare(self.machine.task, point, timeout=seconds)
+
+    def prepared(self, point: Point) -> Prepared:
+        """The point as it was prepared last; its worker may be gone since."""
+        return self._prepared[point]
+
+    def holds(self, point: Point) -> bool:
+        """Whether the point is ready: false once the worker that had it died."""
+        return self._worker(point.backend).holds(self._prepared[point])
 
     def burst(self, point: Point, seconds: float) -> measure.Burst:
         """Time the point for about `seconds`."""
-        prepared = self.prepare(point)
-        return self._worker(point.backend).burst(prepared, seconds, timeout=SAMPLE_SECONDS)
+        worker = self._worker(point.backend)
+        return worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
 
     def drop(self) -> None:
         """Free all points; the workers stay, with what they imported and compiled."""
         for worker in self._workers.values():
-            worker.drop(self._prepared.values())
+            with contextlib.suppress(WorkerDied):  # then all is freed
+                worker.drop(self._prepared.values(), timeout=self.machine.burst_seconds)
         self._prepared.clear()
 
     def _worker(self, backend: str) -> Worker:

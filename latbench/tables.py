@@ -116,7 +116,9 @@ QUALITY = [
     pa.field("stop_reason", _text),  # relative_error, plateau, budget
     pa.field("status", _text),  # ok, noisy, throttled, unsupported, oom, incorrect, timeout, error
     pa.field("max_rel_err", _real),
-    pa.field("flags", _text),  # preempted: other processes took the cores in most bursts; else ""
+    # Joined by plus signs; preempted: other processes took the cores, or heat slowed a GPU down, in most bursts;
+    # in_l2: even the most copies of so small a layer may have stayed in a GPU's cache.
+    pa.field("flags", _text),
     pa.field("error", _text),
 ]
 

@@ -1,6 +1,7 @@
 """Dense products by cuBLAS as CuPy calls it: a second witness for the baseline, in both orders of the operands.
 
-`feature_major` is y (m, n) = w @ x (k, n), `token_major` y (n, m) = x (n, k) @ w^T. CuPy sums float16 in float32.
+`feature_major` is y (m, n) = w @ x (k, n), `token_major` y (n, m) = x (n, k) @ w^T. CuPy sums float16 in float32,
+except that cuBLAS may split those sums.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import cupy
 import numpy as np
 
 from latbench.backends import Unsupported
-from latbench.backends.gpu import GpuEngine, copies, only
-from latbench.gpu_drivers import cupy_driver
-from latbench.gpu_layers import GpuLayer, bits
-from latbench.gpu_timing import Call
+from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.gpu.drivers import cupy_driver
+from latbench.gpu.layers import GpuLayer, bits
+from latbench.gpu.timing import Call
 from latbench.plan import Point
 
 
@@ -23,11 +24,14 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         raise Unsupported(f"CuPy's products are taken in float16 here, not {point.dtype}")
     driver = cupy_driver()
     weight_bytes = 2 * layer.weight.size
-    calls = [_call(point, layer) for _ in range(copies(point, layer, weight_bytes, driver))]
     turned = point.layout == "token_major"
+    weight, x = on_device(layer.weight, point.dtype), on_device(layer.x.T if turned else layer.x, point.dtype)
+    number = copies(point, layer, weight_bytes, driver)
+    calls = [_call(weight.copy(), x.copy(), turned) for _ in range(number)]
     return GpuEngine(
-        f"cupy.matmul.{point.layout}", weight_bytes, calls, driver, float64, lambda y: float64(y.T if turned else y)
-    )
+        f"cupy.matmul.{point.layout}", weight_bytes, calls, driver, float64,
+        lambda y: float64(y.T if turned else y), SPLIT_SUMS,
+    )  # fmt: skip
 
 
 def float64(array: np.ndarray | cupy.ndarray) -> cupy.ndarray:
@@ -47,11 +51,7 @@ def widened(array: cupy.ndarray, dtype: str) -> cupy.ndarray:
     return array.astype(cupy.float64)
 
 
-def _call(point: Point, layer: GpuLayer) -> Call:
-    weight = on_device(layer.weight, point.dtype)
-    if point.layout == "token_major":
-        left, right = on_device(layer.x.T, point.dtype), weight.T
-    else:
-        left, right = weight, on_device(layer.x, point.dtype)
+def _call(weight: cupy.ndarray, x: cupy.ndarray, turned: bool) -> Call:
+    left, right = (x, weight.T) if turned else (weight, x)
     out = cupy.empty((left.shape[0], right.shape[1]), cupy.float16)
     return lambda: cupy.matmul(left, right, out=out)

@@ -6,10 +6,10 @@ import cupy
 
 from latbench.backends import Unsupported
 from latbench.backends.cublas import float64, on_device, widened
-from latbench.backends.gpu import GpuEngine, copies
-from latbench.gpu_drivers import cupy_driver
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call
+from latbench.backends.on_gpu import GpuEngine, copies
+from latbench.gpu.drivers import cupy_driver
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call
 from latbench.plan import Point
 from sparse_kernels.cuda import plan as plans
 from sparse_kernels.cuda.program import NotSupported
@@ -26,8 +26,9 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     except NotSupported as error:
         raise Unsupported(str(error)) from error
     number = copies(point, layer, plan.nbytes, driver)
-    calls = [_call(point, layer, each) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
     convolution = isinstance(point.shape, Conv2dShape)
+    x = on_device(layer.x.transpose(1, 2, 3, 0) if convolution else layer.x, point.dtype)
+    calls = [_call(point, each, x.copy()) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
 
     def result(y: cupy.ndarray) -> cupy.ndarray:
         wide = widened(y, point.dtype)
@@ -43,12 +44,10 @@ def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:
     return plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
 
 
-def _call(point: Point, layer: GpuLayer, plan: plans.CudaPlan) -> Call:
+def _call(point: Point, plan: plans.CudaPlan, x: cupy.ndarray) -> Call:
     shape = point.shape
     if isinstance(shape, Conv2dShape):
-        x = on_device(layer.x.transpose(1, 2, 3, 0), point.dtype)
         out = cupy.empty((shape.c_out, shape.out_h, shape.out_w, shape.batch), x.dtype)
     else:
-        x = on_device(layer.x, point.dtype)
         out = cupy.empty((shape.m, shape.n), x.dtype)
     return lambda: plan(x, out=out)

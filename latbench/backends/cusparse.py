@@ -15,10 +15,10 @@ import numpy as np
 
 from latbench.backends import Unsupported
 from latbench.backends.cublas import float64, on_device, widened
-from latbench.backends.gpu import GpuEngine, copies, only
-from latbench.gpu_drivers import cupy_driver
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call
+from latbench.backends.on_gpu import GpuEngine, copies, only
+from latbench.gpu.drivers import cupy_driver
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call
 from latbench.plan import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 from sparse_kernels.shapes import Conv2dShape
@@ -45,20 +45,29 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     driver = cupy_driver()
     packed = layer.packed
     weight_bytes = 2 * packed.values.size + 4 * (packed.indices.size + packed.indptr.size)  # type: ignore[union-attr]
-    calls = [_call(point, layer) for _ in range(copies(point, layer, weight_bytes, driver))]
+    x, arrays = on_device(layer.x, point.dtype), _arrays(packed, point.dtype)
+    number = copies(point, layer, weight_bytes, driver)
+    calls = [_call(point, packed, tuple(array.copy() for array in arrays), x.copy()) for _ in range(number)]
     return GpuEngine(
         f"cusparse.{point.kernel}", weight_bytes, calls, driver, float64, lambda y: widened(y, point.dtype)
     )
 
 
-def _call(point: Point, layer: GpuLayer) -> Call:
+Arrays = tuple[cupy.ndarray, ...]
+
+
+def _arrays(packed: Any, dtype: str) -> Arrays:
+    """The row offsets, column indices and values of a weight."""
+    return cupy.asarray(packed.indptr.astype(np.int32)), cupy.asarray(packed.indices), on_device(packed.values, dtype)
+
+
+def _call(point: Point, packed: Any, arrays: Arrays, x: cupy.ndarray) -> Call:
     from cupy.cuda.device import get_cusparse_handle
     from cupy_backends.cuda.libs import cusparse
 
     shape, cuda_type, algorithm = point.shape, _CUDA_TYPE[point.dtype], _ALGORITHM[point.kernel]
-    x = on_device(layer.x, point.dtype)
     y = cupy.zeros((shape.m, shape.n), x.dtype)
-    weight, kept = _descriptor(layer.packed, point.dtype)
+    weight = _descriptor(packed, arrays, point.dtype)
     dense = [cusparse.createDnMat(*a.shape, a.shape[1], a.data.ptr, cuda_type, _ROW_MAJOR) for a in (x, y)]
     one, zero = np.array(1, np.float32), np.array(0, np.float32)
     arguments = (
@@ -72,24 +81,21 @@ def _call(point: Point, layer: GpuLayer) -> Call:
         raise Unsupported(f"cuSPARSE refuses {point.kernel} for {point.pattern} on this device: {error}") from error
 
     def call() -> cupy.ndarray:
-        _ = kept, one, zero, x  # what the descriptors point to
+        _ = arrays, one, zero, x  # what the descriptors point to
         cusparse.spMM(*arguments, scratch.data.ptr)
         return y
 
     return call
 
 
-def _descriptor(packed: Any, dtype: str) -> tuple[int, tuple[cupy.ndarray, ...]]:
-    """cuSPARSE's description of a weight, and the arrays on the device that it points to."""
+def _descriptor(packed: Any, arrays: Arrays, dtype: str) -> int:
+    """cuSPARSE's description of a weight that lies in `arrays`."""
     from cupy_backends.cuda.libs import cusparse
 
-    indptr = cupy.asarray(packed.indptr.astype(np.int32))
-    indices, values = cupy.asarray(packed.indices), on_device(packed.values, dtype)
-    arrays = (indptr, indices, values)
     pointers = [array.data.ptr for array in arrays]
     types = (_INDEX_32I, _INDEX_32I, _BASE_ZERO, _CUDA_TYPE[dtype])
     if isinstance(packed, CSRWeight):
-        return cusparse.createCsr(*packed.shape, packed.nnz, *pointers, *types), arrays
+        return int(cusparse.createCsr(*packed.shape, packed.nnz, *pointers, *types))
     assert isinstance(packed, BlockWeight)
     blocks, rows, columns = packed.values.shape
     m, k = packed.shape
@@ -105,7 +111,7 @@ def _descriptor(packed: Any, dtype: str) -> tuple[int, tuple[cupy.ndarray, ...]]
     )
     if status or descriptor.value is None:
         raise Unsupported(f"cuSPARSE makes no BSR matrix of {packed.pattern}: status {status}")
-    return descriptor.value, arrays
+    return descriptor.value
 
 
 @functools.cache

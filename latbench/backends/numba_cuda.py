@@ -8,10 +8,10 @@ import numpy as np
 
 from latbench.backends import Unsupported
 from latbench.backends.cublas import float64
-from latbench.backends.gpu import GpuEngine, copies
-from latbench.gpu_drivers import cupy_driver
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call
+from latbench.backends.on_gpu import GpuEngine, copies
+from latbench.gpu.drivers import cupy_driver
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call
 from latbench.plan import Point
 from sparse_kernels.numba_cuda import plan as plans
 from sparse_kernels.numba_cuda.library import cuda
@@ -29,24 +29,23 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     else:
         plan = plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
     number = copies(point, layer, plan.nbytes, driver)
-    calls = [_call(point, layer, each) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
     turned = point.layout == "token_major"
+    x = np.ascontiguousarray(layer.x.T if turned else layer.x, point.dtype)
+    calls = [_call(point, each, x) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
     return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, lambda y: float64(y.T if turned else y))
 
 
-def _call(point: Point, layer: GpuLayer, plan: Any) -> Call:
+def _call(point: Point, plan: Any, x_host: np.ndarray) -> Call:
     import cupy
 
-    dtype = np.dtype(point.dtype)
     shape = point.shape
-    tokens_first = point.layout == "token_major"
     # Arrays of Numba itself: of another library's it would wait for the stream at every call.
-    x = cuda.to_device(np.ascontiguousarray(layer.x.T if tokens_first else layer.x, dtype))
+    x = cuda.to_device(x_host)
     if isinstance(shape, Conv2dShape):
         size: tuple[int, ...] = (shape.batch, shape.c_out, shape.out_h, shape.out_w)
     else:
-        size = (shape.n, shape.m) if tokens_first else (shape.m, shape.n)
-    out = cuda.device_array(size, dtype)
+        size = (shape.n, shape.m) if point.layout == "token_major" else (shape.m, shape.n)
+    out = cuda.device_array(size, x_host.dtype)
     seen = cupy.asarray(out)
 
     def call() -> cupy.ndarray:

@@ -2,7 +2,7 @@
 
 Every kernel has to be asked in both orders of the operands, because the libraries' speed differs by which is which:
 `token_major` is y (n, m) = x (n, k) @ w^T, `feature_major` y (m, n) = w @ x (k, n); convolutions: `nchw` or `nhwc`.
-Sums are float32 like everybody's: torch would let cuBLAS add split products in float16.
+Sums are float32, except that torch lets cuBLAS split them by default (see SPLIT_SUMS), as every user gets it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Unsupported
-from latbench.backends.gpu import GpuEngine, copies, only
-from latbench.gpu_drivers import torch_driver
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call
+from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.gpu.drivers import torch_driver
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call
 from latbench.plan import Point
 from sparse_kernels.shapes import Conv2dShape
 
-_LIBRARIES = {"cublas": "cublas", "cublaslt": "cublaslt"}
+LIBRARIES = ("cublas", "cublaslt")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """The dense layer in torch; Unsupported for any other pattern."""
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cudnn.benchmark = True
     convolution = isinstance(point.shape, Conv2dShape)
     only(point, format="dense", layouts=("nchw", "nhwc") if convolution else ("token_major", "feature_major"))
-    build = _convolution if convolution else _linear
+    build, known = (_convolution, ("cudnn",)) if convolution else (_linear, LIBRARIES)
+    if point.kernel not in known:
+        raise Unsupported(f"torch has no dense {point.shape.op} kernel {point.kernel}: known are {', '.join(known)}")
     driver = torch_driver()
+    weight, x = _operands(point, layer)
     number = copies(point, layer, 2 * layer.weight.size, driver)
-    calls = [build(point, layer) for _ in range(number)]
+    calls = [build(point, weight.clone(), x.clone()) for _ in range(number)]
     kernel = f"torch.{point.kernel}.{point.layout}"
-    return GpuEngine(kernel, 2 * layer.weight.size, calls, driver, float64, _result(point))
+    return GpuEngine(kernel, 2 * layer.weight.size, calls, driver, float64, _result(point), SPLIT_SUMS)
 
 
 def float64(array: np.ndarray) -> torch.Tensor:
@@ -61,16 +62,23 @@ def _result(point: Point) -> Callable[[Any], torch.Tensor]:
     return lambda y: (y.T if turned else y).double()
 
 
-def _linear(point: Point, layer: GpuLayer) -> Call:
-    if point.kernel not in _LIBRARIES:
-        raise Unsupported(f"torch has no dense kernel {point.kernel} for linear layers: cublas, cublaslt")
-    weight, x = on_device(layer.weight, point.dtype), activations(point, layer)
-    out = torch.empty((point.shape.n, point.shape.m) if point.layout == "token_major" else
-                      (point.shape.m, point.shape.n), dtype=x.dtype, device="cuda")  # fmt: skip
+def _operands(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and x, in the order of memory that the layout asks for; a clone keeps it."""
+    shape = point.shape
+    if not isinstance(shape, Conv2dShape):
+        return on_device(layer.weight, point.dtype), activations(point, layer)
+    memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
+    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    weight, x = on_device(filters, point.dtype), on_device(layer.x, point.dtype)
+    return weight.contiguous(memory_format=memory), x.contiguous(memory_format=memory)
+
+
+def _linear(point: Point, weight: torch.Tensor, x: torch.Tensor) -> Call:
     left, right = (x, weight.T) if point.layout == "token_major" else (weight, x)
+    out = torch.empty((left.shape[0], right.shape[1]), dtype=x.dtype, device="cuda")
 
     def call() -> torch.Tensor:
-        with _library(_LIBRARIES[point.kernel]):
+        with _library(point.kernel):
             return torch.mm(left, right, out=out)
 
     return call
@@ -87,13 +95,7 @@ def _library(name: str) -> Iterator[None]:
         torch.backends.cuda.preferred_blas_library(before)
 
 
-def _convolution(point: Point, layer: GpuLayer) -> Call:
+def _convolution(point: Point, weight: torch.Tensor, x: torch.Tensor) -> Call:
     shape = point.shape
     assert isinstance(shape, Conv2dShape)
-    if point.kernel != "cudnn":
-        raise Unsupported(f"torch has no dense kernel {point.kernel} for convolutions: cudnn")
-    memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
-    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
-    weight = on_device(filters, point.dtype).contiguous(memory_format=memory)
-    x = on_device(layer.x, point.dtype).contiguous(memory_format=memory)
     return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation)

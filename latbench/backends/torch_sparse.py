@@ -1,8 +1,9 @@
 """torch's sparse products: 2:4 by cuSPARSELt and CUTLASS, BSR by its Triton kernel, CSR by cuSPARSE.
 
-Kernels: `cusparselt` and `cutlass` multiply 2:4 weights, token-major as torch's own linear does it or feature-major;
-`bsr` and `bsr_tuned` block-wise ones, with the parameters that torch chooses and the best found in a few seconds;
-`csr` unstructured ones. What they refuse becomes Unsupported with their own words.
+Kernels: `cusparselt` and `cutlass` multiply 2:4 weights as torch's own modules do, token-major or feature-major;
+`cusparselt_tuned` by the algorithm that cuSPARSELt's own search finds. `bsr` and `bsr_tuned` multiply block-wise
+ones, with the parameters that torch chooses and with the best of a few; `csr` unstructured ones. What they refuse
+becomes Unsupported with their own words.
 """
 
 from __future__ import annotations
@@ -10,25 +11,28 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 
 from latbench.backends import Unsupported
-from latbench.backends.gpu import GpuEngine, copies, only
+from latbench.backends.on_gpu import GpuEngine, copies, only
 from latbench.backends.torch_gpu import activations, float64, on_device
-from latbench.gpu_drivers import torch_driver
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call
+from latbench.gpu.drivers import torch_driver
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call
+from latbench.measure import Clock
 from latbench.plan import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 from sparse_kernels.patterns import NM, BlockWise
 from sparse_kernels.shapes import Conv2dShape
 
-TUNE_SECONDS = 12.0  # the search of torch.sparse._triton_ops_meta takes half a minute and more
-_TUNE_REPEATS = 10
+TUNE_SECONDS = 12.0  # most of them go into compiling; torch's own search takes half a minute and more
+TUNE_REPEATS = 10
+
+Candidate = TypeVar("Candidate")
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
@@ -37,9 +41,11 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         raise Unsupported("torch has no sparse convolutions")
     if point.kernel not in _KERNELS:
         raise Unsupported(f"torch has no sparse kernel {point.kernel}: known are {', '.join(_KERNELS)}")
-    build, weight_bytes = _KERNELS[point.kernel](point, layer)
-    driver = torch_driver()
-    calls = [build() for _ in range(copies(point, layer, weight_bytes, driver))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that these are prototypes, in beta, not tuned
+        build, weight_bytes = _KERNELS[point.kernel](point, layer)
+        driver = torch_driver()
+        calls = [build() for _ in range(copies(point, layer, weight_bytes, driver))]
     turned = point.layout == "token_major"
     kernel = f"torch.{point.kernel}.{point.layout}"
     return GpuEngine(kernel, weight_bytes, calls, driver, float64, lambda y: (y.T if turned else y).double())
@@ -49,34 +55,72 @@ Kernel = tuple[Callable[[], Call], int]
 """What builds a call on copies of its own, and the bytes of its weight."""
 
 
+# 2:4 --------------------------------------------------------------------------------------------------------------
+
+
 def _semi_structured(point: Point, layer: GpuLayer) -> Kernel:
-    only(point, format="nm", layouts=("token_major", "feature_major"))
-    if point.pattern != NM(2, 4):
-        raise Unsupported(f"{point.kernel} multiplies 2:4 weights, not {point.pattern}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a prototype, says torch
-        from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
+    """As torch's modules multiply: y lies in whatever order of memory torch returns it, which it may copy it into."""
+    weight, x, weight_bytes = _two_of_four(point, layer)
+    from torch.sparse import SparseSemiStructuredTensorCUSPARSELT, SparseSemiStructuredTensorCUTLASS
 
     kinds: dict[str, Any] = {
         "cusparselt": SparseSemiStructuredTensorCUSPARSELT,
         "cutlass": SparseSemiStructuredTensorCUTLASS,
     }
-    kind = kinds[point.kernel]
 
     def build() -> Call:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                weight = kind.from_dense(on_device(layer.weight, point.dtype))
-            except (RuntimeError, NotImplementedError) as error:
-                raise Unsupported(f"torch {point.kernel}: {error}") from error
-        x = activations(point, layer)
+        packed, own_x = kinds[point.kernel].from_dense(weight), x.clone()
         if point.layout == "token_major":
-            return _in_inference(lambda: F.linear(x, weight))
-        return _in_inference(lambda: torch.mm(weight, x))
+            return _in_inference(lambda: F.linear(own_x, packed))
+        return _in_inference(lambda: torch.mm(packed, own_x))
 
+    _try(point, lambda: build()())
+    return build, weight_bytes
+
+
+def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
+    """cuSPARSELt called directly: y lies row by row as its layout says, (m, n) or (n, m), with no copy after it."""
+    weight, x, weight_bytes = _two_of_four(point, layer)
+    turned = point.layout == "token_major"
+    columns = x.T if turned else x  # the library takes (k, n) in either order of memory
+
+    def search() -> tuple[int, int, int]:
+        # torch._cslt_sparse_mm_search finds the same, but keeps the splits of k that belong to it to itself.
+        find = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
+        algorithm, splits, mode, _ = find(torch._cslt_compress(weight), columns, None, None, None, turned)
+        return algorithm, splits, mode
+
+    best = _try(point, search)
+
+    def build() -> Call:
+        packed, dense = torch._cslt_compress(weight), columns.clone()
+        return _in_inference(lambda: torch._cslt_sparse_mm(packed, dense, None, None, None, turned, *best))
+
+    return build, weight_bytes
+
+
+def _two_of_four(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The dense weight and x on the device, and the bytes of the compressed weight."""
+    only(point, format="nm", layouts=("token_major", "feature_major"))
+    if point.pattern != NM(2, 4):
+        raise Unsupported(f"{point.kernel} multiplies 2:4 weights, not {point.pattern}")
     # Half of the values, and two bits for each: 9/16 of the dense weight.
-    return build, 2 * layer.weight.size * 9 // 16
+    return on_device(layer.weight, point.dtype), activations(point, layer), 2 * layer.weight.size * 9 // 16
+
+
+Result = TypeVar("Result")
+
+
+def _try(point: Point, run: Callable[[], Result]) -> Result:
+    """What `run` returns; Unsupported with torch's words where it refuses.
+
+    Some libraries refuse a GPU only when they multiply, not when they compress.
+    """
+    try:
+        with torch.no_grad():
+            return run()
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        raise Unsupported(f"torch {point.kernel}: {error}") from error
 
 
 def _in_inference(run: Callable[[], torch.Tensor]) -> Call:
@@ -87,7 +131,13 @@ def _in_inference(run: Callable[[], torch.Tensor]) -> Call:
     return call
 
 
-def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[Callable[[], torch.Tensor], int]:
+# Block-wise -------------------------------------------------------------------------------------------------------
+
+Meta = dict[str, int]
+"""Parameters of torch's Triton kernel."""
+
+
+def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, int]:
     only(point, format="block", layouts=("feature_major",))
     pattern, packed = point.pattern, layer.packed
     assert isinstance(pattern, BlockWise) and isinstance(packed, BlockWeight)
@@ -95,30 +145,30 @@ def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[Callable[[], torch.Tenso
         raise Unsupported(f"torch's BSR needs whole blocks, and {pattern} does not divide {point.shape}")
     if point.shape.n % 16:
         raise Unsupported(f"torch's BSR kernel needs tokens in multiples of 16, not {point.shape.n}")
-
-    def build() -> torch.Tensor:
-        return torch.sparse_bsr_tensor(
-            torch.from_numpy(packed.indptr).cuda(),
-            torch.from_numpy(packed.indices).long().cuda(),
-            on_device(packed.values, point.dtype),
-            size=packed.shape,
-        )
-
-    return build, 2 * packed.values.size
+    weight = torch.sparse_bsr_tensor(
+        torch.from_numpy(packed.indptr).cuda(),
+        torch.from_numpy(packed.indices).long().cuda(),
+        on_device(packed.values, point.dtype),
+        size=packed.shape,
+    )
+    return weight, 2 * packed.values.size
 
 
 def _bsr(point: Point, layer: GpuLayer) -> Kernel:
     weight, weight_bytes = _bsr_weight(point, layer)
-    return lambda: _bsr_call(weight(), activations(point, layer), None), weight_bytes
+    x = activations(point, layer)
+    return lambda: _bsr_call(weight.clone(), x.clone(), None), weight_bytes
 
 
 def _bsr_tuned(point: Point, layer: GpuLayer) -> Kernel:
     weight, weight_bytes = _bsr_weight(point, layer)
-    best = _tune(weight(), activations(point, layer))
-    return lambda: _bsr_call(weight(), activations(point, layer), best), weight_bytes
+    x = activations(point, layer)
+    candidates = metas(weight.values().shape[-2], x.shape[1])
+    best = fastest(candidates, lambda meta: _quick_seconds(_bsr_call(weight, x, meta)))
+    return lambda: _bsr_call(weight.clone(), x.clone(), best), weight_bytes
 
 
-def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: dict[str, int] | None) -> Call:
+def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: Meta | None) -> Call:
     """The Triton kernel, with the parameters that torch chooses itself if `meta` is None."""
     try:
         from torch.sparse._triton_ops import bsr_dense_addmm
@@ -128,38 +178,46 @@ def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: dict[str, int] | None
     return lambda: bsr_dense_addmm(out, weight, x, beta=0, out=out, meta=meta)
 
 
-def _tune(weight: torch.Tensor, x: torch.Tensor) -> dict[str, int]:
-    """Parameters of the Triton kernel by torch's own search, given a quick timing and TUNE_SECONDS.
+def metas(rows: int, n: int) -> list[Meta | None]:
+    """Parameters worth trying for blocks of so many rows and n tokens; first None, what torch chooses untuned.
 
-    torch's wrapper of it, tune_bsr_dense_addmm, times every candidate for 0.6 s.
+    A program multiplies a row of blocks by n // SPLIT_N tokens, which must be a power of two.
     """
-    from torch.sparse._triton_ops_meta import minimize
-
-    rows, n = weight.values().shape[-2], x.shape[1]
-    start = {"GROUP_SIZE_ROW": 1, "SPLIT_N": max(n // rows, 1), "num_stages": 1, "num_warps": 4}
-    end = time.monotonic() + TUNE_SECONDS
-
-    def seconds(meta: dict[str, int]) -> float:
-        return math.inf if time.monotonic() > end else _quick_seconds(_bsr_call(weight, x, meta))
-
-    def step(name: str, value: int, direction: int, meta: dict[str, int], **_: object) -> int:
-        return stepped(name, value, direction, n=n, rows=rows)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        best: dict[str, int] = minimize(seconds, start, start, step, max_step=1)[0]
-    return best
+    found: list[Meta | None] = [None]
+    for tokens in (64, 128, 256):
+        for stages, warps in ((2, 4), (4, 4), (3, 8)):
+            if n % tokens == 0 and rows * tokens <= 2**15:  # more sums than registers hold
+                found.append({"SPLIT_N": n // tokens, "GROUP_SIZE_ROW": 4, "num_stages": stages, "num_warps": warps})
+    return found
 
 
-def stepped(name: str, value: int, direction: int, *, n: int, rows: int) -> int:
-    """The next value of a parameter up or down; the same where there is none. SPLIT_N divides n."""
-    doubles = name in ("SPLIT_N", "num_warps")
-    moved = (value * 2 if direction > 0 else value // 2) if doubles else value + direction
-    moved = max(1, moved)
-    if name == "SPLIT_N":
-        moved = min(moved, max(n // rows, 1))
-        return value if n % moved else moved
-    return moved
+def fastest(
+    candidates: Iterable[Candidate],
+    seconds: Callable[[Candidate], float],
+    *,
+    limit: float = TUNE_SECONDS,
+    clock: Clock = time.monotonic,
+) -> Candidate:
+    """The candidate of the shortest time, of those that were begun before the limit; the first always is.
+
+    A candidate that raises is out; if all do, so does this, with what the first one raised.
+    """
+    end = clock() + limit
+    best: list[Candidate] = []
+    shortest, refusal = math.inf, None
+    for number, candidate in enumerate(candidates):
+        if number and clock() > end:
+            break
+        try:
+            took = seconds(candidate)
+        except Exception as error:  # noqa: BLE001 - what Triton raises of its own has no base class in common
+            refusal = refusal or error
+            continue
+        if took < shortest:
+            best, shortest = [candidate], took
+    if not best:
+        raise refusal or ValueError("no candidates")
+    return best[0]
 
 
 def _quick_seconds(call: Call) -> float:
@@ -167,36 +225,39 @@ def _quick_seconds(call: Call) -> float:
     call()
     driver.flush()
     start = driver.mark()
-    for _ in range(_TUNE_REPEATS):
+    for _ in range(TUNE_REPEATS):
         call()
     end = driver.mark()
     driver.wait()
-    return driver.seconds(start, end) / _TUNE_REPEATS
+    return driver.seconds(start, end) / TUNE_REPEATS
+
+
+# Unstructured -----------------------------------------------------------------------------------------------------
 
 
 def _csr(point: Point, layer: GpuLayer) -> Kernel:
     only(point, format="unstructured", layouts=("feature_major",))
     packed = layer.packed
     assert isinstance(packed, CSRWeight)
+    weight = torch.sparse_csr_tensor(
+        torch.from_numpy(packed.indptr).int().cuda(),
+        torch.from_numpy(packed.indices).cuda(),
+        on_device(packed.values, point.dtype),
+        size=packed.shape,
+    )
+    x = activations(point, layer)
 
     def build() -> Call:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # in beta, says torch
-            weight = torch.sparse_csr_tensor(
-                torch.from_numpy(packed.indptr).int().cuda(),
-                torch.from_numpy(packed.indices).cuda(),
-                on_device(packed.values, point.dtype),
-                size=packed.shape,
-            )
-        x = activations(point, layer)
+        own_weight, own_x = weight.clone(), x.clone()
         out = torch.zeros(packed.shape[0], x.shape[1], dtype=x.dtype, device="cuda")
-        return lambda: torch.addmm(out, weight, x, beta=0, out=out)
+        return lambda: torch.addmm(out, own_weight, own_x, beta=0, out=out)
 
     return build, 6 * packed.values.size
 
 
 _KERNELS: dict[str, Callable[[Point, GpuLayer], Kernel]] = {
     "cusparselt": _semi_structured,
+    "cusparselt_tuned": _cusparselt_tuned,
     "cutlass": _semi_structured,
     "bsr": _bsr,
     "bsr_tuned": _bsr_tuned,

@@ -40,7 +40,7 @@ def sweep(
     if gpu is not None:
         if cpu:
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
-        from latbench.gpu_machine import SETTINGS, GpuMachine
+        from latbench.gpu.machine import SETTINGS, GpuMachine
 
         device = GpuMachine(devices.demand_gpu(gpu))
         wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], seed)
@@ -57,15 +57,17 @@ def sweep(
 
 
 def _gpu_points(device: str, names: list[str], specs: list[str], texts: list[str], seed: int) -> list[Point]:
-    from latbench import gpu_machine, gpu_plan, plan, workloads
+    from latbench import plan, workloads
+    from latbench.gpu import points as gpu_points
+    from latbench.gpu.machine import installed
 
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
-    return gpu_plan.points(
+    return gpu_points.points(
         shapes,
         device,
-        backends=list(gpu_machine.installed()),
+        backends=list(installed()),
         patterns=plan.parse_patterns(specs) if specs else None,
-        sparsities=plan.parse_sparsities(texts) if texts else gpu_plan.SPARSITIES,
+        sparsities=plan.parse_sparsities(texts) if texts else gpu_points.SPARSITIES,
         seed=seed,
     )
 

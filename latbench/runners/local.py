@@ -120,11 +120,11 @@ class Worker:
         """The samples of a burst, whatever else ran meanwhile: seconds a call, one value a sample."""
         return self.burst(prepared, seconds, timeout).samples
 
-    def drop(self, prepared: Iterable[Prepared]) -> None:
-        """Free what the worker still holds of these."""
+    def drop(self, prepared: Iterable[Prepared], timeout: float = CALL_SECONDS) -> None:
+        """Free what the worker still holds of these. Raises as `call` does."""
         keys = [item.key for item in prepared if self.holds(item)]
         if keys:
-            self._request(("drop", keys), CALL_SECONDS)
+            self._request(("drop", keys), timeout)
 
     def close(self) -> None:
         """End the process; it is killed, nothing in it is worth a farewell."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from latbench.backends import Unsupported
-from latbench.gpu import State
+from latbench.gpu.nvml import State
 from latbench.measure import Burst
 from latbench.plan import Point
 from sparse_kernels.oracle import WrongResult
@@ -18,27 +20,33 @@ class FakeDevice:
     """A driver, a clock and a queue. Queueing takes the host time; running what is queued takes the device time.
 
     The device starts on an operation when it has done the one before and the host has queued it: events that the
-    host is late for include its latency, as real ones do.
+    host is late for include its latency, as real ones do. A kernel does what its effect does.
     """
 
     def __init__(self, *, launch: float = 0.0, flush: float = 50e-6, tick: float = 0.0) -> None:
         self.host = self.device = 0.0
         self.launch, self.flush_seconds, self.tick = launch, flush, tick
-        self.flush_bytes = 2**27
+        self.l2_bytes = 2**26
         self.flushes = self.captures = 0
         self.ran: list[str] = []
-        self.capturing: list[tuple[str, float]] | None = None
+        self.capturing: list[tuple[str, float, Callable[[], object]]] | None = None
 
     def clock(self) -> float:
         return self.host
 
-    def kernel(self, seconds: float | Callable[[], float], name: str = "work") -> Callable[[], None]:
+    def kernel(
+        self,
+        seconds: float | Callable[[], float],
+        name: str = "work",
+        effect: Callable[[], object] = lambda: None,
+    ) -> Callable[[], None]:
         def call() -> None:
             took = seconds() if callable(seconds) else seconds
             if self.capturing is not None:
-                self.capturing.append((name, took))
+                self.capturing.append((name, took, effect))
             else:
                 self._queue(name, took)
+                effect()
 
         return call
 
@@ -71,10 +79,15 @@ class FakeDevice:
 
         def replay() -> None:
             self.host += self.launch
-            self.device = max(self.device, self.host) + sum(seconds for _, seconds in nodes)
-            self.ran += [name for name, _ in nodes]
+            self.device = max(self.device, self.host) + sum(seconds for _, seconds, _ in nodes)
+            self.ran += [name for name, _, _ in nodes]
+            for _, _, effect in nodes:
+                effect()
 
         return replay
+
+    def spoil(self, result: np.ndarray) -> None:
+        result.fill(np.nan)
 
     def wait(self) -> None:
         self.host = max(self.host, self.device)
@@ -176,22 +189,24 @@ H200 = {
 class Ready:
     """A point that is timed by the device itself: 20 us, or whatever its seed makes of it."""
 
-    def __init__(self, seconds: float, reasons: frozenset[str]) -> None:
+    def __init__(self, seconds: float, reasons: frozenset[str], stuck: bool) -> None:
         self.inner_loops = 10
         self.facts = {"kernel_used": "fake", "timer": "cuda_graph", "nnz": 1, "flop_nnz": 2_000_000}
-        self._seconds, self._reasons = seconds, reasons
+        self._seconds, self._reasons, self._stuck = seconds, reasons, stuck
 
     def burst(self, seconds: float) -> Burst:
+        if self._stuck:
+            time.sleep(60)
         hot = "hw_thermal_slowdown" in self._reasons
         state = State(clock_hertz=1.5e9, power_watts=600.0, temperature_celsius=60.0, reasons=self._reasons)
         return Burst([self._seconds] * 10, preempted=hot, states=(state,))
 
 
-FINE, HOT, REFUSED, WRONG, LATE = range(5)
+FINE, HOT, REFUSED, WRONG, LATE, STUCK = range(6)
 
 
 def prepare(point: Point) -> Ready:
-    """What a worker does in place of latbench.backends.gpu:prepare; the seed says how it goes."""
+    """What a worker does in place of latbench.backends.on_gpu:prepare; the seed says how it goes."""
     if point.seed == REFUSED:
         raise Unsupported("no such kernel here")
     if point.seed == WRONG:
@@ -201,4 +216,4 @@ def prepare(point: Point) -> Ready:
     reasons = frozenset({"hw_thermal_slowdown" if point.seed == HOT else "sw_power_cap"})
     speedup = 1 / (1 - point.sparsity)
     slower = 1.0 if point.backend in ("cupy", "torch_gpu") else 2.0
-    return Ready(1e-4 / speedup * slower, reasons)
+    return Ready(1e-4 / speedup * slower, reasons, stuck=point.seed == STUCK)

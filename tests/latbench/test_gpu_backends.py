@@ -6,16 +6,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from latbench import gpu_plan
-from latbench.backends import Unsupported, gpu
-from latbench.backends.gpu import GpuEngine
+from latbench.backends import Unsupported, on_gpu
+from latbench.backends.on_gpu import GpuEngine
 from latbench.devices import Gpu
-from latbench.gpu_layers import GpuLayer, rounded
-from latbench.gpu_machine import GpuMachine
+from latbench.gpu import points, timing
+from latbench.gpu.layers import GpuLayer, rounded
+from latbench.gpu.machine import GpuMachine
 from latbench.plan import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
@@ -33,8 +34,15 @@ Corrupt = Callable[[np.ndarray, int], np.ndarray]
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The engine in the place of `cupy`; a test sets how many copies it has and what it does to their results."""
-    settings = SimpleNamespace(copies=3, corrupt=lambda y, copy: y, device=fakes.FakeDevice(), capture_fails=False)
+    """The engine in the place of `cupy`; a test sets how many copies it has and what it does to their results.
+
+    Its calls write into arrays of their own, or, with `fresh`, into a new one whenever they are called.
+    """
+    device = fakes.FakeDevice()
+    settings = SimpleNamespace(
+        copies=3, corrupt=lambda y, copy: y, device=device, capture_fails=False, fresh=False, ran=[], bytes=100
+    )
+    monkeypatch.setattr(on_gpu.drivers, "STARTED", [device])
 
     def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         shape = point.shape
@@ -43,28 +51,33 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             y = y.swapaxes(0, 1)
         else:
             y = layer.weight @ layer.x
-        results = [
-            settings.corrupt(rounded(y.astype(np.float32), point.dtype), copy) for copy in range(settings.copies)
-        ]
         if settings.capture_fails:
             settings.device.capture = _fails
-        kernel = settings.device.kernel(2e-5)
-        calls = [_call(kernel, result) for result in results]
-        return GpuEngine("fake", 100, calls, settings.device, np.float64, np.float64)
+
+        def call_of(copy: int) -> Callable[[], np.ndarray]:
+            def value() -> np.ndarray:
+                settings.ran.append(copy)
+                return settings.corrupt(rounded(y.astype(np.float32), point.dtype), copy)
+
+            own = value()
+
+            def call() -> np.ndarray:
+                out = np.empty_like(own) if settings.fresh else own
+                settings.device.kernel(2e-5, effect=lambda: np.copyto(out, value()))()
+                return out
+
+            return call
+
+        calls = [call_of(copy) for copy in range(settings.copies)]
+        return GpuEngine("fake", settings.bytes, calls, settings.device, np.float64, np.float64)
 
     module = ModuleType("fake_gpu_engine")
     module.prepare = prepare  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_gpu_engine", module)
-    monkeypatch.setitem(gpu.BACKENDS, "cupy", dataclasses.replace(gpu.BACKENDS["cupy"], module="fake_gpu_engine"))
+    monkeypatch.setitem(
+        on_gpu.BACKENDS, "cupy", dataclasses.replace(on_gpu.BACKENDS["cupy"], module="fake_gpu_engine")
+    )
     return settings
-
-
-def _call(kernel: Callable[[], None], result: np.ndarray) -> Callable[[], np.ndarray]:
-    def call() -> np.ndarray:
-        kernel()
-        return result
-
-    return call
 
 
 def _fails(work: object) -> None:
@@ -72,14 +85,14 @@ def _fails(work: object) -> None:
 
 
 def point(shape: Shape = LINEAR, pattern: Pattern = VECTORS, sparsity: float = 0.75, dtype: str = "float16") -> Point:
-    kernel = gpu_plan.OURS_CONV[0] if isinstance(shape, Conv2dShape) else gpu_plan.OURS[0]
-    return dataclasses.replace(gpu_plan.point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
+    kernel = points.OURS_CONV[0] if isinstance(shape, Conv2dShape) else points.OURS[0]
+    return dataclasses.replace(points.point("nvidia-h200", shape, pattern, sparsity, kernel), dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [LINEAR, CONV, LinearShape(5, 7, 3), Conv2dShape(1, 4, 3, 3, 8, 1, 1)])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_point_is_checked_and_ready_to_be_timed(engine: SimpleNamespace, shape: Shape, dtype: str) -> None:
-    timed = gpu.prepare(point(shape, dtype=dtype))
+    timed = on_gpu.prepare(point(shape, dtype=dtype))
     facts = timed.facts
     assert facts["kernel_used"] == "fake" and 0 <= facts["max_rel_err"] < 2.0**-7
     assert facts["nnz"] == round((1 - facts["sparsity_actual"]) * shape.m * shape.k)
@@ -93,16 +106,59 @@ def test_a_point_is_checked_and_ready_to_be_timed(engine: SimpleNamespace, shape
 def test_a_wrong_result_of_any_copy_is_found(engine: SimpleNamespace, shape: Shape, wrong: int) -> None:
     engine.corrupt = lambda y, copy: y + (copy == wrong) * np.float32(0.5)
     with pytest.raises(WrongResult, match="results are wrong"):
-        gpu.prepare(point(shape))
+        on_gpu.prepare(point(shape))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_is_checked_is_what_the_graph_computes(engine: SimpleNamespace, fresh: bool) -> None:
+    engine.fresh = fresh
+    eager = engine.copies * (1 + 1 + 2 * timing.TRIALS)  # enough calls for all that comes before the capture
+
+    def wrong_later(y: np.ndarray, copy: int) -> np.ndarray:
+        return y + np.float32(0.5) * (len(engine.ran) > eager)
+
+    engine.corrupt = wrong_later
+    with pytest.raises(WrongResult, match="results are wrong"):
+        on_gpu.prepare(point())
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_graph_that_computes_nothing_is_found(engine: SimpleNamespace, fresh: bool) -> None:
+    engine.fresh = fresh
+    capture = engine.device.capture
+
+    def empty(work: Callable[[], object]) -> Callable[[], None]:
+        capture(work)
+        return capture(lambda: None)  # type: ignore[no-any-return]
+
+    engine.device.capture = empty
+    with pytest.raises(WrongResult, match="got nan"):
+        on_gpu.prepare(point())
+
+
+def test_no_copy_writes_where_another_has_its_result() -> None:
+    kept = [on_gpu.Kept(lambda: np.zeros(3)) for _ in range(3)]
+    for _ in range(2):
+        for call in kept:
+            call()
+    assert len({id(call.last) for call in kept}) == 3
+
+
+@pytest.mark.parametrize(("weight_bytes", "flags"), [(100, "in_l2"), (2**26, "")])
+def test_rows_that_the_cache_may_hold_are_marked(engine: SimpleNamespace, weight_bytes: int, flags: str) -> None:
+    engine.bytes = weight_bytes
+    assert on_gpu.prepare(point()).facts["flags"] == flags
+    engine.copies = 1
+    assert on_gpu.prepare(dataclasses.replace(point(), cache_mode="warm")).facts["flags"] == ""
 
 
 def test_copies_may_differ_by_rounding(engine: SimpleNamespace) -> None:
     engine.corrupt = lambda y, copy: y.astype(np.float64) * (1 + copy * 2.0**-24)
-    assert gpu.prepare(point()).facts["max_rel_err"] > 0
+    assert on_gpu.prepare(point()).facts["max_rel_err"] > 0
 
 
 def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "COLUMNS_AT_ONCE", 5)
+    monkeypatch.setattr(on_gpu, "COLUMNS_AT_ONCE", 5)
 
     def last_column(y: np.ndarray, copy: int) -> np.ndarray:
         y[:, -1] += 1
@@ -110,7 +166,7 @@ def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monke
 
     engine.corrupt = last_column
     with pytest.raises(WrongResult, match="results are wrong"):
-        gpu.prepare(point())
+        on_gpu.prepare(point())
 
 
 def test_what_cannot_be_captured_is_unsupported_with_the_reason(engine: SimpleNamespace) -> None:
@@ -118,12 +174,12 @@ def test_what_cannot_be_captured_is_unsupported_with_the_reason(engine: SimpleNa
     with pytest.raises(
         Unsupported, match="fake cannot be captured into a CUDA graph: operation failed due to a prev"
     ):
-        gpu.prepare(point())
+        on_gpu.prepare(point())
 
 
 def test_a_pattern_that_does_not_fit_is_unsupported(engine: SimpleNamespace) -> None:
     with pytest.raises(Unsupported, match="one block of block:64x64 covers the whole 48x64 layer"):
-        gpu.prepare(point(pattern=BlockWise(64, 64)))
+        on_gpu.prepare(point(pattern=BlockWise(64, 64)))
 
 
 class Ended(BaseException):
@@ -139,10 +195,10 @@ def test_a_broken_context_ends_the_process(
     def broken() -> None:
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered\nmore")
 
-    monkeypatch.setattr(gpu.os, "_exit", end)
-    timed = gpu.prepare(point())
+    monkeypatch.setattr(on_gpu.os, "_exit", end)
+    timed = on_gpu.prepare(point())
     engine.device.wait = broken
-    with pytest.raises(Ended, match=str(gpu.BROKEN)):
+    with pytest.raises(Ended, match=str(on_gpu.BROKEN)):
         timed.burst(0.0)
     assert capsys.readouterr().err == (
         "RuntimeError: cudaErrorIllegalAddress: an illegal memory access was encountered\n"
@@ -151,11 +207,32 @@ def test_a_broken_context_ends_the_process(
 
 def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNamespace) -> None:
     def fails(y: np.ndarray, copy: int) -> np.ndarray:
-        raise RuntimeError("out of something")
+        raise KeyError("out of something")
 
     engine.corrupt = fails
-    with pytest.raises(RuntimeError, match="out of something"):
-        gpu.prepare(point())
+    with pytest.raises(KeyError, match="out of something"):
+        on_gpu.prepare(point())
+
+
+def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    def broken() -> None:
+        raise RuntimeError("cudaErrorLaunchFailure")
+
+    def refuses(y: np.ndarray, copy: int) -> np.ndarray:
+        raise Unsupported("no such kernel")
+
+    monkeypatch.setattr(on_gpu.os, "_exit", end)
+    engine.corrupt = refuses
+    with pytest.raises(Unsupported):
+        on_gpu.prepare(point())
+    engine.device.wait = broken
+    with pytest.raises(Ended):
+        on_gpu.prepare(point())
 
 
 # Each engine, as far as it goes without a GPU ---------------------------------------------------------------------
@@ -171,6 +248,7 @@ def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNames
         ("torch_sparse", "bsr", "feature_major", LINEAR, BlockWise(32, 16), "does not divide"),
         ("torch_sparse", "bsr", "feature_major", LinearShape(48, 64, 7), BlockWise(16, 16), "multiples of 16, not 7"),
         ("torch_sparse", "cutlass", "feature_major", LINEAR, NM(1, 4), "multiplies 2:4 weights, not nm:1:4"),
+        ("torch_sparse", "cusparselt_tuned", "nchw", LINEAR, NM(2, 4), "takes token_major or feature_major"),
         ("torch_sparse", "csr", "token_major", LINEAR, Unstructured(), "takes feature_major activations"),
         ("cublas", "matmul", "feature_major", LINEAR, Unstructured(), "multiplies dense weights, not unstructured"),
         ("cusparse", "csr", "feature_major", LINEAR, BlockWise(8, 8), "multiplies unstructured weights"),
@@ -185,42 +263,99 @@ def test_what_an_engine_does_not_do_is_a_sentence(
         pytest.importorskip("cupy")
     sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else 0.5
     with pytest.raises(Unsupported, match=said):
-        gpu.prepare(gpu_plan.point("x", shape, pattern, sparsity, (backend, kernel, layout)))
+        on_gpu.prepare(points.point("x", shape, pattern, sparsity, (backend, kernel, layout)))
 
 
-def test_parameters_of_the_triton_kernel_step_to_valid_neighbours() -> None:
-    from latbench.backends.torch_sparse import stepped
+@pytest.mark.parametrize("rows", [16, 64, 128])
+@pytest.mark.parametrize("n", [64, 128, 2048, 192, 16])
+def test_parameters_of_the_triton_kernel_cut_the_tokens_into_powers_of_two(rows: int, n: int) -> None:
+    from latbench.backends.torch_sparse import metas
 
-    assert [stepped("num_warps", v, d, n=96, rows=16) for v, d in ((4, 1), (4, -1), (1, -1))] == [8, 2, 1]
-    assert [stepped("num_stages", v, d, n=96, rows=16) for v, d in ((1, 1), (1, -1), (3, -1))] == [2, 1, 2]
-    for value in (1, 2, 3, 6):
-        for direction in (-1, 1):
-            split = stepped("SPLIT_N", value, direction, n=96, rows=16)
-            assert 96 % split == 0 and 1 <= split <= 6
-    assert stepped("SPLIT_N", 4, 1, n=96, rows=16) == 6 or 96 % stepped("SPLIT_N", 4, 1, n=96, rows=16) == 0
+    first, *others = metas(rows, n)
+    assert first is None  # what torch chooses
+    assert len(others) <= 9 and (others or n == 16)
+    for meta in others:
+        assert meta is not None and n % meta["SPLIT_N"] == 0
+        assert n // meta["SPLIT_N"] in (64, 128, 256)
+
+
+class Times:
+    """The seconds that candidates take, or what they raise; a clock that goes on by a second with each."""
+
+    def __init__(self, *results: float | Exception) -> None:
+        self.results, self.tried = results, []  # type: ignore[var-annotated]
+
+    def __call__(self, candidate: int) -> float:
+        self.tried.append(candidate)
+        result = self.results[candidate]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def clock(self) -> float:
+        return float(len(self.tried))
+
+
+@pytest.mark.parametrize(
+    ("results", "best"),
+    [
+        ((3.0, 1.0, 2.0), 1),
+        ((1.0, 3.0, 2.0), 0),
+        ((RuntimeError("out of shared memory"), 3.0, 2.0), 2),
+        ((2.0, ValueError("no such warps"), float("nan")), 0),
+    ],
+)
+def test_the_fastest_candidate_wins_and_refusals_are_passed_over(results: Any, best: int) -> None:
+    from latbench.backends.torch_sparse import fastest
+
+    assert fastest(range(3), Times(*results), limit=99.0, clock=lambda: 0.0) == best
+
+
+def test_a_search_ends_in_time_and_always_with_a_candidate() -> None:
+    from latbench.backends.torch_sparse import fastest
+
+    for limit, tried in ((-1.0, [0]), (1.5, [0, 1]), (9.0, [0, 1, 2])):
+        times = Times(2.0, 1.0, 3.0)
+        assert fastest(range(3), times, limit=limit, clock=times.clock) == min(1, len(tried) - 1)
+        assert times.tried == tried
+    with pytest.raises(RuntimeError, match="the first"):
+        fastest(range(2), Times(RuntimeError("the first"), RuntimeError("the second")))
+
+
+def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
+    from latbench.backends.torch_sparse import _try
+
+    def refuses() -> None:
+        raise RuntimeError("Supported only on GPUs with compute capability 8.x")
+
+    it = points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0])
+    with pytest.raises(Unsupported, match=r"^torch cutlass: Supported only on GPUs with compute capability 8\.x$"):
+        _try(it, refuses)
+    assert _try(it, lambda: 3) == 3
 
 
 def test_a_version_of_ours_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
     folder.mkdir()
-    monkeypatch.setattr(gpu.sparse_kernels, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(gpu.devices, "version", lambda package: "14.2.0" if package == "cupy-cuda12x" else None)
+    monkeypatch.setattr(on_gpu.sparse_kernels, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(on_gpu.devices, "version", lambda package: "14.2.0" if package == "cupy-cuda12x" else None)
     versions = []
     for name, text in (("a.cu", "1"), ("a.cu", "2"), ("b.py", "2"), ("notes.md", "x")):
         (folder / name).write_text(text)
-        gpu.digest.cache_clear()
-        versions.append(gpu.BACKENDS["cupy"].version())
-    gpu.digest.cache_clear()
+        on_gpu.digest.cache_clear()
+        versions.append(on_gpu.BACKENDS["cupy"].version())
+    on_gpu.digest.cache_clear()
     assert len(set(versions)) == 3 and versions[2] == versions[3]  # prose is no source
     assert all(str(version).startswith("14.2.0+") for version in versions)
-    monkeypatch.setattr(gpu.devices, "version", lambda package: None)
-    assert gpu.BACKENDS["cupy"].version() is None and gpu.BACKENDS["torch_gpu"].version() is None
+    monkeypatch.setattr(on_gpu.devices, "version", lambda package: None)
+    assert on_gpu.BACKENDS["cupy"].version() is None and on_gpu.BACKENDS["torch_gpu"].version() is None
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
-    assert set(gpu_plan.BACKENDS) == set(gpu.BACKENDS)
-    root = Path(gpu.__file__).parent
-    for backend in gpu.BACKENDS.values():
+    planned = {each.backend for block in points.standard("x") for each in block}
+    assert planned == set(on_gpu.BACKENDS)
+    root = Path(on_gpu.__file__).parent
+    for backend in on_gpu.BACKENDS.values():
         assert (root / f"{backend.module.rpartition('.')[2]}.py").is_file()
 
 
@@ -228,13 +363,15 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
     assert machine.device == "nvidia-h200"
     worker = machine.worker("cupy")
-    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[gpu.UUID] == "GPU-3f2a"
-    shared = [name for name in gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
+    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
+    shared = [name for name in on_gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
 
 
 def test_memory_of_a_point_covers_its_copies() -> None:
     machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
     small, large = point(LinearShape(64, 64, 64)), point(LinearShape(11008, 4096, 8192))
-    assert machine.needed_bytes(small) == 64 * (2 * 64 * 64 * 0.25 + 2 * 64 * 128)
-    assert machine.needed_bytes(large) == 2 * (2 * 11008 * 4096 * 0.25 + 2 * 8192 * (11008 + 4096))
+    each = 2 * 64 * 64 * 0.25 + 2 * 64 * 128
+    assert machine.needed_bytes(small) == 512 * each
+    assert machine.needed_bytes(dataclasses.replace(small, launch_mode="call")) == 64 * each
+    assert machine.needed_bytes(large) >= 2 * (2 * 11008 * 4096 * 0.25 + 2 * 8192 * (11008 + 4096))

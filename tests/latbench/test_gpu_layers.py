@@ -7,12 +7,12 @@ import zlib
 import numpy as np
 import pytest
 
-from latbench import gpu_layers, gpu_plan
-from latbench.gpu_layers import check, random_mask, rounded
+from latbench.gpu import points
+from latbench.gpu.layers import ROUNDOFF, bits, check, random_mask, rounded, synthetic_layer
 from sparse_kernels import formats
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.shapes import Conv2dShape, LinearShape
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 DTYPES = ["float16", "bfloat16"]
 
@@ -51,24 +51,50 @@ def test_every_choice_of_a_group_occurs(rng: np.random.Generator) -> None:
 
 def test_a_point_has_one_layer_and_another_point_another(rng: np.random.Generator) -> None:
     shape = LinearShape(32, 48, 8)
-    points = [
-        gpu_plan.point("x", shape, VectorWise(8), sparsity, gpu_plan.OURS[0], seed=seed)
+    three = [
+        points.point("x", shape, VectorWise(8), sparsity, points.OURS[0], seed=seed)
         for sparsity, seed in ((0.5, 0), (0.75, 0), (0.5, 1))
     ]
-    layers = [gpu_layers.synthetic_layer(point) for point in points]
-    assert np.array_equal(gpu_layers.synthetic_layer(points[0]).weight, layers[0].weight)
-    assert not np.array_equal(layers[1].x, layers[0].x) and not np.array_equal(layers[2].x, layers[0].x)
+    layers = [synthetic_layer(point) for point in three]
+    assert np.array_equal(synthetic_layer(three[0]).weight, layers[0].weight)
+    assert not np.array_equal(layers[1].mask, layers[0].mask) and not np.array_equal(layers[2].mask, layers[0].mask)
+    assert np.array_equal(layers[1].x, layers[0].x)  # the same activations for every pattern
+    both = layers[0].mask & layers[1].mask
+    assert both.any() and np.array_equal(layers[0].weight[both], layers[1].weight[both])
+    assert not np.array_equal(layers[2].x, layers[0].x)
     assert np.array_equal(formats.unpack(layers[0].packed), layers[0].weight)
     assert layers[0].x.shape == (48, 8)
-    convolution = gpu_plan.point("x", Conv2dShape(2, 8, 5, 6, 16, 3, 3), VectorWise(8), 0.5, gpu_plan.OURS_CONV[0])
-    layer = gpu_layers.synthetic_layer(convolution)
+    convolution = points.point("x", Conv2dShape(2, 8, 5, 6, 16, 3, 3), VectorWise(8), 0.5, points.OURS_CONV[0])
+    layer = synthetic_layer(convolution)
     assert layer.x.shape == (2, 8, 5, 6) and layer.weight.shape == (16, 72)
+
+
+@pytest.mark.parametrize("shape", [LinearShape(67, 43, 8), Conv2dShape(1, 5, 6, 6, 67, 3, 3)], ids=["linear", "conv"])
+@pytest.mark.parametrize(
+    "pattern", [Dense(), Unstructured(), BlockWise(16, 8), VectorWise(8), ShflBW(8), NM(2, 4)], ids=str
+)
+def test_a_layer_counts_what_its_packed_weight_holds(pattern: Pattern, shape: Shape) -> None:
+    sparsity = 0.0 if isinstance(pattern, Dense) else 0.5
+    layer = synthetic_layer(points.point("x", shape, pattern, sparsity, points.OURS[0]))
+    assert layer.nnz == layer.packed.nnz == np.count_nonzero(layer.weight)
+    assert layer.terms == max(np.count_nonzero(row) for row in layer.weight)
+
+
+def test_kernels_for_the_same_weights_share_them() -> None:
+    shape = LinearShape(32, 48, 8)
+    first, again = (
+        points.point("x", shape, VectorWise(8), 0.5, kernel) for kernel in (points.OURS[0], points.BSR[0])
+    )
+    layer = synthetic_layer(first)
+    assert synthetic_layer(again) is layer and layer.packed is layer.packed
+    other = synthetic_layer(dataclasses.replace(first, dtype="bfloat16"))
+    assert not np.array_equal(other.weight, layer.weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layers_are_what_the_element_type_holds(dtype: str) -> None:
-    point = gpu_plan.point("x", LinearShape(16, 32, 4), Dense(), 0.0, gpu_plan.DENSE[0])
-    layer = gpu_layers.synthetic_layer(dataclasses.replace(point, dtype=dtype))
+    point = points.point("x", LinearShape(16, 32, 4), Dense(), 0.0, points.DENSE[0])
+    layer = synthetic_layer(dataclasses.replace(point, dtype=dtype))
     for array in (layer.weight, layer.x):
         assert np.array_equal(rounded(array, dtype), array)
 
@@ -81,12 +107,12 @@ def test_rounding_is_to_the_nearest_and_to_even(rng: np.random.Generator, dtype:
     array = array.astype(np.float32)
     expected = torch.from_numpy(array).to(getattr(torch, dtype))
     assert np.array_equal(rounded(array, dtype), expected.float().numpy())
-    assert np.array_equal(gpu_layers.bits(array, dtype).view(np.uint16), expected.view(torch.uint16).numpy())
+    assert np.array_equal(bits(array, dtype).view(np.uint16), expected.view(torch.uint16).numpy())
 
 
 def test_only_half_precisions_have_bits() -> None:
     with pytest.raises(ValueError, match="float16 or bfloat16, not float64"):
-        gpu_layers.bits(np.zeros(3, np.float32), "float64")
+        bits(np.zeros(3, np.float32), "float64")
 
 
 def operands(rng: np.random.Generator, dtype: str, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +145,25 @@ def test_float32_sums_pass_whether_rounded_or_chopped(
     weight, x = operands(rng, dtype, m, k, n)
     for sums in (weight @ x, chopped_sums(weight, x, 4), chopped_sums(weight, x, 16)):
         error = verdict(rounded(sums, dtype), weight, x, dtype)
-        assert 0 <= error <= gpu_layers.ROUNDOFF[dtype] * 1.01
+        assert 0 <= error <= ROUNDOFF[dtype] * 1.01
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_split_into_parts_of_the_element_type_pass_where_that_is_allowed(
+    rng: np.random.Generator, dtype: str
+) -> None:
+    weight, x = operands(rng, dtype, 64, 512, 24)
+    split = np.zeros((64, 24), np.float32)
+    for begin in range(0, 512, 32):  # as cuBLAS does, in its worst order
+        split = rounded(split + rounded(weight[:, begin : begin + 32] @ x[begin : begin + 32], dtype), dtype)
+    right, wrong = weight.astype(np.float64), weight.copy()
+    wrong[:, :256] = 0
+    with pytest.raises(WrongResult):
+        verdict(split, weight, x, dtype)
+    wide = x.astype(np.float64)
+    assert check(split.astype(np.float64), right, wide, terms=512, dtype=dtype, parts=16) > 0
+    with pytest.raises(WrongResult):
+        check(wrong.astype(np.float64) @ wide, right, wide, terms=512, dtype=dtype, parts=16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

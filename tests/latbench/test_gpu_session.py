@@ -1,5 +1,6 @@
 """A visit to a GPU, without one: how its time is shared out, what it writes, and where the next one goes on."""
 
+import re
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -10,18 +11,22 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench import gpu, gpu_plan, gpu_session, gpu_summary, sweep, tables
+from latbench import devices, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
-from latbench.gpu_plan import DENSE, OURS
-from latbench.gpu_session import Budget, Outcome, Stages
+from latbench.gpu import nvml, points, session
+from latbench.gpu.machine import GpuMachine
+from latbench.gpu.points import DENSE, OURS
+from latbench.gpu.session import Budget, Outcome, Stages, Stopwatch, Swept
+from latbench.gpu.summary import compared
 from latbench.plan import Point
 from latbench.runners.local import Worker
-from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
+from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 FAKES = Path(__file__).with_name("gpu_fakes.py")
 fakes = SimpleNamespace(**runpy.run_path(str(FAKES)))
 
+PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
 VERSIONS = {"torch_gpu": "2.11.0", "cupy": "14.2.0+0123abcd", "torch_sparse": "2.11.0"}
@@ -33,7 +38,7 @@ class FakeMachine:
     task = f"{FAKES}:prepare"
     timer = "cuda_event"
     disturbed_status = "throttled"
-    prepare_seconds = 20.0
+    start_seconds = prepare_seconds = burst_seconds = 20.0
     device = "nvidia-h200"
 
     def __init__(self) -> None:
@@ -55,7 +60,7 @@ class FakeMachine:
         return lambda: {"load": 0.5}
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        return gpu.columns(states)
+        return nvml.columns(states)
 
     def available_bytes(self) -> float:
         return 1e9
@@ -70,20 +75,26 @@ def no_real_locks(own_lock: Path) -> None:
 
 
 def point(seed: int = fakes.FINE, shape: Any = SHAPE, sparsity: float = 0.75, kernel: Any = OURS[0]) -> Point:
-    return gpu_plan.point("nvidia-h200", shape, VectorWise(32), sparsity, kernel, seed)
+    return points.point("nvidia-h200", shape, VectorWise(32), sparsity, kernel, seed)
 
 
 def dense(kernel: Any = DENSE[0], shape: Any = SHAPE) -> Point:
-    return gpu_plan.point("nvidia-h200", shape, Dense(), 0.0, kernel)
+    return points.point("nvidia-h200", shape, Dense(), 0.0, kernel)
 
 
-def run(out: Path, *blocks: list[Point], seconds: float = 60.0, machine: FakeMachine | None = None) -> pd.DataFrame:
+def sweep_into(out: Path, *blocks: list[Point], seconds: float = 60.0, machine: FakeMachine | None = None) -> Swept:
     machine = machine or FakeMachine()
-    return gpu_session.measure(
+    return session.measure(
         machine, blocks, out,
-        budget=Budget(seconds + gpu_session.RESERVE_SECONDS), versions=machine.versions,
+        budget=Budget(seconds + session.RESERVE_SECONDS), versions=machine.versions,
         remarks=["GPU tests: passed"], measured=out / "measured", settings=QUICK,
     )  # fmt: skip
+
+
+def run(out: Path, *blocks: list[Point]) -> pd.DataFrame:
+    swept = sweep_into(out, *blocks)
+    assert swept.table is not None and swept.late is None
+    return swept.table
 
 
 class Clock:
@@ -98,7 +109,7 @@ def test_the_time_of_a_session_is_shared_out() -> None:
     budget = Budget(540.0, clock)
     assert (budget.left, budget.for_tests, budget.for_sweep) == (540.0, pytest.approx(189.0), 525.0)
     clock.now += 189.0  # tests that hang
-    assert budget.for_sweep == pytest.approx(540 - 189 - gpu_session.RESERVE_SECONDS)
+    assert budget.for_sweep == pytest.approx(540 - 189 - session.RESERVE_SECONDS)
     clock.now += 330.0
     assert budget.for_tests == pytest.approx(6.0) and budget.for_sweep == pytest.approx(6.0)
     clock.now += 1000.0
@@ -106,9 +117,8 @@ def test_the_time_of_a_session_is_shared_out() -> None:
 
 
 def test_a_session_ends_within_ten_minutes_even_if_the_last_kernel_hangs() -> None:
-    from latbench.gpu_machine import GpuMachine
-
-    assert gpu_session.SECONDS - gpu_session.RESERVE_SECONDS + GpuMachine.prepare_seconds < 600
+    last = GpuMachine.start_seconds + GpuMachine.prepare_seconds
+    assert session.SECONDS - session.RESERVE_SECONDS + last < 600
 
 
 def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
@@ -130,11 +140,42 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
 def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     shapes = [LinearShape(8 * m, 128, 64) for m in (1, 2, 3)]
     late = [[point(fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
-    with pytest.raises(Incomplete, match=r"the time is over, .* has what was measured: put it into .*nvidia-h200"):
-        run(tmp_path, *late, seconds=2.0)
+    swept = sweep_into(tmp_path, *late, seconds=2.0)
+    said = r"the time is over, .* has what was measured: put it into .*nvidia-h200"
+    assert re.match(said, str(swept.late))
     kept = tables.read(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}
+    assert swept.table is not None and set(swept.table["point_id"]) == set(kept["point_id"])
     assert "GPU tests: passed" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    nothing = sweep_into(out, [dense()], seconds=0.0)
+    assert nothing.table is None and "before anything was measured" in str(nothing.late)
+    assert not out.exists()
+    run(out, [dense()])
+    measured = out / "measured" / "nvidia-h200"
+    measured.mkdir(parents=True)
+    for name in ("table.parquet", "env.parquet"):
+        (out / name).rename(measured / name)
+    kept = sweep_into(out, [dense(), point()], seconds=0.0)
+    assert kept.table is not None and len(kept.table) == 1 and kept.late is not None
+    assert len(tables.read(out / "table.parquet")) == 1
+
+
+def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
+    run(tmp_path, [dense(), point(fakes.LATE)])
+    said = re.search(r"times: preparing (\d+) s, timing \d+ s", (tmp_path / "summary.txt").read_text())
+    assert said
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for activity, seconds in (("tests", 3.0), ("timing", 1.0), ("tests", 2.0), ("timing", 0.5)):
+        watch.turn_to(activity)
+        clock.now += seconds
+    assert watch.seconds == {"tests": 5.0, "timing": 1.0}  # and what goes on now
+    watch.turn_to("writing")
+    assert str(watch) == "times: tests 5 s, timing 2 s"
 
 
 def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
@@ -156,12 +197,12 @@ def test_changed_kernels_are_measured_again_and_other_devices_left_alone(tmp_pat
     source = tmp_path / "source"
     source.mkdir()
     (source / "table.parquet").write_bytes((tmp_path / "table.parquet").read_bytes())
-    assert gpu_session.resume(source, tmp_path / "same", "nvidia-h200", VERSIONS) == 2
+    assert session.resume(source, tmp_path / "same", "nvidia-h200", VERSIONS) == 2
     changed = {**VERSIONS, "cupy": "14.2.0+ffffffff"}
-    assert gpu_session.resume(source, tmp_path / "changed", "nvidia-h200", changed) == 1
+    assert session.resume(source, tmp_path / "changed", "nvidia-h200", changed) == 1
     assert set(tables.read(tmp_path / "changed")["backend"]) == {"torch_gpu"}
-    assert gpu_session.resume(source, tmp_path / "other", "nvidia-a100-sxm4-80gb", VERSIONS) == 0
-    assert gpu_session.resume(tmp_path / "nowhere", tmp_path / "none", "nvidia-h200", VERSIONS) == 0
+    assert session.resume(source, tmp_path / "other", "nvidia-a100-sxm4-80gb", VERSIONS) == 0
+    assert session.resume(tmp_path / "nowhere", tmp_path / "none", "nvidia-h200", VERSIONS) == 0
 
 
 def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
@@ -172,7 +213,32 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     summary = (tmp_path / "summary.txt").read_text()
     assert "1 unsupported: cupy auto: no such kernel here" in summary
     assert "1 incorrect: cupy auto: 3 of 7 results are wrong" in summary
-    assert "1 throttled: cupy auto" in summary
+    assert re.search(r"vector:32 +75% +25\.00 us .* 4\.00x dense  fake throttled hw_thermal_slowdown", summary)
+
+
+def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    machine.prepare_seconds = 0.2
+    first = sweep_into(tmp_path / "first", [point(fakes.LATE)], machine=machine).table
+    assert first is not None and first["status"].tolist() == ["ok"]
+    second = sweep_into(tmp_path / "second", [dense(), point(fakes.LATE)], machine=machine).table
+    assert second is not None
+    rows = second.set_index("backend")
+    assert rows["status"].to_dict() == {"torch_gpu": "ok", "cupy": "timeout"}
+    assert rows["error"]["cupy"] == "the all worker gave no answer for 0.2 s"
+
+
+def test_kernels_that_hang_cost_a_moment_each_and_no_more_than_two(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    machine.burst_seconds = 0.2
+    stuck = [point(fakes.STUCK, sparsity=sparsity) for sparsity in (0.5, 0.75, 0.9, 0.95)]
+    frame = sweep_into(tmp_path, [dense(), *stuck], machine=machine).table
+    assert frame is not None
+    of_stuck = frame[frame["pattern_seed"] == fakes.STUCK]
+    assert of_stuck["status"].value_counts().to_dict() == {"timeout": 2, "error": 2}
+    skipped = of_stuck["error"][of_stuck["status"] == "error"]
+    assert skipped.str.startswith("not tried in this run: 2 workers died of cupy vector points").all()
+    assert frame.set_index("point_id")["status"][dense().id] == "ok"
 
 
 def test_blocks_are_offered_once_and_without_what_is_finished() -> None:
@@ -183,77 +249,14 @@ def test_blocks_are_offered_once_and_without_what_is_finished() -> None:
     assert [stages(finished), stages(finished), stages(None)] == [first, third, []]
 
 
-# The standard sweep -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def standard() -> list[list[Point]]:
-    return gpu_plan.standard("nvidia-h200")
-
-
-def test_the_standard_sweep_is_bounded_and_of_one_shape_a_block(standard: list[list[Point]]) -> None:
-    every = [each for block in standard for each in block]
-    assert 400 <= len(every) <= gpu_plan.MOST_POINTS and len({each.id for each in every}) == len(every)
-    for block in standard:
-        assert 1 <= len(block) <= gpu_plan.BLOCK_POINTS and len({each.shape for each in block}) == 1
-
-
-def test_what_tells_most_comes_first(standard: list[list[Point]]) -> None:
-    first = standard[0]
-    assert first[0].shape == LinearShape(4096, 4096, 2048)
-    assert {str(each.pattern) for each in first} >= {"dense", "vector:128", "shflbw:64", "nm:2:4"}
-    layouts = {(each.kernel, each.layout) for each in first if each.backend == "torch_gpu"}
-    assert layouts == {
-        (name, layout) for name in ("cublas", "cublaslt") for layout in ("feature_major", "token_major")
-    }
-    # The first shape meets every backend, in well under a quarter of the points.
-    of_first = [each for block in standard[:6] for each in block if each.shape == first[0].shape]
-    assert {each.backend for each in of_first} == set(gpu_plan.BACKENDS) and len(of_first) < 100
-
-
-def test_every_shape_has_dense_to_compare_with_before_any_sparse_point(standard: list[list[Point]]) -> None:
-    seen = set()
-    for block in standard:
-        seen |= {each.shape for each in block if isinstance(each.pattern, Dense)}
-        assert block[0].shape in seen
-    assert seen == set(gpu_plan.standard_shapes())
-
-
-def test_the_standard_sweep_covers_the_workloads(standard: list[list[Point]]) -> None:
-    shapes = {each.shape for block in standard for each in block}
-    assert {LinearShape(512, 2048, 2048), LinearShape(3072, 768, 128), LinearShape(4096, 1024, 128)} <= shapes
-    assert LinearShape(11008, 4096, 2048) in shapes
-    assert sum(isinstance(shape, Conv2dShape) for shape in shapes) >= 6
-    sparsities = {each.sparsity for block in standard for each in block}
-    assert {0.5, 0.75, 0.9, 0.95} <= sparsities
-    assert all(each.dtype == "float16" and each.epilogue == "none" for block in standard for each in block)
-
-
-def test_only_installed_backends_are_asked() -> None:
-    blocks = gpu_plan.standard("nvidia-h200", backends=["cupy", "torch_gpu"])
-    assert {each.backend for block in blocks for each in block} == {"cupy", "torch_gpu"}
-
-
-def test_numba_is_launched_because_it_cannot_be_captured() -> None:
-    assert gpu_plan.point("x", SHAPE, Dense(), 0.0, gpu_plan.NUMBA[0]).launch_mode == "call"
-
-
-def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
-    asked = gpu_plan.points([SHAPE, SHAPE], "x", patterns=[BlockWise(32, 32), NM(2, 4)], sparsities=(0.7,))
-    assert {(str(each.pattern), each.sparsity) for each in asked} == {("block:32x32", 0.7), ("nm:2:4", 0.5)}
-    assert {each.kernel for each in asked if each.pattern == NM(2, 4)} == {"auto", "cusparselt", "cutlass"}
-    everything = gpu_plan.points([SHAPE], "x")
-    assert {each.backend for each in everything} == set(gpu_plan.BACKENDS)
-
-
 # The summary ------------------------------------------------------------------------------------------------------
 
 
 def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path) -> None:
-    peers = [gpu_plan.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in gpu_plan.SEMI_STRUCTURED[:2]]
-    ours = gpu_plan.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, OURS[0])
+    peers = [points.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, kernel) for kernel in points.CUSPARSELT[:2]]
+    ours = points.point("nvidia-h200", SHAPE, NM(2, 4), 0.5, OURS[0])
     frame = run(tmp_path, [dense(DENSE[0]), dense(DENSE[1]), point(), ours, *peers])
-    rows = gpu_summary.compared(frame).set_index("point_id")
+    rows = compared(frame).set_index("point_id")
     assert rows["dense_seconds"].tolist() == pytest.approx([1e-4] * 6)
     assert rows.loc[ours.id, "peer_seconds"] == pytest.approx(1e-4)
     assert pd.isna(rows.loc[point().id, "peer_seconds"])
@@ -263,17 +266,28 @@ def test_ratios_are_to_the_fastest_dense_and_to_the_fastest_peer(tmp_path: Path)
     assert "linear 256x128 on 64" in summary and "0.1 TFLOP/s" in summary
 
 
+def test_nothing_is_compared_with_a_throttled_time(tmp_path: Path) -> None:
+    fast = points.point("nvidia-h200", SHAPE, Dense(), 0.0, DENSE[0], fakes.HOT)
+    slow = dense(points.CUSPARSELT[0])
+    frame = run(tmp_path, [fast, slow, point(), point(fakes.HOT, sparsity=0.9)])
+    rows = compared(frame).set_index("point_id")
+    assert rows["dense_seconds"].tolist() == pytest.approx([2e-4] * 4)
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "vector:32      75% cupy         auto        8.00x dense" in summary
+    assert "vector:32      90% cupy" not in summary  # no median of throttled times
+
+
 def test_other_shapes_and_other_cache_modes_are_not_compared(tmp_path: Path) -> None:
     frame = run(tmp_path, [dense(shape=LinearShape(512, 128, 64))], [point()])
-    assert gpu_summary.compared(frame).set_index("point_id")["dense_seconds"].isna()[point().id]
+    assert compared(frame).set_index("point_id")["dense_seconds"].isna()[point().id]
     cold = frame.assign(cache_mode="cold", m=256)
     mixed = pd.concat([cold[cold["pattern"] == "dense"], frame[frame["pattern"] != "dense"]])
-    assert gpu_summary.compared(mixed).set_index("point_id")["dense_seconds"].isna()[point().id]
+    assert compared(mixed).set_index("point_id")["dense_seconds"].isna()[point().id]
 
 
 def test_convolutions_are_named_by_their_filters(tmp_path: Path) -> None:
     shape = Conv2dShape(2, 8, 5, 6, 64, 3, 3)
-    run(tmp_path, [dense(gpu_plan.DENSE_CONV[0], shape), point(shape=shape, kernel=gpu_plan.OURS_CONV[0])])
+    run(tmp_path, [dense(points.DENSE_CONV[0], shape), point(shape=shape, kernel=points.OURS_CONV[0])])
     assert "conv2d 64x8x3x3 on 2x5x6" in (tmp_path / "summary.txt").read_text()
 
 
@@ -282,53 +296,100 @@ def test_convolutions_are_named_by_their_filters(tmp_path: Path) -> None:
 
 def test_the_gpus_tests_are_judged_by_their_exit_code() -> None:
     python = sys.executable
-    passed = gpu_session.run_tests(30.0, [python, "-c", "print('== 3 passed in 1.0s ==')"])
-    assert passed.passed and passed.verdict == "GPU tests: passed: 3 passed in 1.0s"
-    failed = gpu_session.run_tests(30.0, [python, "-c", "print('1 failed'); raise SystemExit(1)"])
-    assert not failed.passed and failed.verdict == "GPU tests: FAILED (exit code 1): 1 failed"
-    skipped = gpu_session.run_tests(30.0, [python, "-c", "print('275 skipped')"])
-    assert not skipped.passed and "275 skipped" in skipped.verdict
-    none = gpu_session.run_tests(30.0, [python, "-c", "raise SystemExit(5)"])
-    assert not none.passed and none.verdict == "GPU tests: there are none"
+    passed = session.run_tests(30.0, [python, "-c", "print('== 3 passed in 1.0s ==')"])
+    assert passed.status == "passed" and passed.verdict == "GPU tests: passed: 3 passed in 1.0s"
+    failed = session.run_tests(30.0, [python, "-c", "print('1 failed'); raise SystemExit(1)"])
+    assert failed.status == "failed" and failed.verdict == "GPU tests: FAILED (exit code 1): 1 failed"
+    skipped = session.run_tests(30.0, [python, "-c", "print('275 skipped')"])
+    assert skipped.status == "failed" and "275 skipped" in skipped.verdict
+    none = session.run_tests(30.0, [python, "-c", "raise SystemExit(5)"])
+    assert none.status == "failed" and none.verdict == "GPU tests: there are none"
 
 
-def test_tests_that_hang_are_stopped_and_quoted() -> None:
-    code = "import time; print('collecting', flush=True); time.sleep(60)"
-    stopped = gpu_session.run_tests(1.0, [sys.executable, "-c", code])
-    assert not stopped.passed and stopped.verdict == "GPU tests: not done after 1 s"
-    assert stopped.output == "collecting\n"
+@pytest.mark.parametrize(("second", "status"), [("PASSED", "late"), ("FAILED", "failed"), ("ERROR", "failed")])
+def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(second: str, status: str) -> None:
+    lines = [
+        "a.py::test_one[FAILED] PASSED   [ 10%]",
+        f"a.py::test_two {second} [ 20%]",
+        "a.py::test_three SKIPPED (it said ERROR and FAILED) [ 30%]",
+        "a.py::test_four",
+    ]
+    code = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"
+    stopped = session.run_tests(1.0, [sys.executable, "-c", code])
+    counts = (2, 0) if second == "PASSED" else (1, 1)
+    assert stopped.status == status
+    assert stopped.verdict == "GPU tests: not done after 1 s, {} passed and {} failed so far".format(*counts)
+    assert stopped.output.splitlines() == lines
 
 
-@pytest.mark.parametrize("passed", [True, False])
+def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() -> None:
+    command = [sys.executable, "-P", *session.PYTEST, "--collect-only", "-qq"]
+    outcome = session.run_tests(60.0, command)
+    found = list(dict.fromkeys(line.partition("::")[0] for line in outcome.output.splitlines() if "::" in line))
+    assert found == ["tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py"]  # Numba's skip as a file
+    asked = session.run_tests(30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"])
+    assert asked.verdict == "GPU tests: passed: 1 passed"
+
+
+@pytest.mark.parametrize("tests", ["passed", "failed", "late"])
 @pytest.mark.parametrize("status", ["ok", "incorrect"])
 @pytest.mark.parametrize("late", [None, Incomplete("the time is over")])
-def test_a_wrong_result_weighs_more_than_points_that_are_left(
-    passed: bool, status: str, late: Incomplete | None
+def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
+    tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = gpu_session.judge(Outcome(passed, "GPU tests: said so", ""), table, late)
-    if not passed or status == "incorrect":
+    verdict = session.judge(Outcome(tests, "GPU tests: said so", ""), Swept(table, late))
+    if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
+    elif tests == "late" and late is None:
+        assert isinstance(verdict, Incomplete) and "GPU tests: said so" in str(verdict)
     else:
         assert verdict is late
+
+
+def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
+    late = Incomplete("the time was over before anything was measured")
+    failed = session.judge(Outcome("failed", "GPU tests: FAILED", ""), Swept(None, late))
+    assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; 0 points are incorrect; nothing" in str(failed)
+    assert session.judge(Outcome("passed", "GPU tests: passed", ""), Swept(None, late)) is late
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(driver=False))
-    monkeypatch.setenv(gpu_session.OUT, str(tmp_path))
-    assert gpu_session.run() == EnvironmentUnusable.exit_code == 3
+    monkeypatch.setenv(session.OUT, str(tmp_path))
+    assert session.run() == EnvironmentUnusable.exit_code == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("latbench: no NVIDIA driver; this needs a machine with")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("tests", "code"), [("passed", 0), ("failed", 1), ("late", 4)])
+def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
+    tests: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setenv(session.OUT, str(out))
+    monkeypatch.setattr(session, "MEASURED", tmp_path)
+    monkeypatch.setattr(session, "run_tests", lambda seconds: Outcome(tests, "GPU tests: as told", "what it said"))
+    monkeypatch.setattr(session.nvml, "only_gpu", lambda: devices.Gpu("NVIDIA H200", "GPU-1"))
+    monkeypatch.setattr(session, "GpuMachine", lambda gpu: FakeMachine())
+    monkeypatch.setattr(session, "installed", lambda: VERSIONS)
+    monkeypatch.setattr(session.points, "standard", lambda device, backends: [[dense(), point()]])
+    assert session.run() == code
+    assert {path.name for path in out.iterdir()} == {"table.parquet", "env.parquet", "summary.txt", "tests.txt"}
+    said = capsys.readouterr().err
+    assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
+    assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, preparing" in said
+    assert (out / "tests.txt").read_text() == "what it said"
+
+
 def test_a_folder_for_the_results_has_to_be_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(gpu_session.OUT, raising=False)
-    assert gpu_session.run() == UsageError.exit_code
+    monkeypatch.delenv(session.OUT, raising=False)
+    assert session.run() == UsageError.exit_code
     assert "LATBENCH_OUT" in capsys.readouterr().err
 
 

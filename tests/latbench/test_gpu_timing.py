@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench import gpu, gpu_timing, measure
-from latbench.gpu import State
-from latbench.gpu_timing import EventTimer, Mode
+from latbench import measure
+from latbench.gpu import nvml, timing
+from latbench.gpu.nvml import State
+from latbench.gpu.timing import EventTimer, Mode
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 
@@ -23,7 +24,7 @@ FINE = State(clock_hertz=1.98e9, reasons=frozenset({"sw_power_cap"}))
 
 
 def ready(device: Any, mode: Mode, *calls: Any, **options: Any) -> EventTimer:
-    return gpu_timing.prepare(calls, device, mode, facts={}, clock=device.clock, **options)
+    return timing.prepare(calls, device, mode, clock=device.clock, **options)
 
 
 @pytest.mark.parametrize("mode", [GRAPH, CALL, COLD, WARM])
@@ -49,7 +50,7 @@ def test_without_a_head_start_the_hosts_latency_is_timed() -> None:
 def test_a_sample_is_long_beside_the_tick_of_events(mode: Mode, seconds: float) -> None:
     device = fakes.FakeDevice(tick=5e-7)
     timer = ready(device, mode, device.kernel(seconds))
-    assert timer.inner_loops * seconds >= 0.9 * gpu_timing.SHORTEST_SAMPLE_SECONDS
+    assert timer.inner_loops * seconds >= 0.9 * timing.SHORTEST_SAMPLE_SECONDS
     assert np.allclose(timer.burst(0.01).samples, seconds, rtol=0.005)
 
 
@@ -60,7 +61,7 @@ def test_cold_calls_follow_a_flush_each() -> None:
     timer.burst(0.0)
     counted = device.ran[1 + timer.flushes :]  # after the call that warms up and the head start
     assert counted == ["flush", "work"] * timer.samples and timer.inner_loops == 1
-    assert timer.facts["l2_flush_bytes"] == device.flush_bytes
+    assert timer.facts["l2_flush_bytes"] == 2 * device.l2_bytes
 
 
 def test_warm_calls_are_preceded_by_themselves() -> None:
@@ -101,9 +102,14 @@ def test_what_cannot_be_captured_says_so() -> None:
     def capture(work: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    def broken() -> None:
+        raise RuntimeError("out of something")
+
     device.capture = capture
-    with pytest.raises(RuntimeError, match="not permitted"):
+    with pytest.raises(timing.NotCaptured, match="not permitted"):
         ready(device, GRAPH, device.kernel(1e-5))
+    with pytest.raises(RuntimeError, match="out of something"):  # which is another matter
+        ready(device, GRAPH, broken)
 
 
 def test_a_graph_of_cold_calls_makes_no_sense() -> None:
@@ -123,7 +129,7 @@ def test_batches_of_a_hot_device_do_not_count_if_there_are_others() -> None:
     slowly = iter([1e-3] * 4 + [2e-3] * 100)  # 4: trials and warm-up are over by then
     timer = EventTimer(
         device.kernel(lambda: next(slowly)), device, CALL,
-        inner_loops=1, samples=3, flushes=1, facts={}, clock=device.clock, watch=states(FINE, HOT),
+        inner_loops=1, samples=3, flushes=1, clock=device.clock, watch=states(FINE, HOT),
     )  # fmt: skip
     burst = timer.burst(0.012)
     assert burst.samples == pytest.approx([1e-3] * 3) and not burst.preempted
@@ -138,14 +144,14 @@ def test_a_device_that_is_hot_all_the_time_has_all_its_samples_and_says_so() -> 
     timing = measure.Timing()
     for _ in range(measure.FEWEST_ROUNDS):
         timing.add(timer.burst(0.0))
-    assert timing.preempted and gpu.columns(timing.states)["event_reasons"] == "hw_thermal_slowdown"
+    assert timing.preempted and nvml.columns(timing.states)["event_reasons"] == "hw_thermal_slowdown"
 
 
 def test_a_device_that_tells_nothing_is_timed_all_the_same() -> None:
     device = fakes.FakeDevice()
     burst = ready(device, CALL, device.kernel(1e-4)).burst(0.0)
     assert burst.states == () and not burst.preempted
-    assert gpu.columns(burst.states)["clock_hertz"] is None
+    assert nvml.columns(burst.states)["clock_hertz"] is None
 
 
 def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generator) -> None:
@@ -158,11 +164,26 @@ def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generat
 def test_a_batch_never_fills_the_stream() -> None:
     device = fakes.FakeDevice(launch=1e-6)
     timer = ready(device, COLD, device.kernel(1e-7))
-    assert timer.samples <= gpu_timing.MOST_SAMPLES_A_BATCH and timer.flushes <= gpu_timing.MOST_FLUSHES
+    assert timer.samples <= timing.MOST_SAMPLES_A_BATCH and timer.flushes <= timing.MOST_FLUSHES
     graph = ready(device, GRAPH, device.kernel(1e-9))
-    assert graph.inner_loops <= gpu_timing.MOST_LOOPS
+    assert graph.inner_loops <= timing.MOST_LOOPS
 
 
-@pytest.mark.parametrize(("each", "number"), [(2**30, 1), (2**20, 64), (40 * 2**20, 4), (0, 64)])
-def test_copies_pass_the_cache_together(each: int, number: int) -> None:
-    assert gpu_timing.copies_for(each, 128 * 2**20, 64) == number
+@pytest.mark.parametrize("each", [1, 1000, 2**20, 11 * 2**20, 40 * 2**20, 2**30])
+def test_a_copy_finds_nothing_of_its_own_in_the_cache(each: int) -> None:
+    l2 = 50 * 2**20
+    copies = timing.copies_for(each, l2, 512)
+    assert 2 <= copies <= 512
+    others = (copies - 1) * each
+    assert timing.displaced(each, l2, copies) == (others >= 1.5 * l2)
+    if copies < 512:
+        assert others >= 2 * l2 > (copies - 2) * each  # enough, and no more than that
+    else:
+        assert others < 2 * l2
+
+
+def test_layers_too_small_for_so_many_copies_are_told() -> None:
+    assert not timing.displaced(2**10, 2**26, timing.copies_for(2**10, 2**26, 512))
+    assert timing.copies_for(0, 2**26, 512) == 512
+    assert timing.displaced(2**18, 2**26, timing.copies_for(2**18, 2**26, 512))
+    assert not timing.displaced(2**18, 2**26, timing.copies_for(2**18, 2**26, 64))

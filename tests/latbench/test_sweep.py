@@ -13,7 +13,7 @@ from latbench import devices, sweep, tables
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
 from latbench.plan import Point
 from latbench.sweep import Progress, Settings
-from sparse_kernels.patterns import Dense, VectorWise
+from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import LinearShape
 
 TASKS = Path(__file__).with_name("worker_tasks.py")
@@ -29,14 +29,17 @@ def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None
     monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
 
 
-def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba") -> Point:
-    pattern = VectorWise(8) if backend == "numba" else Dense()
-    sparsity = 0.5 if backend == "numba" else 0.0
+VECTORS = VectorWise(8)
+
+
+def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba", pattern: Pattern = VECTORS) -> Point:
+    pattern, sparsity = (pattern, 0.5) if backend == "numba" else (Dense(), 0.0)
     return Point(devices.cpu_device(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
 
 
 def measure(folder: Path, *points: Point, **options: object) -> sweep.Summary:
-    return sweep.run(folder, lambda table: points, threads=1, settings=QUICK, **options)  # type: ignore[arg-type]
+    machine = sweep.Cpu(threads=1)
+    return sweep.run(folder, lambda table: points, machine=machine, settings=QUICK, **options)  # type: ignore[arg-type]
 
 
 def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
@@ -64,7 +67,10 @@ def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> No
         does.CRASHES_LATER: ("error", "the numba worker ended with exit code 7: the last words"),
         does.RAISES_LATER: ("error", "RuntimeError: boom in the middle"),
     }
-    measure(tmp_path, *(point(behaviour=behaviour) for behaviour in behaviours), point(backend="torch"))
+    # What kills its worker does so in formats of their own: two deaths of one would end its chances.
+    formats: dict[int, Pattern] = {does.HANGS: BlockWise(4, 4), does.CRASHES_LATER: Unstructured()}
+    numba = (point(behaviour=behaviour, pattern=formats.get(behaviour, VECTORS)) for behaviour in behaviours)
+    measure(tmp_path, *numba, point(backend="torch"))
     frame = tables.read(tmp_path)
     assert set(frame["status"][frame["backend"] == "torch"]) <= {"ok", "noisy"}
     found = frame[frame["backend"] == "numba"].drop_duplicates("pattern_seed", keep="last").set_index("pattern_seed")
@@ -74,6 +80,48 @@ def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> No
             assert found["error"][behaviour] == error
         if status != "ok":
             assert pd.isna(found["median_seconds"][behaviour])
+
+
+def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_path: Path) -> None:
+    deadly = [point(behaviour=does.CRASHES, pattern=VectorWise(v)) for v in (2, 4)]
+    spared = point(behaviour=does.REFUSES)
+    others = [point(behaviour=does.REFUSES, pattern=ShflBW(8)), point(backend="torch")]
+    statuses = measure(tmp_path, *deadly, spared, *others).statuses
+    assert statuses[others[0].id] == "unsupported" and statuses[others[1].id] in ("ok", "noisy")
+    row = tables.read(tmp_path).set_index("point_id").loc[spared.id]
+    assert (row["status"], row["error"]) == (
+        "error",
+        "not tried in this run: 2 workers died of numba vector points, "
+        "the last because the numba worker ended with exit code 7: the last words",
+    )
+    assert measure(tmp_path, spared).statuses == {spared.id: "unsupported"}
+
+
+def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    for name in ("prepare", "burst"):
+
+        def note(
+            self: object, *args: object, name: str = name, run: object = getattr(sweep._Engines, name)
+        ) -> object:
+            happened.append(f"{name} {args[0].seed}")  # type: ignore[attr-defined]
+            return run(self, *args)  # type: ignore[operator]
+
+        monkeypatch.setattr(sweep._Engines, name, note)
+    crashes = point(behaviour=does.CRASHES, pattern=BlockWise(4, 4))
+    measure(tmp_path, point(), crashes, point(behaviour=does.CRASHES_LATER))
+    frame = tables.read(tmp_path).set_index("pattern_seed")
+    assert frame["status"][does.FINE] in ("ok", "noisy")
+    crash = happened.index(f"prepare {does.CRASHES}")
+    first_burst = next(i for i, event in enumerate(happened) if event.startswith("burst"))
+    assert f"prepare {does.FINE}" in happened[crash:first_burst]
+    # The other death comes in a burst: its own is the last event before what it took along is prepared.
+    later = happened[first_burst:]
+    for i, event in enumerate(later):
+        if event == f"prepare {does.FINE}":
+            assert later[i - 1] == f"burst {does.CRASHES_LATER}"
 
 
 def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: Path) -> None:
@@ -100,7 +148,7 @@ def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -
         refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
         return refused[: len(seen)]
 
-    sweep.run(tmp_path, choose, threads=1, settings=QUICK)
+    sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK)
     assert seen == [0, 1, 2, 3]
 
 

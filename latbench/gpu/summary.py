@@ -1,22 +1,23 @@
 """What a GPU's table says, in text: every kernel against the fastest dense one and against its peers.
 
 A ratio above 1 means faster than what it is compared with. Only rows of equal shape, element type and cache mode are
-compared. Times marked (call) were not taken in a CUDA graph: they have the gaps between launches in them.
+compared. Times marked (call) were not taken in a CUDA graph: they have the gaps between launches in them. Those
+marked throttled were taken while heat or the power supply slowed the device down: nothing is compared with them, and
+no median counts them. Those marked in_l2 are of layers so small that the L2 may have held them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from latbench import tables
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 OURS = ("cupy", "numba_cuda")
+THROTTLED = "throttled"
 
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
@@ -26,18 +27,26 @@ _WORK = [*SHAPE, "pattern", "sparsity_target"]
 
 
 def compared(frame: pd.DataFrame) -> pd.DataFrame:
-    """The timed rows, with the time of the fastest dense kernel (dense_seconds) and of the fastest peer that does the
-    same sparse work (peer_seconds, peer_kernel); missing where there is none.
+    """The rows that hold a time, the throttled ones of points that have no other among them, with the time of the
+    fastest dense kernel (dense_seconds) and of the fastest peer that does the same sparse work (peer_seconds,
+    peer_kernel); missing where there is none.
     """
-    timed = tables.timed(frame).copy()
-    sizes = timed[SHAPE].select_dtypes("number").columns
-    timed[sizes] = timed[sizes].fillna(
-        -1
-    )  # a linear layer has no filters; groups of missing values would be left out
-    dense = timed[timed["pattern"] == "dense"]
-    timed = timed.join(_fastest(dense, SHAPE, "dense"), on=SHAPE)
-    peers = timed[(timed["pattern"] != "dense") & ~timed["backend"].isin(OURS)]
-    return timed.join(_fastest(peers, _WORK, "peer"), on=_WORK)
+    frame = frame.reset_index(drop=True)
+    rows = frame.loc[[*tables.timed(frame).index, *_throttled(frame).index]]
+    sizes = rows[SHAPE].select_dtypes("number").columns
+    # A linear layer has no filters; groups of missing values would be left out.
+    rows[sizes] = rows[sizes].fillna(-1)
+    quiet = rows[rows["status"] != THROTTLED]
+    dense = quiet[quiet["pattern"] == "dense"]
+    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OURS)]
+    return rows.join(_fastest(dense, SHAPE, "dense"), on=SHAPE).join(_fastest(peers, _WORK, "peer"), on=_WORK)
+
+
+def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
+    """The latest throttled row of each point that has no time of its own."""
+    known = set(tables.timed(frame)["point_id"])
+    rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
+    return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
 
 
 def _fastest(rows: pd.DataFrame, key: list[str], name: str) -> pd.DataFrame:
@@ -65,7 +74,7 @@ def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]
 
 
 def _medians(rows: pd.DataFrame) -> Iterator[str]:
-    sparse = rows[rows["pattern"] != "dense"]
+    sparse = rows[(rows["pattern"] != "dense") & (rows["status"] != THROTTLED)]
     for key, group in sparse.groupby(["op", "pattern", "sparsity_target", "backend", "kernel_requested"]):
         op, pattern, sparsity, backend, kernel = key
         over_dense = group["dense_seconds"] / group["median_seconds"]
@@ -100,7 +109,8 @@ def _shape(row: pd.Series) -> str:
 def _remarks(row: pd.Series) -> str:
     said = [
         f"({row['launch_mode']})" if row["launch_mode"] != "graph" else "",
-        "noisy" if row["status"] == "noisy" else "",
+        row["status"] if row["status"] != "ok" else "",
+        *(flag for flag in (row["flags"] or "").split("+") if flag != "preempted"),
         row["event_reasons"] or "",
     ]
     return "".join(f" {remark}" for remark in said if remark)
@@ -118,7 +128,7 @@ def _ratio(values: Any) -> str:
 
 def _failures(frame: pd.DataFrame) -> Iterator[str]:
     tried = frame.sort_values("started_at").drop_duplicates("point_id", keep="last")
-    failed = tried[~tried["status"].isin(tables.TIMED)]
+    failed = tried[~tried["status"].isin((*tables.TIMED, THROTTLED))]
     named = failed.assign(error=failed["error"].fillna(""))
     for (status, backend, kernel, error), rows in named.groupby(["status", "backend", "kernel_requested", "error"]):
         yield f"  {len(rows)} {status}: {backend} {kernel}: {error}"

@@ -1,18 +1,20 @@
 """How a point is prepared and run on a GPU: one module an engine, each imported only in the process that runs it.
 
 An engine's module has one function, `prepare(point, layer) -> GpuEngine`. Here is what all engines share: which there
-are, the check against the oracle on the device, and the timer. A kernel that breaks its process's CUDA context ends
+are, the timer, and the check against the oracle on the device. What is checked are the results of the very work that
+is timed, a graph's replay where there is one, written over NaNs. A kernel that breaks its process's CUDA context ends
 the process: nothing that it would compute or time afterwards could be trusted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,17 +22,20 @@ from typing import Any
 import numpy as np
 
 import sparse_kernels
-from latbench import devices, gpu, gpu_layers, gpu_timing
+from latbench import devices
 from latbench.backends import Unsupported
-from latbench.gpu_layers import GpuLayer
-from latbench.gpu_timing import Call, Driver, EventTimer, Mode
+from latbench.gpu import drivers, layers, nvml, timing
+from latbench.gpu.layers import GpuLayer
+from latbench.gpu.timing import Call, Driver, EventTimer, Mode
 from latbench.measure import Burst
 from latbench.plan import Point
 from sparse_kernels.reference import patches
 from sparse_kernels.shapes import Conv2dShape
 
-MOST_COPIES = 64
+MOST_COPIES = {"graph": 512, "call": 64}  # so many launches of calls would outlast any head start of the host
 COLUMNS_AT_ONCE = 2048  # of the oracle's product: bounds its memory
+IN_L2 = "in_l2"  # flag of a row: even so many copies are so small that the L2 may hold them
+SPLIT_SUMS = 16  # parts of a sum that cuBLAS may add in the element type, as torch lets it by default
 BROKEN = 86  # exit code of a worker whose CUDA context is gone
 
 UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
@@ -44,6 +49,7 @@ class Backend:
     packages: tuple[str, ...]
     process: str
     sources: str = ""  # a folder of ours whose content is part of the version
+    captured: bool = True  # whether its launches can become a CUDA graph
 
     def version(self) -> str | None:
         """What stands in the table; None where no package is installed."""
@@ -60,7 +66,10 @@ BACKENDS = {
     "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers"),
     "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers"),
     "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", sources="cuda"),
-    "numba_cuda": Backend("latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", sources="numba_cuda"),
+    # Its launches go to the default stream, which cannot be captured.
+    "numba_cuda": Backend(
+        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", sources="numba_cuda", captured=False
+    ),
 }
 
 
@@ -78,6 +87,7 @@ class GpuEngine:
 
     `float64` turns a host array into a float64 array of the engine's library on the device, and `result` what a call
     returns: (m, n) for a linear layer, (batch, c_out, out_h, out_w) for a convolution, in any memory order.
+    `parts`: into how many sums of the element type it may split a row's terms.
     """
 
     kernel: str
@@ -86,6 +96,21 @@ class GpuEngine:
     driver: Driver
     float64: Callable[[np.ndarray], Any]
     result: Callable[[Any], Any]
+    parts: int = 1
+
+
+class Kept:
+    """A call that holds on to its last result, so that no other copy writes there. Of a captured call that is what
+    every replay of the graph writes to.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.last: Any = None
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.last = self._call()
 
 
 def prepare(point: Point) -> Timed:
@@ -96,64 +121,67 @@ def prepare(point: Point) -> Timed:
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
-    layer = gpu_layers.synthetic_layer(point)
-    engine = importlib.import_module(BACKENDS[point.backend].module).prepare(point, layer)
-    with _Alive(engine.driver):
-        facts = {**_facts(point, layer, engine), "max_rel_err": check(point, layer, engine)}
-        return Timed(_timer(point, engine, facts), engine.driver)
+    layer = layers.synthetic_layer(point)
+    with _alive():
+        engine = importlib.import_module(BACKENDS[point.backend].module).prepare(point, layer)
+        calls = [Kept(call) for call in engine.calls]
+        timer = _timer(point, engine, calls)
+        for call in calls:
+            engine.driver.spoil(call.last)
+        timer.run()
+        error = check(point, layer, engine, [call.last for call in calls])
+    return Timed(timer, {**_facts(point, layer, engine), "max_rel_err": error})
 
 
 class Timed:
-    """An EventTimer that ends its process where the device fails under it."""
+    """An EventTimer that ends its process where the device fails under it; `facts` are columns of the point's row."""
 
-    def __init__(self, timer: EventTimer, driver: Driver) -> None:
-        self.inner_loops, self.facts = timer.inner_loops, timer.facts
-        self._timer, self._driver = timer, driver
+    def __init__(self, timer: EventTimer, facts: dict[str, Any]) -> None:
+        self.inner_loops, self.facts = timer.inner_loops, {**timer.facts, **facts}
+        self._timer = timer
 
     def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`."""
-        with _Alive(self._driver):
+        with _alive():
             return self._timer.burst(seconds)
 
 
-class _Alive:
-    """Lets every exception pass, unless the CUDA context did not survive it."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError):
-            return
+@contextlib.contextmanager
+def _alive() -> Iterator[None]:
+    """Lets every exception pass, unless the CUDA context did not survive it: then the process ends."""
+    try:
+        yield
+    except Exception as error:
         try:
-            self._driver.wait()
-        except RuntimeError:
+            for driver in drivers.STARTED:
+                driver.wait()
+        except RuntimeError:  # CuPy's and torch's
             sys.stderr.write(f"{type(error).__name__}: {_first_line(error)}\n")
             sys.stderr.flush()
             os._exit(BROKEN)
+        raise
 
 
-def check(point: Point, layer: GpuLayer, engine: GpuEngine) -> float:
-    """The largest relative error of the engine's calls; of a convolution by the first and the last image.
+def check(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[Any]) -> float:
+    """The largest relative error of what the engine's calls returned; of a convolution by the first and last image.
 
     Copies whose result equals the first one's, which was checked, need no product of their own.
     """
     weight = engine.float64(layer.weight)
-    terms = int(np.count_nonzero(layer.weight, axis=1).max())
     x, columns_of = _columns(point, layer)
     first, error = None, 0.0
-    for call in engine.calls:
-        y = columns_of(engine.result(call()))
+    for result in results:
+        y = columns_of(engine.result(result))
         if first is not None and bool((y == first).all()):
             continue
         first = y if first is None else first
         for begin in range(0, x.shape[1], COLUMNS_AT_ONCE):
             part = slice(begin, begin + COLUMNS_AT_ONCE)
             columns = engine.float64(np.ascontiguousarray(x[:, part]))
-            error = max(error, gpu_layers.check(y[:, part], weight, columns, terms=terms, dtype=point.dtype))
+            worst = layers.check(
+                y[:, part], weight, columns, terms=layer.terms, dtype=point.dtype, parts=engine.parts
+            )
+            error = max(error, worst)
     return error
 
 
@@ -166,39 +194,45 @@ def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any],
     return patches(layer.x[images], shape), lambda y: y[images].swapaxes(0, 1).reshape(shape.m, -1)
 
 
-def _timer(point: Point, engine: GpuEngine, facts: dict[str, Any]) -> EventTimer:
+def _timer(point: Point, engine: GpuEngine, calls: Sequence[Kept]) -> EventTimer:
     mode = Mode(point.cache_mode, point.launch_mode)
     try:
-        return gpu_timing.prepare(engine.calls, engine.driver, mode, facts=facts, watch=_watch())
-    except RuntimeError as error:
-        if mode.launch != "graph":
-            raise
+        return timing.prepare(calls, engine.driver, mode, watch=_watch())
+    except timing.NotCaptured as error:
         raise Unsupported(f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}") from error
 
 
 @functools.cache
-def _watch() -> gpu_timing.Watch:
-    return gpu.Observer(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
+def _watch() -> timing.Watch:
+    return nvml.Observer(os.environ[UUID]) if os.environ.get(UUID) else lambda: None
 
 
 def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
-    nnz, m, k, n = layer.packed.nnz, point.shape.m, point.shape.k, point.shape.n
+    nnz, m, k, n = layer.nnz, point.shape.m, point.shape.k, point.shape.n
+    each = _bytes_each(point, layer, engine.weight_bytes)
+    stays = point.cache_mode == "rotated" and not timing.displaced(each, engine.driver.l2_bytes, len(engine.calls))
     return {
         "kernel_used": engine.kernel,
         "sparsity_actual": 1 - nnz / (m * k),
         "nnz": nnz,
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
-        "bytes_min": engine.weight_bytes + 2 * (layer.x.size + m * n),
+        "bytes_min": each,
+        "flags": IN_L2 if stays else "",
     }
+
+
+def _bytes_each(point: Point, layer: GpuLayer, weight_bytes: int) -> int:
+    """What one copy reads and writes, everything once."""
+    return weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
 
 
 def copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:
     """How many copies of a layer the engine should make for the point's cache mode."""
     if point.cache_mode != "rotated":
         return 1
-    each = weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
-    return gpu_timing.copies_for(each, driver.flush_bytes, MOST_COPIES)
+    each = _bytes_each(point, layer, weight_bytes)
+    return timing.copies_for(each, driver.l2_bytes, MOST_COPIES[point.launch_mode])
 
 
 def only(point: Point, *, format: str, layouts: Sequence[str]) -> None:

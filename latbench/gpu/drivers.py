@@ -1,4 +1,4 @@
-"""The drivers of `latbench.gpu_timing`: CUDA streams, events and graphs through torch or CuPy.
+"""The drivers of `latbench.gpu.timing`: CUDA streams, events and graphs through torch or CuPy.
 
 A process has one of each at most. Whoever asks for one makes its stream the current one, so that what a library
 launches lands on it.
@@ -7,11 +7,12 @@ launches lands on it.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
-from latbench.gpu_timing import Call
+from latbench.gpu.timing import FLUSH_TIMES_L2, Call, Driver
 
-FLUSH_TIMES_L2 = 2  # caches that are hashed over slices need more than their size to be displaced
+BFLOAT16_NAN = 0xFFFF  # CuPy holds the bits of bfloat16 as uint16
 
 
 class TorchDriver:
@@ -21,10 +22,10 @@ class TorchDriver:
         import torch
 
         self._torch = torch
-        self.flush_bytes = FLUSH_TIMES_L2 * int(torch.cuda.get_device_properties(0).L2_cache_size)
+        self.l2_bytes = int(torch.cuda.get_device_properties(0).L2_cache_size)
         self._stream = torch.cuda.Stream()  # the default stream cannot be captured
         self.use()
-        self._buffer = torch.empty(self.flush_bytes, dtype=torch.int8, device="cuda")
+        self._buffer = torch.empty(FLUSH_TIMES_L2 * self.l2_bytes, dtype=torch.int8, device="cuda")
 
     def use(self) -> None:
         """Make its stream the current one."""
@@ -52,6 +53,10 @@ class TorchDriver:
         replay: Call = graph.replay
         return replay
 
+    def spoil(self, result: Any) -> None:
+        """See Driver."""
+        result.fill_(math.nan)
+
     def wait(self) -> None:
         """See Driver."""
         self._stream.synchronize()
@@ -64,11 +69,11 @@ class CupyDriver:
         import cupy
 
         self._cupy = cupy
-        self.flush_bytes = FLUSH_TIMES_L2 * int(cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
+        self.l2_bytes = int(cupy.cuda.runtime.getDeviceProperties(0)["l2CacheSize"])
         self._stream = cupy.cuda.Stream(non_blocking=True) if capturable else cupy.cuda.Stream.null
         self._capturable = capturable
         self.use()
-        self._buffer = cupy.empty(self.flush_bytes, cupy.int8)
+        self._buffer = cupy.empty(FLUSH_TIMES_L2 * self.l2_bytes, cupy.int8)
 
     def use(self) -> None:
         """Make its stream the current one."""
@@ -76,7 +81,7 @@ class CupyDriver:
 
     def flush(self) -> None:
         """See Driver."""
-        self._buffer.data.memset_async(0, self.flush_bytes, self._stream)
+        self._buffer.data.memset_async(0, self._buffer.nbytes, self._stream)
 
     def mark(self) -> Any:
         """See Driver."""
@@ -100,13 +105,29 @@ class CupyDriver:
             graph = self._stream.end_capture()
         return functools.partial(graph.launch, stream=self._stream)
 
+    def spoil(self, result: Any) -> None:
+        """See Driver."""
+        result.fill(BFLOAT16_NAN if result.dtype == self._cupy.uint16 else math.nan)
+
     def wait(self) -> None:
         """See Driver."""
         self._stream.synchronize()
 
 
-_torch_driver = functools.cache(TorchDriver)
-_cupy_driver = functools.cache(CupyDriver)
+STARTED: list[Driver] = []
+"""The drivers that this process has: while one can wait, the CUDA context works."""
+
+
+@functools.cache
+def _torch_driver() -> TorchDriver:
+    STARTED.append(driver := TorchDriver())
+    return driver
+
+
+@functools.cache
+def _cupy_driver(capturable: bool) -> CupyDriver:
+    STARTED.append(driver := CupyDriver(capturable))
+    return driver
 
 
 def torch_driver() -> TorchDriver:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from latbench import devices, gpu
-from latbench.backends.gpu import BACKENDS, MOST_COPIES, UUID
+from latbench import devices
+from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
 from latbench.devices import Gpu
-from latbench.gpu_drivers import FLUSH_TIMES_L2
+from latbench.gpu import nvml
+from latbench.gpu.timing import ROTATED_TIMES_L2
 from latbench.plan import Point
 from latbench.runners.local import Worker
 from latbench.sweep import Settings
@@ -25,17 +26,19 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, an
 class GpuMachine:
     """One GPU of this machine."""
 
-    task = "latbench.backends.gpu:prepare"
+    task = "latbench.backends.on_gpu:prepare"
     timer = "cuda_event"
     disturbed_status = "throttled"
+    start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
     prepare_seconds = 40.0  # compiling a kernel takes a second, the search for Triton's parameters twelve
+    burst_seconds = 15.0  # a burst takes milliseconds
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.device = gpu, gpu.device
 
     def environment(self) -> dict[str, Any]:
         """See Machine."""
-        return gpu.environment(self.gpu)
+        return nvml.environment(self.gpu)
 
     def version(self, backend: str) -> str | None:
         """What stands in the column backend_version: of our kernels it changes with their sources."""
@@ -61,19 +64,19 @@ class GpuMachine:
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """See Machine."""
-        return gpu.columns(states)
+        return nvml.columns(states)
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""
-        with gpu.observing(self.gpu.uuid) as observer:
+        with nvml.observing(self.gpu.uuid) as observer:
             return _MEMORY_SHARE * observer.free_bytes()
 
     def needed_bytes(self, point: Point) -> float:
-        """Copies that pass the L2 twice over, or one of a layer that is larger."""
+        """Copies enough to be rotated: two at least, and of small layers as many as there may be."""
         shape = point.shape
         weight = 2 * shape.m * shape.k * (1 - point.sparsity)
         each = weight + 2 * shape.n * (shape.m + shape.k)
-        return float(min(MOST_COPIES * each, max(2 * each, 2 * FLUSH_TIMES_L2 * _LARGEST_L2)))
+        return float(min(MOST_COPIES[point.launch_mode] * each, 2 * each + ROTATED_TIMES_L2 * _LARGEST_L2))
 
 
 def installed() -> dict[str, str]:
@@ -84,7 +87,7 @@ def installed() -> dict[str, str]:
 
 def repository_on_path() -> None:
     """Let workers import from where this process does, though nothing is installed."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if root not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

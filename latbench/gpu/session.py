@@ -1,11 +1,11 @@
-"""All that one short visit to a machine with a GPU can do: `python -m latbench.gpu_session`, which `make gpu` runs.
+"""All that one short visit to a machine with a GPU can do: `python -m latbench.gpu.session`, which `make gpu` runs.
 
 The GPU's own tests first, then the standard sweep, the most telling points first, within SECONDS altogether. Nothing
 needs to be installed and nothing is fetched. Results lie flat in the folder that the environment variable
 LATBENCH_OUT names, written again after every block, so that a session that is cut off has lost one block:
 
     table.parquet  env.parquet   the table, as `latbench.tables` reads it
-    summary.txt                  ratios to dense and to each peer
+    summary.txt                  ratios to dense and to each peer, and where the time went
     tests.txt                    what pytest said
 
 Where `datasets/measured/<device>` has a table, its points are not measured again, unless they are of another version
@@ -15,6 +15,7 @@ of a library or of our kernels.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latbench import files, gpu, gpu_machine, gpu_plan, gpu_summary, sweep, tables
+from latbench import files, sweep, tables
 from latbench.errors import Incomplete, LatbenchError, PromiseMissed, UsageError
+from latbench.gpu import nvml, points, summary
+from latbench.gpu.machine import SETTINGS, GpuMachine, installed, repository_on_path
 from latbench.measure import Clock
 from latbench.plan import Point
 
@@ -41,16 +44,18 @@ RESERVE_SECONDS = 15.0  # for the last block to be written and summed up
 OUT = "LATBENCH_OUT"
 MOST_BYTES = 16 * 2**20  # of a file
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "datasets" / "measured"
-TESTS = ("tests/cuda", "tests/numba_cuda", "tests/latbench/test_gpu_device.py")
+TESTS = ("tests/latbench/test_gpu_device.py", "tests/numba_cuda", "tests/cuda/test_torch_layers.py")
 
-# Everything that pyproject.toml asks of pytest needs plugins that such a machine may lack.
+# What pyproject.toml asks of pytest needs plugins that such a machine may lack, and it has others: none is loaded.
 PYTEST = (
     "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
-    "-v", "--maxfail=20", "-m", "gpu", *TESTS,
+    "-v", "--maxfail=20", "--continue-on-collection-errors", "-m", "gpu", *TESTS,
 )  # fmt: skip
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 _NO_TESTS = 5  # pytest's exit code where nothing was collected
+_ENDED = re.compile(r"::.*? (PASSED|FAILED|ERROR|SKIPPED)\b")
 
 
 @dataclass
@@ -80,11 +85,32 @@ class Budget:
         return max(0.0, self.left - RESERVE_SECONDS)
 
 
+class Stopwatch:
+    """Adds up the seconds of what a session does, one thing at a time."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.seconds: dict[str, float] = {}
+        self._clock = clock
+        self._activity, self._began = "", clock()
+
+    def turn_to(self, activity: str) -> None:
+        """What was done so far ends now, and `activity` begins."""
+        now = self._clock()
+        if self._activity:
+            self.seconds[self._activity] = self.seconds.get(self._activity, 0.0) + now - self._began
+        self._activity, self._began = activity, now
+
+    def __str__(self) -> str:
+        return "times: " + ", ".join(f"{activity} {seconds:.0f} s" for activity, seconds in self.seconds.items())
+
+
 @dataclass(frozen=True)
 class Outcome:
-    """How the GPU's tests went: `verdict` in a few words, `output` what pytest printed."""
+    """How the GPU's tests went: `status` is passed, failed, or late if there was no time for all and none failed;
+    `verdict` says it in a few words, `output` is what pytest printed.
+    """
 
-    passed: bool
+    status: str
     verdict: str
     output: str
 
@@ -94,18 +120,22 @@ def run_tests(seconds: float, command: Sequence[str] = (sys.executable, "-P", *P
     try:
         done = subprocess.run(
             command, cwd=ROOT, timeout=seconds, check=False, text=True, errors="replace",
+            env={**os.environ, **NO_PLUGINS},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired as expired:
         output = expired.stdout or b""
         text = output.decode(errors="replace") if isinstance(output, bytes) else output
-        return Outcome(False, f"GPU tests: not done after {seconds:.0f} s", text)
+        ended = _ENDED.findall(text)
+        failed = ended.count("FAILED") + ended.count("ERROR")
+        so_far = f"{ended.count('PASSED')} passed and {failed} failed so far"
+        return Outcome("failed" if failed else "late", f"GPU tests: not done after {seconds:.0f} s, {so_far}", text)
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
     if done.returncode == _NO_TESTS:
-        return Outcome(False, "GPU tests: there are none", done.stdout)
+        return Outcome("failed", "GPU tests: there are none", done.stdout)
     passed = done.returncode == 0 and " passed" in last  # pytest is content where everything is skipped
     how = "passed" if passed else f"FAILED (exit code {done.returncode})"
-    return Outcome(passed, f"GPU tests: {how}: {last.strip('= ')}", done.stdout)
+    return Outcome("passed" if passed else "failed", f"GPU tests: {how}: {last.strip('= ')}", done.stdout)
 
 
 class Stages:
@@ -155,7 +185,15 @@ def publish(folder: Path, out: Path, environment: dict[str, Any], remarks: list[
         environments = (Path(scratch) / "env.parquet").read_bytes()
     files.write_bytes_atomically(out / "table.parquet", content)
     files.write_bytes_atomically(out / "env.parquet", environments)
-    files.write_text_atomically(out / "summary.txt", gpu_summary.text(tables.read(folder), environment, remarks))
+    files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, remarks))
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The table that is published, None if there is none; and what to say where the time was over too early."""
+
+    table: pd.DataFrame | None
+    late: Incomplete | None
 
 
 def measure(
@@ -167,30 +205,46 @@ def measure(
     versions: dict[str, str],
     remarks: list[str],
     measured: Path = MEASURED,
-    settings: sweep.Settings = gpu_machine.SETTINGS,
+    settings: sweep.Settings = SETTINGS,
+    watch: Stopwatch | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> pd.DataFrame:
-    """Sweep `blocks` on `machine` into `out` until they are measured or the budget ends; returns the table.
+) -> Swept:
+    """Sweep `blocks` on `machine` into `out` until they are measured or the budget ends.
 
-    Raises Incomplete if the budget ends first, and whatever a sweep raises.
+    Raises whatever a sweep raises, but for Incomplete.
     """
     stages, environment = Stages(blocks), machine.environment()
+    watch = watch or Stopwatch()
     with _folder() as folder:
         kept = resume(measured / machine.device, folder, machine.device, versions)
         notes = [*remarks, f"{kept} rows were there before, {stages.points} points are wanted"]
 
         def saved() -> None:
-            publish(folder, out, environment, notes)
+            watch.turn_to("writing")
+            publish(folder, out, environment, [*notes, str(watch)])
             tell(f"{len(tables.read(folder))} rows, {budget.left:.0f} s left")
 
+        def report(now: sweep.Progress) -> None:
+            watch.turn_to(now.activity.partition(":")[0])
+
+        if kept:
+            saved()
+        late = None
         try:
-            sweep.run(folder, stages, machine=machine, settings=settings, time_budget=budget.for_sweep, saved=saved)
-        except Incomplete:
-            raise Incomplete(
+            sweep.run(
+                folder, stages, machine=machine, settings=settings, time_budget=budget.for_sweep,
+                report=report, saved=saved,
+            )  # fmt: skip
+        except Incomplete as error:
+            late = error
+        if not any(folder.glob("part-*.parquet")):
+            return Swept(None, Incomplete("the time was over before anything was measured: see tests.txt"))
+        if late is not None:
+            late = Incomplete(
                 f"the time is over, {out} has what was measured: put it into {measured / machine.device}, "
                 "and the next session goes on from there"
-            ) from None
-        return tables.read(folder)
+            )
+        return Swept(tables.read(folder), late)
 
 
 @contextmanager
@@ -210,34 +264,36 @@ def main() -> None:
         raise UsageError(f"name a folder for the results in the environment variable {OUT}")
     out = Path(named)
     out.mkdir(parents=True, exist_ok=True)
-    device = gpu.only_gpu()
-    gpu_machine.repository_on_path()
+    device = nvml.only_gpu()
+    repository_on_path()
     _tell(f"{device.name}: tests of the GPU, at most {budget.for_tests:.0f} s")
+    watch = Stopwatch()
+    watch.turn_to("tests")
     tests = run_tests(budget.for_tests)
     files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES // 8 :])
     _tell(tests.verdict)
-    versions = gpu_machine.installed()
-    blocks = gpu_plan.standard(device.device, backends=list(versions))
-    late: Incomplete | None = None
-    try:
-        measure(
-            gpu_machine.GpuMachine(device), blocks, out,
-            budget=budget, versions=versions, remarks=[tests.verdict], tell=_tell,
-        )  # fmt: skip
-    except Incomplete as error:
-        late = error
-    verdict = judge(tests, tables.read(out / "table.parquet"), late)
-    _tell((out / "summary.txt").read_text())
+    versions = installed()
+    blocks = points.standard(device.device, backends=versions)
+    swept = measure(
+        GpuMachine(device), blocks, out,
+        budget=budget, versions=versions, remarks=[tests.verdict], watch=watch, tell=_tell,
+    )  # fmt: skip
+    if swept.table is not None:
+        _tell((out / "summary.txt").read_text())
+    verdict = judge(tests, swept)
     if verdict is not None:
         raise verdict
 
 
-def judge(tests: Outcome, table: pd.DataFrame, late: Incomplete | None) -> LatbenchError | None:
-    """What the session ends with: a wrong result or a failed test weighs more than points that are left."""
-    wrong = int((table["status"] == "incorrect").sum())
-    if not tests.passed or wrong:
-        return PromiseMissed(f"{tests.verdict}; {wrong} points are incorrect: see summary.txt and tests.txt")
-    return late
+def judge(tests: Outcome, swept: Swept) -> LatbenchError | None:
+    """What the session ends with: a wrong result or a failed test weighs more than what there was no time for."""
+    wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
+    if tests.status == "failed" or wrong:
+        nothing = "" if swept.table is not None else "; nothing was measured"
+        return PromiseMissed(f"{tests.verdict}; {wrong} points are incorrect{nothing}: see summary.txt and tests.txt")
+    if swept.late is None and tests.status == "late":
+        return Incomplete(f"{tests.verdict}: see tests.txt")
+    return swept.late
 
 
 def _tell(line: str) -> None:

@@ -1,21 +1,22 @@
 """What is measured on a GPU: points in float16, and the standard sweep, most telling first.
 
 Kernels are timed without bias or activation, because not all of the peers can fuse them. The mode is rotated weights
-in a CUDA graph (see `latbench.gpu_timing`), where a library can be captured.
+in a CUDA graph (see `latbench.gpu.timing`), where a library can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from latbench import workloads
+from latbench.backends.on_gpu import BACKENDS
 from latbench.plan import Point, sparsities_of
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 MOST_POINTS = 500
-BLOCK_POINTS = 20  # what a block has prepared is lost if time runs out before it is timed
+BLOCK_POINTS = 32  # what a block has prepared is lost if time runs out before it is timed
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 
@@ -34,20 +35,19 @@ OURS: tuple[Kernel, ...] = (("cupy", "auto", "feature_major"),)
 OURS_CONV: tuple[Kernel, ...] = (("cupy", "auto", "chwn"),)
 NUMBA: tuple[Kernel, ...] = (("numba_cuda", "auto", "feature_major"),)
 NUMBA_CONV: tuple[Kernel, ...] = (("numba_cuda", "auto", "nchw"),)
-SEMI_STRUCTURED: tuple[Kernel, ...] = (
+CUSPARSELT: tuple[Kernel, ...] = (
     ("torch_sparse", "cusparselt", "feature_major"),
     ("torch_sparse", "cusparselt", "token_major"),
+    ("torch_sparse", "cusparselt_tuned", "feature_major"),
+    ("torch_sparse", "cusparselt_tuned", "token_major"),
+)
+CUTLASS: tuple[Kernel, ...] = (
     ("torch_sparse", "cutlass", "feature_major"),
     ("torch_sparse", "cutlass", "token_major"),
 )
 BSR: tuple[Kernel, ...] = (("torch_sparse", "bsr", "feature_major"), ("cusparse", "bsr", "feature_major"))
 BSR_TUNED: tuple[Kernel, ...] = (("torch_sparse", "bsr_tuned", "feature_major"),)
 CSR: tuple[Kernel, ...] = (("cusparse", "csr", "feature_major"), ("torch_sparse", "csr", "feature_major"))
-
-BACKENDS = ("torch_gpu", "torch_sparse", "cublas", "cusparse", "cupy", "numba_cuda")
-
-# Numba's launches go to the default stream, which cannot be captured.
-UNCAPTURED = frozenset({"numba_cuda"})
 
 LARGE = (
     LinearShape(4096, 4096, 2048),
@@ -66,44 +66,57 @@ CONVOLUTIONS = (
 
 @dataclass(frozen=True)
 class Wish:
-    """Kernels for a pattern at sparsities, of one tier: the lower, the more it tells."""
+    """Kernels for a pattern at sparsities, of one tier: the lower, the more it tells. For all shapes, or for some."""
 
     tier: int
     kernels: tuple[Kernel, ...]
     pattern: Pattern
     sparsities: tuple[float, ...] = SPARSITIES
+    shapes: tuple[Shape, ...] = ()
 
+
+FIRST = (LARGE[0],)
+TUNED = (LARGE[1], LARGE[3])  # a search for Triton's parameters takes as long as twenty points
 
 LINEAR_WISHES = (
-    Wish(1, DENSE, Dense()),
-    Wish(1, OURS, VectorWise(128), (0.75, 0.9)),
-    Wish(1, OURS, VectorWise(64), (0.75, 0.9)),
-    Wish(1, OURS, ShflBW(64), (0.75, 0.9)),
-    Wish(1, OURS + SEMI_STRUCTURED, NM(2, 4)),
-    Wish(2, OURS + BSR, BlockWise(64, 64), (0.75, 0.9)),
-    Wish(2, BSR_TUNED, BlockWise(64, 64), (0.9,)),
-    Wish(2, OURS + CSR, Unstructured(), (0.9,)),
-    Wish(3, OURS, VectorWise(128), (0.5, 0.95)),
-    Wish(3, OURS, VectorWise(64), (0.5, 0.95)),
-    Wish(3, OURS, ShflBW(128), (0.75, 0.9)),
-    Wish(3, OURS + BSR, BlockWise(128, 64), (0.75, 0.9)),
-    Wish(4, NUMBA, VectorWise(64), (0.9,)),
-    Wish(4, DENSE_AGAIN, Dense()),
-    Wish(4, OURS, VectorWise(32), (0.75, 0.9)),
-    Wish(4, OURS + CSR, Unstructured(), (0.95,)),
+    # What the kernels have to show, on one shape.
+    Wish(1, DENSE + DENSE_AGAIN, Dense(), shapes=FIRST),
+    Wish(1, OURS, ShflBW(128), shapes=FIRST),
+    Wish(1, OURS, VectorWise(128), shapes=FIRST),
+    Wish(1, OURS, ShflBW(64), (0.75, 0.9), FIRST),
+    Wish(1, OURS, VectorWise(64), (0.75, 0.9), FIRST),
+    Wish(1, OURS + BSR + BSR_TUNED, BlockWise(128, 128), (0.75,), FIRST),
+    Wish(1, OURS + CUSPARSELT + CUTLASS, NM(2, 4), shapes=FIRST),
+    # The same of every shape, in brief.
+    Wish(2, DENSE, Dense()),
+    Wish(2, OURS, VectorWise(128), (0.75, 0.9)),
+    Wish(2, OURS, ShflBW(64), (0.75, 0.9)),
+    Wish(2, OURS + CUSPARSELT, NM(2, 4)),
+    Wish(3, OURS + BSR, BlockWise(64, 64), (0.75, 0.9)),
+    Wish(3, BSR_TUNED, BlockWise(64, 64), (0.9,), TUNED),
+    Wish(3, OURS + CSR, Unstructured(), (0.9,)),
+    Wish(3, NUMBA, VectorWise(64), (0.9,), LARGE),
+    Wish(4, OURS, VectorWise(64), (0.5, 0.75, 0.9, 0.95)),
+    Wish(4, OURS, ShflBW(128), (0.75, 0.9)),
+    Wish(4, OURS, VectorWise(128), (0.5, 0.95)),
+    Wish(5, DENSE_AGAIN, Dense()),
+    Wish(5, NUMBA, VectorWise(64), (0.9,)),
+    Wish(5, OURS + BSR, BlockWise(128, 64), (0.75, 0.9)),
+    Wish(5, OURS, VectorWise(32), (0.75, 0.9)),
+    Wish(5, OURS + CSR, Unstructured(), (0.95,)),
 )
 CONV_WISHES = (
-    Wish(1, DENSE_CONV, Dense()),
-    Wish(1, OURS_CONV, VectorWise(64), (0.75, 0.9)),
-    Wish(3, OURS_CONV, ShflBW(64), (0.75, 0.9)),
-    Wish(4, NUMBA_CONV, VectorWise(64), (0.9,)),
+    Wish(2, DENSE_CONV, Dense()),
+    Wish(2, OURS_CONV, VectorWise(64), (0.75, 0.9)),
+    Wish(4, OURS_CONV, ShflBW(64), (0.75, 0.9)),
+    Wish(5, NUMBA_CONV, VectorWise(64), (0.9,)),
 )
 
 
 def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0) -> Point:
     """A point in the mode that its backend allows."""
     backend, name, layout = kernel
-    launch = "call" if backend in UNCAPTURED else "graph"
+    launch = "graph" if BACKENDS[backend].captured else "call"
     return Point(
         device, backend, name, shape, pattern, sparsity, threads=1, seed=seed, epilogue="none",
         cache_mode="rotated", launch_mode=launch, dtype="float16", layout=layout,
@@ -111,7 +124,7 @@ def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: 
 
 
 def wished(
-    device: str, shape: Shape, wishes: Iterable[Wish], backends: Sequence[str] = BACKENDS, seed: int = 0
+    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
 ) -> list[Point]:
     """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
     found: dict[Point, None] = {}
@@ -135,20 +148,17 @@ def standard_shapes() -> list[Shape]:
     return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
-def standard(device: str, backends: Sequence[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
-    """The standard sweep: blocks of one shape each, MOST_POINTS at most.
-
-    All of the first shape, which tells what works at all; then a tier of all shapes after the other.
-    """
-    tiers = sorted({wish.tier for wish in (*LINEAR_WISHES, *CONV_WISHES)})
-    first, *others = standard_shapes()
-    turns = [(tier, first) for tier in tiers] + [(tier, shape) for tier in tiers for shape in others]
+def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+    """The standard sweep: blocks of one shape each, MOST_POINTS at most, a tier of all shapes after the other."""
     blocks: list[list[Point]] = []
-    left = MOST_POINTS
-    for tier, shape in turns:
-        found = wished(device, shape, (wish for wish in _wishes(shape) if wish.tier == tier), backends, seed)[:left]
-        left -= len(found)
-        blocks += [found[begin : begin + BLOCK_POINTS] for begin in range(0, len(found), BLOCK_POINTS)]
+    seen: set[Point] = set()
+    for tier in sorted({wish.tier for wish in (*LINEAR_WISHES, *CONV_WISHES)}):
+        for shape in standard_shapes():
+            chosen = [wish for wish in _wishes(shape) if wish.tier == tier and shape in (wish.shapes or (shape,))]
+            found = [each for each in wished(device, shape, chosen, backends, seed) if each not in seen]
+            found = found[: MOST_POINTS - len(seen)]
+            seen.update(found)
+            blocks += [found[begin : begin + BLOCK_POINTS] for begin in range(0, len(found), BLOCK_POINTS)]
     return blocks
 
 
@@ -157,7 +167,7 @@ def _wishes(shape: Shape) -> tuple[Wish, ...]:
 
 
 def points(
-    shapes: Iterable[Shape], device: str, *, backends: Sequence[str] = BACKENDS,
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] = SPARSITIES, seed: int = 0,
 ) -> list[Point]:  # fmt: skip
     """Every point of every distinct shape: dense by all libraries, each pattern by ours and by its peers."""

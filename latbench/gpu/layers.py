@@ -6,11 +6,13 @@ instead of rounding, after aligning the terms of a step to the largest (Fasi, Hi
 behavior of NVIDIA tensor cores, PeerJ Computer Science 2021): each addition is off by at most 2**-23 of the sum of
 magnitudes. So k terms, added in any order, are off by gamma_k * |w| @ |x| with u = 2**-23 (2**-24 where sums are
 rounded, see `sparse_kernels.oracle`), and the result is rounded to the element type on top. Whoever sums in half
-precision fails this, as it should: the times of such a kernel are those of another arithmetic.
+precision fails this, as it should: the times of such a kernel are those of another arithmetic. Only cuBLAS may, by
+default, split a sum into `parts` and round each to the element type before it adds them.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import zlib
@@ -24,7 +26,7 @@ from latbench.plan import Point
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.shapes import Conv2dShape
+from sparse_kernels.shapes import Conv2dShape, Shape
 
 CHOPPED = 2.0**-23
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -38,26 +40,56 @@ Mask = NDArray[np.bool_]
 class GpuLayer:
     """What every engine is given: values that its element type holds exactly.
 
-    weight float32 (m, k), zero where dropped; packed is the same. x float32, (k, n) for a linear layer and
-    (batch, c_in, h, w) for a convolution.
+    weight float32 (m, k), zero where mask bool (m, k) drops; x float32, (k, n) for a linear layer and
+    (batch, c_in, h, w) for a convolution. Engines share these arrays and must not write to them.
     """
 
     weight: NDArray[np.float32]
-    packed: Packed
+    mask: Mask
+    pattern: Pattern
     x: NDArray[np.float32]
+
+    @functools.cached_property
+    def packed(self) -> Packed:
+        """The weight in its pattern's format. Not every engine reads it, and it takes a while."""
+        return pack(self.weight, self.mask, self.pattern)
+
+    @functools.cached_property
+    def nnz(self) -> int:
+        """Kept elements."""
+        return int(np.count_nonzero(self.mask))
+
+    @functools.cached_property
+    def terms(self) -> int:
+        """The most kept elements in a row."""
+        return int(np.count_nonzero(self.mask, axis=1).max(initial=0))
 
 
 def synthetic_layer(point: Point) -> GpuLayer:
-    """Random weights and activations for `point`; the same point always gets the same."""
-    shape = point.shape
-    rng = np.random.default_rng([point.seed, zlib.crc32(f"{shape} {point.pattern} {point.sparsity}".encode())])
+    """Random weights and activations for `point`; the same point always gets the same.
+
+    Every pattern of a shape has the same activations, and of the same weights what its mask keeps.
+    """
+    return _layer(point.shape, point.pattern, point.sparsity, point.dtype, point.seed)
+
+
+@functools.lru_cache(maxsize=2)
+def _layer(shape: Shape, pattern: Pattern, sparsity: float, dtype: str, seed: int) -> GpuLayer:
+    """Cached: kernels for the same weights are prepared one after the other."""
+    weight, x = _dense_layer(shape, dtype, seed)
+    rng = np.random.default_rng([seed, zlib.crc32(f"{shape} {pattern} {sparsity}".encode())])
+    mask = random_mask(rng, pattern, (shape.m, shape.k), sparsity)
+    return GpuLayer(weight * mask, mask, pattern, x)
+
+
+@functools.lru_cache(maxsize=1)
+def _dense_layer(shape: Shape, dtype: str, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Weight and x before anything is dropped. Cached: all points of a block are of one shape."""
+    rng = np.random.default_rng([seed, zlib.crc32(str(shape).encode())])
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
-    mask = random_mask(rng, point.pattern, (shape.m, shape.k), point.sparsity)
-    weight = rounded(weight * mask, point.dtype)
     conv = isinstance(shape, Conv2dShape)
     size = (shape.batch, shape.c_in, shape.h, shape.w) if conv else (shape.k, shape.n)  # type: ignore[union-attr]
-    x = rounded(rng.standard_normal(size, np.float32), point.dtype)
-    return GpuLayer(weight, pack(weight, mask, point.pattern), x)
+    return rounded(weight, dtype), rounded(rng.standard_normal(size, np.float32), dtype)
 
 
 def random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float) -> Mask:
@@ -137,16 +169,19 @@ def rounded(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
 # The oracle -------------------------------------------------------------------------------------------------------
 
 
-def check(y: Any, weight: Any, x: Any, *, terms: int, dtype: str) -> float:
+def check(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts: int = 1) -> float:
     """Raise WrongResult unless y (m, n) is weight (m, k) @ x (k, n) as far as arithmetic in `dtype` allows.
 
     Float64 arrays of one library (NumPy, CuPy or torch), on whatever device they are. `terms`: the most nonzero
-    weights in a row. Returns the largest error relative to |weight| @ |x|.
+    weights in a row; `parts`: into how many sums of `dtype` each may be split. Returns the largest error relative to
+    |weight| @ |x|.
     """
     if tuple(y.shape) != (weight.shape[0], x.shape[1]):
         raise WrongResult(f"the result has shape {tuple(y.shape)}, expected {(weight.shape[0], x.shape[1])}")
     expected, scale = weight @ x, abs(weight) @ abs(x)
-    sums = terms * CHOPPED / (1 - terms * CHOPPED) * scale
+    sums = _gamma(terms, CHOPPED) * scale
+    if parts > 1:
+        sums = sums + _gamma(parts, ROUNDOFF[dtype]) * scale
     bound = sums + ROUNDOFF[dtype] * (abs(expected) + sums) + SMALLEST[dtype]
     error = abs(y - expected)
     wrong = ~(error <= bound)  # a NaN is wrong
@@ -158,6 +193,11 @@ def check(y: Any, weight: Any, x: Any, *, terms: int, dtype: str) -> float:
             f"where {dtype} with float32 sums explains {float(bound[row, column]):.3g}"
         )
     return float((error / (scale + SMALLEST[dtype])).max()) if math.prod(y.shape) else 0.0
+
+
+def _gamma(terms: int, roundoff: float) -> float:
+    """How far a sum of rounded terms may be off, relative to the sum of magnitudes (Higham 2002, lemma 3.1)."""
+    return terms * roundoff / (1 - terms * roundoff)
 
 
 def _where(flags: Any) -> Any:

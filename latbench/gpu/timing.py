@@ -1,6 +1,6 @@
 """Times on a GPU: samples between CUDA events, taken in batches while the host runs ahead of the device.
 
-Pure: what does the work is a `Driver` (torch or CuPy, see `latbench.gpu_drivers`), the clock is an argument.
+Pure: what does the work is a `Driver` (torch or CuPy, see latbench.gpu.drivers), the clock is an argument.
 
 A sample is `mark, work, mark`. Events tell the device's time only if the host has queued all three before the
 device gets there, else the host's launch latency is timed as well; nvbench blocks the stream with a kernel for that.
@@ -8,7 +8,8 @@ Here the device first flushes its L2 for as long as the host needs to queue a ba
 
 cache_mode says what lies in the L2 when a call begins:
     cold      nothing of it: every call is preceded by a flush. One call a sample, so no graph.
-    rotated   weights, activations and results of several copies, together larger than the L2, are used in turn.
+    rotated   weights, activations and results of several copies are used in turn: when a copy is, the others have
+              since touched ROTATED_TIMES_L2 times what the L2 holds.
     warm      whatever the last call of the same copy left.
 launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, which leaves out
 the launches that a call of a few microseconds otherwise consists of.
@@ -36,6 +37,11 @@ Call = Callable[[], Any]
 CACHE_MODES = ("cold", "rotated", "warm")
 LAUNCH_MODES = ("call", "graph")
 
+# Caches that are hashed over slices need more than their size to be displaced.
+FLUSH_TIMES_L2 = 2
+ROTATED_TIMES_L2 = 2
+LEAST_TIMES_L2 = 1.5  # with less between two turns of a copy, part of it may wait in the L2
+
 SHORTEST_SAMPLE_SECONDS = 2e-4  # events tick every 0.5 us: 0.25% of this
 MOST_LOOPS = 1024  # nodes of a graph: more take long to capture
 BATCH_SECONDS = 5e-3
@@ -44,6 +50,10 @@ MOST_QUEUED = 500  # calls of a sample: a stream takes about a thousand operatio
 HEAD_START = 1.5  # of the host, over what it took to queue a batch when measured
 MOST_FLUSHES = 400
 TRIALS, TRIAL_FLUSHES = 3, 20
+
+
+class NotCaptured(Exception):
+    """These launches cannot become a CUDA graph; the message is the library's."""
 
 
 class State(Protocol):
@@ -62,11 +72,11 @@ class Driver(Protocol):
     """What timing asks of a CUDA library; everything is queued on one stream."""
 
     @property
-    def flush_bytes(self) -> int:
-        """Bytes that a flush writes: more than the L2 holds."""
+    def l2_bytes(self) -> int:
+        """What the L2 holds."""
 
     def flush(self) -> None:
-        """Queue what leaves nothing useful in the L2."""
+        """Queue what writes FLUSH_TIMES_L2 as much as the L2 holds, and so leaves nothing useful in it."""
 
     def mark(self) -> Any:
         """Queue an event."""
@@ -75,7 +85,10 @@ class Driver(Protocol):
         """The device's time between two marks that it has passed."""
 
     def capture(self, work: Call) -> Call:
-        """The kernels that `work` launches as one graph, ready to be queued. Raises what the library raises."""
+        """The kernels that `work` launches as one graph, ready to be queued. RuntimeError where that cannot be."""
+
+    def spoil(self, result: Any) -> None:
+        """Queue what makes every element of an array NaN."""
 
     def wait(self) -> None:
         """Return when the device has done everything queued; raises if it failed."""
@@ -96,7 +109,7 @@ class Mode:
 
 
 class EventTimer:
-    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample, `facts` go to the row."""
+    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample."""
 
     def __init__(
         self,
@@ -107,23 +120,25 @@ class EventTimer:
         inner_loops: int,
         samples: int,
         flushes: int,
-        facts: dict[str, Any],
         watch: Watch = lambda: None,
         clock: Clock = perf_counter,
     ) -> None:
         self.inner_loops, self.samples, self.flushes = inner_loops, samples, flushes
-        self.facts = {
+        self.facts: dict[str, Any] = {
             "timer": "cuda_event",
-            "l2_flush_bytes": driver.flush_bytes if mode.cache == "cold" else None,
-            **facts,
+            "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
         }
         self._work, self._driver, self._mode = work, driver, mode
         self._watch, self._clock = watch, clock
 
+    def run(self) -> None:
+        """Do the work of one sample, and wait for it."""
+        _wait_for(self._driver, self._work)
+
     def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`, one batch at least, in seconds a call."""
         end = self._clock() + seconds
-        _wait_for(self._driver, self._work)  # what ran before took the caches, and let the clocks fall
+        self.run()  # what ran before took the caches, and let the clocks fall
         batches = [self._batch()]
         while self._clock() < end:
             batches.append(self._batch())
@@ -160,13 +175,13 @@ def prepare(
     driver: Driver,
     mode: Mode,
     *,
-    facts: dict[str, Any],
     watch: Watch = lambda: None,
     clock: Clock = perf_counter,
 ) -> EventTimer:
     """Find out how often to repeat `calls` and how far the host must run ahead; captures the graph.
 
-    `calls` do the same work on copies of their own. Only the first is used unless the mode is rotated.
+    `calls` do the same work on copies of their own. Only the first is used unless the mode is rotated. Raises
+    NotCaptured, and whatever a call raises.
     """
     used = list(calls) if mode.cache == "rotated" else list(calls)[:1]
     for call in used:
@@ -183,7 +198,10 @@ def prepare(
     loops = inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
     work = _repeated(used, loops)
     if mode.launch == "graph":
-        work = driver.capture(work)
+        try:
+            work = driver.capture(work)
+        except RuntimeError as error:
+            raise NotCaptured(str(error)) from error
         _wait_for(driver, work)
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
     samples = batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
@@ -192,7 +210,6 @@ def prepare(
         inner_loops=loops,
         samples=samples,
         flushes=head_start(queueing=(samples + 1) * queueing, gained=gained),
-        facts=facts,
         watch=watch,
         clock=clock,
     )  # fmt: skip
@@ -218,9 +235,16 @@ def head_start(*, queueing: float, gained: float) -> int:
     return max(1, min(MOST_FLUSHES, math.ceil(HEAD_START * queueing / gained)))
 
 
-def copies_for(bytes_each: int, flush_bytes: int, most: int) -> int:
-    """How many copies of a layer together pass the L2, `most` at most."""
-    return max(1, min(most, -(-flush_bytes // max(1, bytes_each))))
+def copies_for(bytes_each: int, l2_bytes: int, most: int) -> int:
+    """How many copies that touch `bytes_each` are to be used in turn, `most` at most: so many that the others touch
+    ROTATED_TIMES_L2 times what the L2 holds before it is a copy's turn again.
+    """
+    return min(most, 1 + -(-ROTATED_TIMES_L2 * l2_bytes // max(1, bytes_each)))
+
+
+def displaced(bytes_each: int, l2_bytes: int, copies: int) -> bool:
+    """Whether the others of so many copies displace what a copy left in the L2."""
+    return (copies - 1) * bytes_each >= LEAST_TIMES_L2 * l2_bytes
 
 
 def _repeated(calls: Sequence[Call], loops: int) -> Call:
