@@ -17,7 +17,7 @@ from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
 # In the order a user meets them: the job's verbs, then what helps with tables and machines.
 VERBS = [
     "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
-    "validate", "merge", "import_", "doctor",
+    "validate", "merge", "import_", "layers", "doctor", "setup",
 ]  # fmt: skip
 
 

@@ -184,7 +184,7 @@ def _instead(gpu: Gpu) -> str:
 def environment(threads: int) -> dict[str, Any]:
     """This machine and its software, a row of env.parquet: text and whole numbers; env_id is the hash of the rest."""
     fields = _cpu_fields()
-    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags = cpu_flags()
     row: dict[str, Any] = {
         "device": cpu_device(),
         "device_uuid_hash": machine_hash(),
@@ -205,11 +205,15 @@ def environment(threads: int) -> dict[str, Any]:
     return {"env_id": digest[:16], **row}
 
 
+def cpu_flags() -> set[str]:
+    """The instruction sets of the first processor, as /proc/cpuinfo calls them; empty where it tells none."""
+    fields = _cpu_fields()
+    return set((fields.get("flags") or fields.get("Features") or "").split())
+
+
 def vector_bits(flags: set[str] | None = None) -> int | None:
     """The width of the widest vector registers that the flags tell of (SVE: at least); None if they tell nothing."""
-    if flags is None:
-        fields = _cpu_fields()
-        flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags = cpu_flags() if flags is None else flags
     return next((bits for flag, bits in _VECTOR_BITS.items() if flag in flags), None)
 
 

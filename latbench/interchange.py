@@ -20,10 +20,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,15 @@ def read_spdy(path: Path) -> SpdyTimings:
 
 
 def write_spdy(timings: SpdyTimings, path: Path) -> None:
-    """Write SPDY timings; `read_spdy` gives them back, sparsities to the format's four digits."""
+    """Write SPDY timings; `read_spdy` gives them back, sparsities to the format's four digits.
+
+    Raises BadData for a layer whose name would be read as something else.
+    """
+    for name in timings.layers:
+        if name.split() != [name] or _is_number(name):
+            raise BadData(
+                f"a SPDY timing file cannot hold a layer called {name!r}: names have no space, and are no numbers"
+            )
     lines = ["base", repr(timings.base), "prunable", repr(timings.prunable)]
     for name, points in timings.layers.items():
         lines += [name, *(f"{seconds:.9f} {sparsity:.4f}" for seconds, sparsity in points)]
@@ -133,6 +144,27 @@ def spdy_rows(
             for sparsity, seconds in samples.items()
         ]
     return rows
+
+
+def spdy_timings(frame: pd.DataFrame, network: str) -> SpdyTimings:
+    """The SPDY timings in rows as `spdy_rows` makes them, one a point; medians, layers called `<network>:<layer>`.
+
+    A layer that has no dense time is left out. Raises BadData where no layer has one, or the whole network has none.
+    """
+    rows = frame[frame["context"] == "network"]
+    whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["pattern"] == "dense")]
+    prefix = f"{network}:"
+    layers: dict[str, tuple[tuple[float, float], ...]] = {}
+    for model, points in rows[rows["model"].str.startswith(prefix)].groupby("model", sort=False):
+        ordered = points.sort_values("sparsity_target")
+        if 0.0 in set(ordered["sparsity_target"]):
+            layers[model.removeprefix(prefix)] = tuple(
+                zip(ordered["median_seconds"], ordered["sparsity_target"], strict=True)
+            )
+    if whole.empty or not layers:
+        raise BadData(f"the table holds no dense times of {network} and its layers, taken in the running network")
+    prunable = sum(points[0][0] for points in layers.values())
+    return SpdyTimings(float(whole["median_seconds"].iloc[-1]), prunable, layers)
 
 
 def _lines(path: Path) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.backends import synthetic_mask
+from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
 from search.database import Database
+from search.onnx_export import export
 from search.pruning.folder import load_pruned
 from search.task import load
 from sparse_kernels.convert import Choice, convert
 from sparse_kernels.nn import weight_matrix
+from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import Dense, parse
 
 Run = Callable[[], Any]
 Choices = Mapping[str, tuple[str, float]]
 """Layer name -> (pattern, sparsity)."""
+
+# Of the largest output. Adding in other orders, and Winograd's convolutions, stay far below it through many layers;
+# a wrong batch, layout or layer does not.
+SAME = 1e-3
 
 DENSE_ENGINES = {
     "torch": "search.engines:dense_torch",
@@ -119,14 +125,62 @@ def pruned_converted(reference: str, threads: int, folder: str) -> Run:
     return _inference(convert(model, choices, task.example()), task.example(), threads)
 
 
-def scores(reference: str, threads: int, folder: str) -> tuple[float, float]:
-    """The task's score of the dense model, and of the pruned model in `folder` as it is deployed."""
+def dense_deepsparse(reference: str, threads: int) -> deepsparse.Model:
+    """The model exported to ONNX, on DeepSparse."""
+    task = load(reference)
+    with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
+        return _on_deepsparse(task.model(), task.example(), Path(folder) / "model.onnx", threads)
+
+
+def pruned_deepsparse(reference: str, threads: int, folder: str, exported: str) -> deepsparse.Model:
+    """The pruned model in `folder` on DeepSparse, from the ONNX file `exported`, which is written first."""
+    task = load(reference)
+    model, _ = load_pruned(Path(folder), task.model())
+    return _on_deepsparse(model, task.example(), Path(exported), threads)
+
+
+def scores(reference: str, threads: int, folder: str, backend: str) -> tuple[float, float]:
+    """The task's score of the dense model, and of the pruned model in `folder` as it is deployed on `backend`.
+
+    DeepSparse takes batches of one size only: there it is torch that runs the pruned weights, with the same results.
+    """
     torch.set_num_threads(threads)
     task = load(reference)
     model, choices = load_pruned(Path(folder), task.model())
-    converted = convert(model, choices, task.example())
+    pruned = model if backend == "deepsparse" else convert(model, choices, task.example())
     with torch.inference_mode():
-        return task.score(task.model()), task.score(converted)
+        return task.score(task.model()), task.score(pruned)
+
+
+def _on_deepsparse(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path, threads: int) -> deepsparse.Model:
+    """The model compiled by DeepSparse from its export in `path`; checked once against what torch computes."""
+    export(model, inputs, path)
+    arrays = [x.numpy() for x in inputs]
+    compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
+    with torch.inference_mode():
+        check_outputs(compiled.outputs(), tensors(model(*inputs)))
+    return compiled
+
+
+def tensors(output: Any) -> list[np.ndarray]:
+    """The tensors in what a model returns, in order, as arrays."""
+    if torch.is_tensor(output):
+        return [output.numpy()]
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    return [array for part in parts for array in tensors(part)]
+
+
+def check_outputs(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+    """Raise WrongResult unless every output is within SAME of the expected one, relative to its largest value."""
+    if [y.shape for y in found] != [y.shape for y in expected]:
+        raise WrongResult(
+            f"DeepSparse returns shapes {[y.shape for y in found]}, torch {[y.shape for y in expected]}"
+        )
+    for y, wanted in zip(found, expected, strict=True):
+        largest = float(np.abs(wanted).max(initial=0.0))
+        off = float(np.abs(y - wanted).max(initial=0.0))
+        if not off <= SAME * largest:
+            raise WrongResult(f"DeepSparse computes something else than torch: off by {off:.3g} of {largest:.3g}")
 
 
 def _inference(model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int) -> Run:

@@ -16,11 +16,11 @@ from typing import Any
 from uuid import uuid4
 
 from latbench import backends, devices, tables
+from latbench.backends import deepsparse_environment
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from latbench.runners.local import TaskFailed, Worker, device_lock
 from search.end_to_end import Engine, Progress, Timings, time_engines
-from search.engines import DENSE_ENGINES
 from search.overhead import dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
@@ -36,19 +36,24 @@ COLUMNS = {
     "torch": ("torch", "auto"),
     "torch-mkldnn": ("torch", "mkldnn"),
     "onnxruntime": ("onnxruntime", "auto"),
+    "deepsparse": ("deepsparse", "auto"),
 }
+
+BACKENDS = ("numba", "deepsparse")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The content of verify.json: what was promised, what was measured, and whether the promise is met.
 
+    `backend` ran the pruned model; what was predicted is the profile's, for the backend that it was searched for.
     Seconds are medians of whole-model calls with 95% intervals; `engines` holds those of every engine that ran,
     `left_out` why others did not. `slowdown` is what the profile's dense engine took, over what it took in the
     search: far from 1 on another machine or a busy one. `inputs` is the hash of the pruned model's manifest.
     """
 
     task: str
+    backend: str
     target: float
     met: bool
     predicted_seconds: float
@@ -76,7 +81,8 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured against {self.dense_engine}"
+        where = " on deepsparse" if self.backend == "deepsparse" else ""
+        found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{where} against {self.dense_engine}"
         sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
         if self.slowdown is not None and self.slowdown > BUSY:
             sentence += (
@@ -85,10 +91,19 @@ class Verdict:
         return sentence
 
 
-def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambda what, done, total: None) -> Verdict:
+def verify(
+    task: Task,
+    folder: Path,
+    output: Path,
+    *,
+    backend: str = "numba",
+    progress: Progress = lambda what, done, total: None,
+) -> Verdict:
     """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
 
-    Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails.
+    On deepsparse the dense model is timed there too, and the pruned one is left in `output` as pruned.onnx.
+    Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails, and
+    EnvironmentUnusable where `backend` cannot be had.
     """
     inputs = manifest_hash(folder)
     profile = load_profile(folder / "profile.json")
@@ -96,7 +111,13 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
         raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
     engines = dense_engines(task, profile.threads)
     arguments = (task.reference, profile.threads, str(folder.resolve()))
-    engines[PRUNED] = Engine("converted", "search.engines:pruned_converted", arguments)
+    if backend == "deepsparse":
+        deepsparse_environment.find()
+        exported = str((output / "pruned.onnx").resolve())
+        engines["deepsparse"] = Engine("deepsparse", "search.engines:dense_deepsparse", arguments[:2])
+        engines[PRUNED] = Engine(PRUNED, "search.engines:pruned_deepsparse", (*arguments, exported))
+    else:
+        engines[PRUNED] = Engine("converted", "search.engines:pruned_converted", arguments)
     progress(f"waiting for {devices.cpu_device()}", None, None)
     before, started = devices.cpu_times(), datetime.now(UTC)
     with device_lock(devices.cpu_device()):
@@ -108,10 +129,10 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
     progress("scoring", None, None)
     with Worker(threads=profile.threads, name="score") as worker:
         try:
-            score_dense, score_pruned = worker.call("search.engines:scores", *arguments, timeout=3600.0)
+            score_dense, score_pruned = worker.call("search.engines:scores", *arguments, backend, timeout=3600.0)
         except TaskFailed as error:
             raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
-    verdict = conclude(task, profile, timings, (score_dense, score_pruned), inputs)
+    verdict = conclude(task, profile, backend, timings, (score_dense, score_pruned), inputs)
     environment = devices.environment(profile.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
     tables.write_environment(output, environment)
@@ -120,15 +141,18 @@ def verify(task: Task, folder: Path, output: Path, *, progress: Progress = lambd
     return verdict
 
 
-def conclude(task: Task, profile: Profile, timings: Timings, scores: tuple[float, float], inputs: str) -> Verdict:
+def conclude(
+    task: Task, profile: Profile, backend: str, timings: Timings, scores: tuple[float, float], inputs: str
+) -> Verdict:
     """The verdict on timings of the dense engines and of PRUNED."""
-    dense = timings.fastest(list(DENSE_ENGINES))
+    dense = timings.fastest([name for name in timings.blocks if name != PRUNED])
     slowdown = None
     if profile.dense_engine in timings.blocks:
         slowdown = timings.seconds(profile.dense_engine, COVERAGE).value / profile.dense_seconds
     seconds, speedup = timings.seconds(PRUNED, COVERAGE), timings.speedup(PRUNED, dense, COVERAGE)
     return Verdict(
         task=task.name,
+        backend=backend,
         target=profile.target,
         met=speedup.value >= profile.target,
         predicted_seconds=profile.predicted_seconds,
@@ -159,10 +183,10 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
     """A table row for every engine: op "model", purpose "verify"."""
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
-        backend, kernel = COLUMNS.get(name, (profile.backend, "auto"))
+        backend, kernel = COLUMNS.get(name, (verdict.backend, "auto"))
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
-            "backend": backend, "backend_version": backends.version(backend), "kernel_requested": kernel,
+            "backend": backend, "backend_version": _version(backend), "kernel_requested": kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
             "batch": verdict.batch, "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32",
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
@@ -170,6 +194,10 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
             "samples_seconds": [sample for block in blocks for sample in block],
         })  # fmt: skip
     return found
+
+
+def _version(backend: str) -> str | None:
+    return deepsparse_environment.VERSION if backend == "deepsparse" else backends.version(backend)
 
 
 def manifest_hash(folder: Path) -> str:

@@ -34,6 +34,7 @@ def _facts() -> dict[str, Any]:
     import time
 
     from latbench import backends, devices
+    from latbench.backends import deepsparse_environment
 
     environment = devices.environment(devices.cores())
     before = devices.cpu_times()
@@ -49,6 +50,7 @@ def _facts() -> dict[str, Any]:
         "environment": environment,
         "state": state,
         "backends": engines,
+        "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
         "gpus": [{"name": gpu.name, "device": gpu.device} for gpu in gpus],
         "no_gpu": no_gpu,
     }
@@ -99,6 +101,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     for name, engine in facts["backends"].items():
         missing = f"missing: pip install {' '.join(engine['missing'])}" if engine["missing"] else ""
         lines.append((f"backend {name}", missing or engine["version"]))
+    deepsparse = facts["deepsparse"]
+    ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
+    lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
     found = ", ".join(f"{gpu['name']} ({gpu['device']})" for gpu in facts["gpus"])
     lines.append(("GPUs", found or f"none: {facts['no_gpu']}"))
     return lines

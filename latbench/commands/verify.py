@@ -15,20 +15,27 @@ def verify(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
     pruned: Annotated[Path, typer.Argument(help="The folder that latbench prune wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the rows measured.")],
+    backend: Annotated[
+        str, typer.Option(help="What runs the pruned model: numba, latbench's own kernels, or deepsparse.")
+    ] = "numba",
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
     from latbench.commands.live import live
-    from latbench.errors import PromiseMissed
+    from latbench.errors import PromiseMissed, UsageError
     from search import task as tasks
     from search import verify as verification
 
+    if backend not in verification.BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(verification.BACKENDS)}")
+
     known = None if remeasure else verification.load(output / "verify.json")
     # A promise that was missed is measured again: the machine may have been busy.
-    fresh = known is None or not known.met or known.inputs != verification.manifest_hash(pruned)
+    wanted = (verification.manifest_hash(pruned), backend)
+    fresh = known is None or not known.met or (known.inputs, known.backend) != wanted
     if known is None or fresh:
         with live() as tell:
-            known = verification.verify(tasks.load(task), pruned, output, progress=tell)
+            known = verification.verify(tasks.load(task), pruned, output, backend=backend, progress=tell)
     _show(known, f"{output / 'verify.json'} is {'written' if fresh else 'up to date'}")
     if not known.met:
         raise PromiseMissed(known.sentence())
@@ -39,6 +46,7 @@ def _show(verdict: Verdict, last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from latbench.backends.deepsparse_environment import LICENCE
     from latbench.report.units import ratio, seconds
 
     table = Table(box=None, pad_edge=False)
@@ -53,6 +61,8 @@ def _show(verdict: Verdict, last_line: str) -> None:
     console.print(table)
     for name, reason in verdict.left_out.items():
         console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
+    if verdict.backend == "deepsparse":
+        console.print(LICENCE, highlight=False, soft_wrap=True)
     console.print(
         f"\n{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned\n"
         f"{verdict.sentence()}; {last_line}",

@@ -65,11 +65,14 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
+    where, whose = (
+        (" on DeepSparse", ", for latbench's own kernels,") if verdict.backend == "deepsparse" else ("", "")
+    )
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
-        f"pruned model takes {measured} where {verdict.dense_engine} takes {dense}: "
+        f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
         f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
-        f"The prediction was {predicted}; the measurement lies {difference}, "
+        f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
         f"{'inside' if inside else 'outside'} the interval."
     )
     interval = f"{units.seconds(verdict.predicted_low)} to {units.seconds(verdict.predicted_high)}"

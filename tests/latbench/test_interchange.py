@@ -29,6 +29,13 @@ def test_the_published_files_are_read_and_survive_a_round_trip(data: Path, tmp_p
     assert sum(map(len, read_spdy(data / "spdy_tables" / "rn50_unstr.txt").layers.values())) == 54 * 42
 
 
+@pytest.mark.parametrize("name", ["2", "1e3", "a b", "", "nan"])
+def test_a_layer_name_that_would_be_read_as_something_else_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadData, match=f"cannot hold a layer called {name!r}"):
+        write_spdy(SpdyTimings(0.5, 0.25, {name: ((0.1, 0.0),)}), tmp_path / "t.txt")
+    assert not (tmp_path / "t.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -91,6 +98,17 @@ def test_a_malformed_profile_is_refused_with_its_line(text: str, said: str, tmp_
     (tmp_path / "p.txt").write_text(text)
     with pytest.raises(BadData, match=said):
         read_spdy_profile(tmp_path / "p.txt")
+
+
+def test_rows_of_imported_timings_make_the_same_file_again(data: Path, tmp_path: Path) -> None:
+    timings = read_spdy(data / "spdy_tables" / "rn18_unstr.txt")
+    rows = interchange.spdy_rows(timings, network="rn18", pattern="unstructured", device="a-cpu")
+    tables.write_part(tmp_path, rows)
+    made = interchange.spdy_timings(tables.timed(tables.read(tmp_path)), "rn18")
+    assert made.base == timings.base
+    assert {name: dict(map(reversed, points)) for name, points in made.layers.items()} == {
+        name: dict(map(reversed, points)) for name, points in timings.layers.items() if points
+    }
 
 
 def test_rows_make_a_table_in_which_every_layer_is_its_own(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from latbench import tables
-from latbench.errors import BadData, PromiseMissed
+from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from search import task as tasks
 from search.end_to_end import Timings
 from search.profile import LayerChoice, Profile
@@ -74,29 +74,54 @@ def pruned_folder(folder: Path, task: Task, target: float) -> Path:
 
 
 def test_the_verdict_is_against_the_fastest_dense_engine(little: Task) -> None:
-    met = conclude(little, profile(), timings(2.0), (0.9, 0.8), "hash")
+    met = conclude(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
     assert (met.met, met.measured_speedup, met.dense_engine, met.dense_seconds) == (True, 2.0, "onnxruntime", 4.0)
     assert (met.score_dense, met.score_pruned, met.left_out) == (0.9, 0.8, {"torch-mkldnn": "why"})
-    missed = conclude(little, profile(), timings(2.01), (0.9, 0.8), "hash")
+    missed = conclude(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash")
     assert not missed.met
     assert missed.sentence() == "promise missed: 1.99x (1.99-1.99x) measured against onnxruntime, 2x promised"
     assert PromiseMissed(missed.sentence()).exit_code == 1
 
 
+def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path: Path) -> None:
+    timed = Timings({"torch": steady(6.0), "deepsparse": steady(3.0), PRUNED: steady(2.0)}, {})
+    verdict = conclude(little, profile(), "deepsparse", timed, (0.9, 0.8), "hash")
+    assert verdict.sentence() == (
+        "promise missed: 1.50x (1.50-1.50x) measured on deepsparse against deepsparse, 2x promised"
+    )
+    tables.write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    found = tables.read(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]
+    assert found.loc["deepsparse"].tolist() == ["deepsparse", "1.8.0", "dense"]
+    assert found.loc[PRUNED].tolist() == ["deepsparse", "1.8.0", "profile"]
+    assert found.loc["torch", "backend"] == "torch"
+
+
+def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
+    folder = pruned_folder(tmp_path / "pruned", little, target=2.0)
+    with pytest.raises(
+        EnvironmentUnusable, match=r"latbench setup deepsparse|DeepSparse needs|DeepSparse 1\.8\.0 runs"
+    ):
+        verify(little, folder, tmp_path / "verify", backend="deepsparse")
+    assert not (tmp_path / "verify").exists()
+
+
 def test_a_verdict_of_a_busy_machine_says_so(little: Task) -> None:
     known = replace(profile(), dense_engine="onnxruntime", dense_seconds=3.0)
     assert (
-        conclude(little, known, timings(2.01), (0.9, 0.8), "hash")
+        conclude(little, known, "numba", timings(2.01), (0.9, 0.8), "hash")
         .sentence()
         .endswith("2x promised (dense took 1.33 times what it took in the search: a busy machine, or another)")
     )
-    quiet = conclude(little, replace(known, dense_seconds=3.9), timings(2.01), (0.9, 0.8), "hash")
+    quiet = conclude(little, replace(known, dense_seconds=3.9), "numba", timings(2.01), (0.9, 0.8), "hash")
     assert quiet.sentence().endswith("2x promised")
-    assert conclude(little, profile(), timings(2.01), (0.9, 0.8), "hash").slowdown is None  # never heard of engine x
+    assert (
+        conclude(little, profile(), "numba", timings(2.01), (0.9, 0.8), "hash").slowdown is None
+    )  # never heard of engine x
 
 
 def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
-    verdict = conclude(little, profile(), timings(2.0), (0.9, 0.8), "hash")
+    verdict = conclude(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
     tables.write_part(tmp_path / "table", rows(verdict, profile(), timings(2.0)))
     found = tables.read(tmp_path / "table").set_index("kernel_used")
     assert set(found.index) == {"torch", "onnxruntime", PRUNED}

@@ -1,0 +1,53 @@
+"""`latbench layers`: what each layer of a model takes inside the running network, as an engine itself tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def layers(
+    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the table to add to.")],
+    sparsities: Annotated[
+        list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9; or spdy, the 41 levels of that paper.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine; by default all cores.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each sparsity is run, in turns.")] = 3,
+    spdy: Annotated[Path | None, typer.Option(help="Also write the times as a SPDY timing file.")] = None,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Time again what is in the table.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order in which sparsities take turns.")] = 0,
+) -> None:
+    """Time a model's layers in DeepSparse, inside the network, with the same share of zeros imposed on all."""
+    from latbench.backends import deepsparse_environment
+
+    environment = deepsparse_environment.find()  # before anything that takes a while to load
+
+    from latbench import devices, interchange, plan, tables
+    from latbench.commands.live import live
+    from search import layer_times
+    from search import task as tasks
+
+    loaded = tasks.load(task)
+    wanted: Sequence[float] = plan.SPARSITIES
+    if sparsities:
+        wanted = layer_times.SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
+    settings = layer_times.Settings(threads or devices.cores(), repeats, seed)
+    missing = wanted if remeasure else layer_times.missing_levels(loaded, output, settings, wanted)
+    typer.echo(deepsparse_environment.LICENCE)
+    if missing:
+        with live() as tell:
+            untimed = layer_times.measure(loaded, output, environment, settings, missing, progress=tell)
+        if untimed:
+            typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
+    if spdy is not None:
+        frame = tables.timed(tables.read(output))
+        interchange.write_spdy(interchange.spdy_timings(frame, loaded.name), spdy)
+        typer.echo(f"{spdy} is written")
+    known = f"; {len(wanted) - len(missing)} were there already" if len(missing) < len(wanted) else ""
+    typer.echo(f"{output}: layers of {loaded.name}, dense and {len(wanted)} times sparse{known}")

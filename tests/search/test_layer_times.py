@@ -1,0 +1,215 @@
+"""Layer times taken inside the network: what DeepSparse says, as rows, as SPDY's file, and back."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from latbench import interchange, tables
+from latbench.backends import deepsparse
+from latbench.backends.deepsparse import Operation
+from latbench.backends.deepsparse_environment import Environment
+from latbench.errors import BadData, EnvironmentUnusable
+from latbench.validation import findings
+from search import layer_times
+from search import task as tasks
+from search.layer_times import SPDY_LEVELS, Settings, by_layer, measure, missing_levels, rows
+from search.task import Task
+from sparse_kernels.shapes import LinearShape
+
+TASK = """
+from collections import OrderedDict
+import torch
+name = "little"
+excluded = ("fc1",)
+def model():
+    torch.manual_seed(0)
+    layers = {"fc1": torch.nn.Linear(24, 32), "fc2": torch.nn.Linear(32, 16), "fc3": torch.nn.Linear(16, 5)}
+    return torch.nn.Sequential(OrderedDict(layers)).eval()
+def example(): return (torch.linspace(-1, 1, 3 * 24).view(3, 24),)
+def calibration(): return [example()]
+def loss(model, batch): return model(*batch).square().mean()
+def score(model): return float(model(*example()).mean())
+"""
+NOWHERE = Environment(Path("python"), Path("engine"))
+
+
+@pytest.fixture
+def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))  # a lock of its own
+    (tmp_path / "little.py").write_text(TASK)
+    return tasks.load(str(tmp_path / "little.py"))
+
+
+def operation(*outputs: str, seconds: float = 1e-3, sparsity: float = 0.0, kernel: str = "gemm") -> Operation:
+    return Operation(kernel, outputs, sparsity, seconds)
+
+
+VALUES = {"/a/Gemm_output_0": "a", "/b/Gemm_output_0": "b", "/c/Conv_output_0": "c", "/d/Conv_output_0": "d"}
+
+
+def test_only_what_ran_as_one_layer_is_that_layers_time() -> None:
+    alone = operation("/a/Gemm_output_0")
+    found = by_layer(
+        [
+            operation("<none>"),
+            alone,
+            operation("/b/Gemm_output_0"),  # in two parts: each is no time of the layer
+            operation("/b/Gemm_output_0"),
+            operation("/c/Conv_output_0", "/d/Conv_output_0"),  # two layers as one
+            operation("/e/Add_output_0"),
+        ],
+        VALUES,
+    )
+    assert found == {"a": alone}
+
+
+def test_an_operation_with_its_neighbours_sum_is_still_one_layers() -> None:
+    fused = operation("/a/Gemm_output_0", "/a/Add_output_0")
+    assert by_layer([fused], VALUES) == {"a": fused}
+
+
+def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
+    shapes = {"a": LinearShape(8, 4, 3), "b": LinearShape(4, 8, 3)}
+    dense = [operation("/a/Gemm_output_0", seconds=2e-3), operation("/b/Gemm_output_0"), operation("<none>")]
+    sparse = [
+        operation("/a/Gemm_output_0", seconds=1e-3, sparsity=0.75, kernel="ks_gemm_hyb"),
+        operation("/b/Gemm_output_0", "/a/Gemm_output_0", seconds=5e-4),
+    ]
+    analyses = {0.0: [dense, dense], 0.7: [sparse, sparse[:1]]}
+    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3)
+    tables.write_part(tmp_path / "table", made)
+    table = tables.read(tmp_path / "table")
+    assert set(table["context"]) == {"network"} and set(table["backend"]) == {"deepsparse"}
+    assert set(table["backend_version"]) == {"1.8.0"}
+    found = table.set_index(["model", "sparsity_target"])
+    assert set(found.index) == {("net", 0.0), ("net", 0.7), ("net:a", 0.0), ("net:b", 0.0)}
+    assert found.loc[("net", 0.0), "median_seconds"] == pytest.approx(4e-3)
+    assert found.loc[("net:a", 0.0), "samples_seconds"].tolist() == [2e-3, 2e-3]
+    assert found.loc[("net:a", 0.0), ["op", "m", "k", "n", "pattern", "nnz"]].tolist() == [
+        "linear", 8, 4, 3, "dense", 32,
+    ]  # fmt: skip
+    assert table["point_id"].nunique() == len(table)
+
+    analyses[0.7] = [sparse[:1], sparse[:1]]
+    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3)
+    (pruned,) = [row for row in made if (row.get("model"), row["sparsity_target"]) == ("net:a", 0.7)]
+    assert (pruned["pattern"], pruned["kernel_used"], pruned["sparsity_actual"]) == (
+        "unstructured",
+        "ks_gemm_hyb",
+        0.75,
+    )
+    assert (pruned["nnz"], pruned["flop_nnz"], pruned["flop_dense"]) == (8, 48, 192)
+
+
+class Fake:
+    """Stands for DeepSparse: every layer takes a millisecond, less what is pruned; the n-th run is n% slower."""
+
+    def __init__(self) -> None:
+        self.asked: list[float | None] = []
+        self.fuses_at: float | None = None
+        self.interrupted_at: int | None = None
+
+    def analyse(
+        self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment,
+        sparsity: float | None,
+    ) -> list[Operation]:  # fmt: skip
+        assert path.is_file() and inputs[0].shape == (3, 24) and threads == 2 and environment is NOWHERE
+        self.asked.append(sparsity)
+        if len(self.asked) == self.interrupted_at:
+            raise KeyboardInterrupt
+        seconds = 1e-3 * (1 - (sparsity or 0.0)) * (1 + len(self.asked) / 100)
+        made = [operation(value, seconds=seconds, sparsity=sparsity or 0.0) for value in self.values]
+        if self.fuses_at == sparsity and sparsity is not None:
+            return [operation(*self.values, seconds=seconds)]
+        return made
+
+    values = ("/fc1/Gemm_output_0", "/fc2/Gemm_output_0", "7")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
+    found = Fake()
+    values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
+    monkeypatch.setattr(deepsparse, "analyse", found.analyse)
+    monkeypatch.setattr(layer_times, "layer_values", lambda *_: values)
+    return found
+
+
+def test_sparsities_take_turns(little: Task, fake: Fake, tmp_path: Path) -> None:
+    told: list[tuple[str, int | None, int | None]] = []
+    untimed = measure(
+        little,
+        tmp_path / "table",
+        NOWHERE,
+        Settings(2, repeats=3),
+        [0.5, 0.9],
+        progress=lambda *now: told.append(now),
+    )
+    assert untimed == []
+    rounds = [tuple(fake.asked[i : i + 3]) for i in (0, 3, 6)]
+    assert all(set(each) == {None, 0.5, 0.9} for each in rounds) and len(set(rounds)) > 1
+    assert told[-1] == ("running the model at imposed sparsities", 8, 9)
+    table = tables.read(tmp_path / "table")
+    assert set(table["sample_count"]) == {3} and table["point_id"].is_unique
+    assert not list(findings(tmp_path / "table"))
+    # The first layer is excluded by the task: its time is in the whole, and in no row of its own.
+    assert set(table["model"]) == {"little", "little:fc2", "little:fc3"}
+    dense = table[(table["model"] == "little:fc2") & (table["pattern"] == "dense")].iloc[0]
+    runs = [1e-3 * (1 + (i + 1) / 100) for i, sparsity in enumerate(fake.asked) if sparsity is None]
+    assert dense["samples_seconds"].tolist() == pytest.approx(runs)
+
+
+def test_whole_rounds_are_kept_when_it_is_interrupted(little: Task, fake: Fake, tmp_path: Path) -> None:
+    fake.interrupted_at = 3
+    with pytest.raises(KeyboardInterrupt):
+        measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=3), [0.5])
+    assert set(tables.read(tmp_path / "table")["sample_count"]) == {1}
+    fake.interrupted_at = len(fake.asked) + 1
+    with pytest.raises(KeyboardInterrupt):
+        measure(little, tmp_path / "other", NOWHERE, Settings(2, repeats=3), [0.5])
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_is_in_the_table_is_not_measured_again(little: Task, fake: Fake, tmp_path: Path) -> None:
+    folder, settings = tmp_path / "table", Settings(2, repeats=2)
+    assert missing_levels(little, folder, settings, [0.5, 0.9]) == [0.5, 0.9]
+    measure(little, folder, NOWHERE, settings, [0.5])
+    assert missing_levels(little, folder, settings, [0.5, 0.9]) == [0.9]
+    assert missing_levels(little, folder, Settings(1, repeats=2), [0.5]) == [0.5]
+    assert missing_levels(little, folder, Settings(2, repeats=3), [0.5]) == [0.5]
+
+
+def test_layers_that_never_run_alone_are_told(little: Task, fake: Fake, tmp_path: Path) -> None:
+    fake.fuses_at = 0.9
+    with pytest.raises(EnvironmentUnusable, match="DeepSparse runs no layer of task little by itself"):
+        measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=1), [0.9])
+    fake.fuses_at = None
+    fake.values = ("/fc1/Gemm_output_0", "/fc2/Gemm_output_0")
+    assert measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=1), [0.9]) == ["fc3"]
+
+
+def test_the_times_make_a_spdy_file_that_can_be_imported(little: Task, fake: Fake, tmp_path: Path) -> None:
+    measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=3), [0.5, 0.9])
+    table = tables.timed(tables.read(tmp_path / "table"))
+    interchange.write_spdy(interchange.spdy_timings(table, "little"), tmp_path / "little.txt")
+    timings = interchange.read_spdy(tmp_path / "little.txt")
+    assert list(timings.layers) == ["fc2", "fc3"]
+    assert [sparsity for _, sparsity in timings.layers["fc2"]] == [0.0, 0.5, 0.9]
+    assert timings.base == pytest.approx(3 * timings.layers["fc2"][0][0], rel=1e-6)
+    assert timings.prunable == pytest.approx(2 * timings.layers["fc2"][0][0], rel=1e-6)
+    again = interchange.spdy_rows(timings, network="little", pattern="unstructured", device="cpu")
+    tables.write_part(tmp_path / "again", again)
+    reread = interchange.spdy_timings(tables.read(tmp_path / "again"), "little")
+    assert reread.layers == timings.layers and reread.base == timings.base
+    with pytest.raises(BadData, match="no dense times of other and its layers"):
+        interchange.spdy_timings(table, "other")
+
+
+def test_the_levels_are_those_of_the_published_files(data: Path) -> None:
+    published: Any = interchange.read_spdy(data / "spdy_tables" / "rn50_unstr.txt").layers
+    for points in published.values():
+        levels = sorted({sparsity for _, sparsity in points} - {0.0})
+        np.testing.assert_allclose(levels, SPDY_LEVELS, atol=1.1e-4)

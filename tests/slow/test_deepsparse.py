@@ -1,0 +1,144 @@
+"""The real DeepSparse, where `latbench setup deepsparse` was run: its process, its analysis, a model verified."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from latbench import tables
+from latbench.backends import deepsparse
+from latbench.backends import deepsparse_environment as environment
+from latbench.backends.deepsparse_environment import Environment
+from latbench.errors import EnvironmentUnusable
+from search import task as tasks
+from search.layer_times import Settings, measure
+from search.onnx_export import export, layer_values
+from search.profile import LayerChoice, Profile
+from search.pruning.folder import save_pruned
+from search.verify import PRUNED, verify
+from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.patterns import Unstructured
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TASK = """
+from collections import OrderedDict
+import torch
+name = "little"
+def model():
+    torch.manual_seed(0)
+    layers = {"fc1": torch.nn.Linear(256, 512), "relu": torch.nn.ReLU(), "fc2": torch.nn.Linear(512, 64)}
+    return torch.nn.Sequential(OrderedDict(layers)).eval()
+def example(): return (torch.linspace(-1, 1, 32 * 256).sin().view(32, 256),)
+def calibration(): return [example()]
+def loss(model, batch): return model(*batch).square().mean()
+def score(model): return float(model(*example()).mean())
+"""
+
+
+@pytest.fixture(scope="module")
+def installed() -> Environment:
+    try:
+        return environment.find()
+    except EnvironmentUnusable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def little(tmp_path: Path) -> tasks.Task:
+    (tmp_path / "little.py").write_text(TASK)
+    return tasks.load(str(tmp_path / "little.py"))
+
+
+def test_it_is_set_up_anew_in_an_empty_cache(
+    installed: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
+    if not environment.PYTHONS[0] <= sys.version_info[:2] <= environment.PYTHONS[1]:
+        pytest.skip("this Python is too new for DeepSparse")
+    assert environment.install(deepsparse.check)
+    assert not environment.install(deepsparse.check)
+    assert environment.find().python.is_relative_to(tmp_path)
+    assert environment.remove()
+    assert environment.version() is None
+
+
+def test_convolutions_sparse_and_dense_are_what_torch_computes(
+    installed: Environment, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 24, 3, stride=2),
+        torch.nn.Flatten(), torch.nn.Linear(24 * 49, 7),
+    ).eval()  # fmt: skip
+    inputs = (torch.randn(5, 3, 16, 16),)
+    for sparsity in (0.0, 0.9):
+        for module in (model[2], model[4]):
+            matrix = weight_matrix(module)
+            mask = Unstructured().mask(matrix.square().numpy(), sparsity)
+            set_weight_matrix(module, torch.where(torch.from_numpy(mask), matrix, 0.0))
+        export(model, inputs, tmp_path / "model.onnx")
+        arrays = [inputs[0].numpy()]
+        with deepsparse.load(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
+            [y] = loaded.outputs()
+        with torch.no_grad():
+            expected = model.double()(inputs[0].double()).numpy()
+        model.float()
+        # A thousand float32 additions in any order stay within 1e-5 of the largest value.
+        np.testing.assert_allclose(y, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+def test_the_analysis_tells_each_layers_time_and_sparsity(
+    installed: Environment, little: tasks.Task, tmp_path: Path
+) -> None:
+    model, inputs = little.model(), little.example()
+    path = tmp_path / "model.onnx"
+    export(model, inputs, path)
+    values = layer_values(model, inputs, path)
+    assert list(values.values()) == ["fc1", "fc2"]
+    for sparsity in (None, 0.9):
+        operations = deepsparse.analyse(
+            path, [inputs[0].numpy()], threads=2, environment=installed, sparsity=sparsity
+        )
+        found = {values[value]: it for it in operations for value in it.outputs if value in values}
+        assert set(found) == {"fc1", "fc2"}
+        assert all(it.seconds > 0 and abs(it.sparsity - (sparsity or 0.0)) < 0.02 for it in found.values())
+
+
+def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, tmp_path: Path) -> None:
+    assert measure(little, tmp_path / "table", installed, Settings(2, repeats=2), [0.8]) == []
+    table = tables.timed(tables.read(tmp_path / "table"))
+    assert set(zip(table["model"], table["sparsity_target"], strict=True)) == {
+        (name, sparsity) for name in ("little", "little:fc1", "little:fc2") for sparsity in (0.0, 0.8)
+    }
+    assert set(table["sample_count"]) == {2}
+
+
+def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form(
+    installed: Environment, little: tasks.Task, tmp_path: Path
+) -> None:
+    model, masks = little.model(), {}
+    for name in ("fc1", "fc2"):
+        matrix = weight_matrix(model.get_submodule(name))
+        masks[name] = torch.from_numpy(Unstructured().mask(matrix.square().numpy(), 0.9))
+        set_weight_matrix(model.get_submodule(name), torch.where(masks[name], matrix, 0.0))
+    choice = LayerChoice("unstructured", 0.9, 1e-3, 1e-3, 1e-3, 0.1)
+    numbers = dict.fromkeys([
+        "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
+        "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
+    ], 1.0)  # fmt: skip
+    texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "model_hash", "inputs"], "x")
+    profile = Profile(
+        task="little", layers={"fc1": choice, "fc2": choice}, backend="numba", threads=1, batch=32, ceiling=None,
+        seed=0, target=1e-3, **numbers, **texts,
+    )  # fmt: skip
+    save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
+    verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
+    assert verdict.backend == "deepsparse" and verdict.met
+    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "deepsparse", PRUNED}
+    assert verdict.score_pruned == pytest.approx(little.score(model))
+    rows = tables.read(tmp_path / "verify").set_index("kernel_used")
+    assert rows.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]
+    assert (tmp_path / "verify" / "pruned.onnx").is_file()
