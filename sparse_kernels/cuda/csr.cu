@@ -10,7 +10,7 @@
 // What bounds it: every product reads its element of x through the first-level cache, 2 bytes each, and from the second
 // where the strip of x (k rows of 128 bytes) does not fit the first; nothing is shared between rows on purpose.
 //
-// Settings: VECTOR (8, 2, 1: a lane's columns; n is a multiple of it), BF16, ACTIVATION.
+// Settings: VECTOR (8, 2, 1: a lane's columns; n is a multiple of it), BF16.
 #include "primitives.cuh"
 
 constexpr int THREADS = 128;
@@ -26,7 +26,8 @@ struct alignas(2 * VECTOR) Piece {
 // entries; order (m): which row of w a sorted row is.
 extern "C" __global__ void __launch_bounds__(THREADS)
     csr(const u64* __restrict__ indptr, const u32* __restrict__ entries, const int* __restrict__ order,
-        const u16* __restrict__ x, const float* __restrict__ bias, u16* __restrict__ out, int m, int n) {
+        const u16* __restrict__ x, const float* __restrict__ bias, u16* __restrict__ out, int m, int n,
+        int activation) {
   const int row_blocks = (m + ROWS - 1) / ROWS;
   const int sorted_row = blockIdx.x % row_blocks * ROWS + threadIdx.x / LANES;
   const int column = blockIdx.x / row_blocks * STRIP + threadIdx.x % LANES * VECTOR;
@@ -47,8 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   const int row = order[sorted_row];
   const float shift = bias ? bias[row] : 0.0f;
+#pragma unroll
+  for (int c = 0; c < VECTOR; ++c) sums[c] += shift;
+  activate(sums, activation);
   Piece result;
 #pragma unroll
-  for (int c = 0; c < VECTOR; ++c) result.elements[c] = from_float(activate(sums[c] + shift));
+  for (int c = 0; c < VECTOR; ++c) result.elements[c] = from_float(sums[c]);
   *reinterpret_cast<Piece*>(out + static_cast<u64>(row) * n + column) = result;
 }

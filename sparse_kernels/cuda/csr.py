@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.nm import ACTIVATIONS, ARCHITECTURES, check
-from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant
+from sparse_kernels.cuda.nm import check
+from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.targets import ARCHITECTURES
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import CSRWeight, Packed
 
@@ -17,8 +18,8 @@ VECTORS = (8, 2, 1)
 """How many columns a lane takes: the most that n is a multiple of."""
 
 
-def program(packed: Packed, dtype: str, architecture: str, n: int) -> CSR:
-    """The program of an unstructured weight; n is not needed.
+def program(packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None) -> CSR:
+    """The program of an unstructured weight; n and the multiprocessors are not needed.
 
     NotSupported for another format, element type or architecture.
     """
@@ -71,24 +72,24 @@ class CSR:
         lanes = 8 if vector == 8 else 32
         row_blocks, strips = -(-m // (THREADS // lanes)), -(-n // (lanes * vector))
         arrays = (self.indptr, self.entries, self.order)
+        scalars = (np.int32(m), np.int32(n), activation_code(activation))
         return [
             Launch(
-                variant=variant(vector, self.dtype, activation),
+                variant=variant(vector, self.dtype),
                 grid=(row_blocks * strips, 1, 1),
                 block=(THREADS, 1, 1),
                 shared_bytes=0,
-                arguments=(*arrays, Operand.X, Operand.BIAS, Operand.OUT, np.int32(m), np.int32(n)),
+                arguments=(*arrays, Operand.X, Operand.BIAS, Operand.OUT, *scalars),
             )
         ]
 
 
-def variant(vector: int, dtype: str, activation: str | None) -> Variant:
+def variant(vector: int, dtype: str) -> Variant:
     """csr.cu with these settings."""
-    defines = {"VECTOR": vector, "BF16": DTYPES.index(dtype), "ACTIVATION": ACTIVATIONS[activation]}
-    return Variant("csr.cu", "csr", defines, ARCHITECTURES)
+    return Variant("csr.cu", "csr", {"VECTOR": vector, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 
-VARIANTS = tuple(variant(vector, dtype, it) for vector in VECTORS for dtype in DTYPES for it in ACTIVATIONS)
+VARIANTS = tuple(variant(vector, dtype) for vector in VECTORS for dtype in DTYPES)
 """Everything that a launch may ask for."""
 
 

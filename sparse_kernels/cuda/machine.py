@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Dim3, Variant
+from sparse_kernels.cuda.targets import ARCHITECTURES
 from sparse_kernels.registry import MissingLibrary, NoDevice
-
-ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
 
 EMBEDDED = ((7, 2), (8, 7))
 
@@ -53,6 +52,10 @@ class Machine(Protocol):
         """One of ARCHITECTURES."""
 
     @property
+    def multiprocessors(self) -> int | None:
+        """How many it has; None for those of the usual machine of its architecture."""
+
+    @property
     def arrays(self) -> str:
         """What its arrays are called, for messages."""
 
@@ -79,6 +82,7 @@ class CupyMachine:
     cupy: Any
     device: int
     architecture: str
+    multiprocessors: int
     newest: int  # the newest CUDA major version whose cubins the driver loads
 
     @property
@@ -139,6 +143,7 @@ class TorchMachine:
     cupy: Any
     device: Any
     architecture: str
+    multiprocessors: int
     newest: int  # the newest CUDA major version whose cubins the driver loads
 
     @classmethod
@@ -231,14 +236,15 @@ def _cupy() -> Any:
         raise MissingLibrary(f"backend 'cupy' needs cupy, which cannot be imported: {reason}") from error
 
 
-def _abilities(cupy: Any) -> tuple[str, int]:
-    """Of CuPy's current GPU: what to compile for, and the newest CUDA major version whose cubins its driver loads."""
+def _abilities(cupy: Any) -> tuple[str, int, int]:
+    """Of CuPy's current GPU: what to compile for, multiprocessors, and the newest CUDA whose cubins are loaded."""
     try:
-        capability = cupy.cuda.Device().compute_capability
+        device = cupy.cuda.Device()
+        capability, multiprocessors = device.compute_capability, device.attributes["MultiProcessorCount"]
         driver = cupy.cuda.runtime.driverGetVersion()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NoDevice(f"backend 'cupy' found no NVIDIA GPU that it can use: {error}") from error
-    return architecture_of((int(capability[:-1]), int(capability[-1]))), driver // 1000
+    return architecture_of((int(capability[:-1]), int(capability[-1]))), multiprocessors, driver // 1000
 
 
 # Loaded functions, by device, kernel and architecture: kernels of the same name are the same.

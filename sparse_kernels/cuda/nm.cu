@@ -12,7 +12,7 @@
 // 3 instructions for the weight in 8 products, so some 50 products a clock on a machine that issues 128 lanes a clock.
 // Reading x is amortised over lanes, not over rows; keeping x in registers would need registers indexed by data.
 //
-// Settings: COLUMNS (8, 4, 2: a lane's columns), BF16, ACTIVATION.
+// Settings: COLUMNS (8, 4, 2: a lane's columns), BF16.
 #include "primitives.cuh"
 
 constexpr int WARPS = 8;
@@ -34,16 +34,7 @@ DEV void load_x(u16* tile, const u16* x, int k, int n, int depth, int first_row,
     int row = first_row + i / CHUNKS, column = first_column + i % CHUNKS * 8;
     int columns = row < k ? n - column : 0;  // how many of x there are from here
     const u16* from = x + static_cast<u64>(row) * n + column;
-    u16* to = tile + 8 * i;
-    if (VECTOR == 8) {
-      cp_async16(to, from, columns > 0);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; e += VECTOR) {
-        if (VECTOR == 2) cp_async4(to + e, from + e, e < columns);
-        if (VECTOR == 1) to[e] = e < columns ? from[e] : 0;
-      }
-    }
+    copy_8<VECTOR>(tile + 8 * i, from, columns);
   }
 }
 
@@ -58,13 +49,14 @@ DEV void add(float (&sums)[COLUMNS], u32 entry, const u16* tile) {
   }
 }
 
-// Writes a lane's columns of one row.
-DEV void store(u16* out, const float (&sums)[COLUMNS], float shift, int n, int row, int column) {
+// Finishes and writes a lane's columns of one row.
+DEV void store(u16* out, float (&sums)[COLUMNS], float shift, int activation, int n, int row, int column) {
+#pragma unroll
+  for (int c = 0; c < COLUMNS; ++c) sums[c] += shift;
+  activate(sums, activation);
   Piece piece;
 #pragma unroll
-  for (int c = 0; c < COLUMNS; c += 2) {
-    piece.pairs[c / 2] = pack2(activate(sums[c] + shift), activate(sums[c + 1] + shift));
-  }
+  for (int c = 0; c < COLUMNS; c += 2) piece.pairs[c / 2] = pack2(sums[c], sums[c + 1]);
   u16* to = out + static_cast<u64>(row) * n + column;
   if (n % COLUMNS == 0) {
     if (column < n) *reinterpret_cast<Piece*>(to) = piece;
@@ -79,7 +71,7 @@ DEV void store(u16* out, const float (&sums)[COLUMNS], float shift, int n, int r
 // entries u32 (blocks of 64 rows, tiles of x, 64, slots): slots is even. Tile t holds rows t * depth and on.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     nm(const u32* __restrict__ entries, const u16* __restrict__ x, const float* __restrict__ bias,
-       u16* __restrict__ out, int m, int n, int k, int depth, int slots) {
+       u16* __restrict__ out, int m, int n, int k, int depth, int slots, int activation) {
   DYNAMIC_SHARED(shared);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_blocks = (m + ROWS - 1) / ROWS;
@@ -109,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   load(0);
 #pragma unroll 1
   for (int t = 0; t < tiles; ++t) {
-    load(t + 1);         // into the place of the tile before, which all threads are done with
+    // Into the place of the tile before, which all threads are done with. Before sm_80 this also waits for the copy.
+    load(t + 1);
     cp_async_wait<1>();  // tile t has landed, as far as this thread copied it
     __syncthreads();     // so it has for all threads
     const unsigned char* stage = shared + t % 2 * stage_bytes;
@@ -127,10 +120,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     __syncthreads();
   }
 
-  const int first_row = row_block * ROWS + warp * WARP_ROWS;
-#pragma unroll
-  for (int r = 0; r < WARP_ROWS; ++r) {
-    const int row = first_row + r;
-    if (row < m) store(out, sums[r], bias ? bias[row] : 0.0f, n, row, first_column + lane * COLUMNS);
+  const int first_row = row_block * ROWS + warp * WARP_ROWS, last_row = min(first_row + WARP_ROWS, m);
+#pragma unroll 1
+  for (int row = first_row; row < last_row; ++row) {
+    store(out, sums[0], bias ? bias[row] : 0.0f, activation, n, row, first_column + lane * COLUMNS);
+    move_up(sums);
   }
 }

@@ -14,18 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant
+from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.targets import ARCHITECTURES, MULTIPROCESSORS
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import NMWeight, Packed, nm
 from sparse_kernels.patterns import NM
 
 Words = NDArray[np.uint32]
-
-ARCHITECTURES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
-MULTIPROCESSORS = {"sm_70": 80, "sm_75": 40, "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90a": 132, "sm_100": 148}
-"""Of the usual machine of each architecture: a launch should have at least as many blocks."""
-
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 
 TENSOR_CORES_UP_TO = {"sm_80": 16, "sm_86": 8, "sm_89": 8, "sm_90a": 16, "sm_100": 16}
 """Up to which `of / keep` a weight that is 2:4 runs on sparse tensor cores.
@@ -67,7 +62,9 @@ BLOCK_ROWS = 64  # of nm.cu
 SHARED_BYTES = 48 * 1024  # what every machine gives a block
 
 
-def program(packed: Packed, dtype: str, architecture: str, n: int) -> TensorCores | OrdinaryCores:
+def program(
+    packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+) -> TensorCores | OrdinaryCores:
     """The program of an N:M weight; n is not needed, as tiles are chosen at launch.
 
     NotSupported for another format, element type or architecture.
@@ -75,9 +72,10 @@ def program(packed: Packed, dtype: str, architecture: str, n: int) -> TensorCore
     if not isinstance(packed, NMWeight):
         raise NotSupported(f"the N:M kernels multiply N:M weights, not {packed.pattern}")
     check(dtype, architecture)
+    count = multiprocessors or MULTIPROCESSORS[architecture]
     if on_tensor_cores(packed.pattern, architecture):
-        return TensorCores.of_weight(nm.unpack(packed), dtype, architecture)
-    return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, architecture)
+        return TensorCores.of_weight(nm.unpack(packed), dtype, count)
+    return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, count)
 
 
 def check(dtype: str, architecture: str) -> None:
@@ -100,16 +98,16 @@ class TensorCores:
 
     shape: tuple[int, int]
     dtype: str
-    architecture: str
+    multiprocessors: int
     fragments: Words
     metadata: Words
 
     @classmethod
-    def of_weight(cls, weight: NDArray[np.float32], dtype: str, architecture: str) -> TensorCores:
+    def of_weight(cls, weight: NDArray[np.float32], dtype: str, multiprocessors: int) -> TensorCores:
         """Pack a weight (m, k) of which every 4 columns hold at most 2 that are not zero."""
         values, places = two_of_four(weight)
         shape = (weight.shape[0], weight.shape[1])
-        return cls(shape, dtype, architecture, fragments(element_bits(values, dtype)), metadata(places))
+        return cls(shape, dtype, multiprocessors, fragments(element_bits(values, dtype)), metadata(places))
 
     @property
     def nbytes(self) -> int:
@@ -118,19 +116,19 @@ class TensorCores:
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
         """One launch; none where n is 0."""
-        return self.tiled(best_tile(self.shape[0], n, self.architecture), n, activation) if n else []
+        return self.tiled(best_tile(self.shape[0], n, self.multiprocessors), n, activation) if n else []
 
     def tiled(self, tile: Tile, n: int, activation: str | None) -> list[Launch]:
         """The launch with blocks of a given tile."""
         m, k = self.shape
-        sizes = (np.int32(m), np.int32(n), np.int32(k))
+        scalars = (np.int32(m), np.int32(n), np.int32(k), activation_code(activation))
         return [
             Launch(
-                variant=tensor_variant(tile, self.dtype, activation),
+                variant=tensor_variant(tile, self.dtype),
                 grid=(tile.blocks(m, n), 1, 1),
                 block=(32 * tile.warps_m * tile.warps_n, 1, 1),
                 shared_bytes=tile.shared_bytes,
-                arguments=(self.fragments, self.metadata, Operand.X, Operand.BIAS, Operand.OUT, *sizes),
+                arguments=(self.fragments, self.metadata, Operand.X, Operand.BIAS, Operand.OUT, *scalars),
             )
         ]
 
@@ -141,15 +139,15 @@ class OrdinaryCores:
 
     shape: tuple[int, int]
     dtype: str
-    architecture: str
+    multiprocessors: int
     depth: int
     entries: Words
 
     @classmethod
-    def of_weight(cls, weight: NDArray[np.float32], depth: int, dtype: str, architecture: str) -> OrdinaryCores:
+    def of_weight(cls, weight: NDArray[np.float32], depth: int, dtype: str, multiprocessors: int) -> OrdinaryCores:
         """Pack any weight (m, k); it should keep about equally many of each `depth` columns of every row."""
         shape = (weight.shape[0], weight.shape[1])
-        return cls(shape, dtype, architecture, depth, entries(weight, depth, dtype))
+        return cls(shape, dtype, multiprocessors, depth, entries(weight, depth, dtype))
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +157,7 @@ class OrdinaryCores:
     def launches(self, n: int, activation: str | None) -> list[Launch]:
         """One launch; none where n is 0."""
         slots = self.entries.shape[3]
-        columns = best_lane_columns(self.shape[0], n, self.depth, slots, self.architecture)
+        columns = best_lane_columns(self.shape[0], n, self.depth, slots, self.multiprocessors)
         return self.with_lanes_of(columns, n, activation) if n else []
 
     def with_lanes_of(self, columns: int, n: int, activation: str | None) -> list[Launch]:
@@ -167,13 +165,14 @@ class OrdinaryCores:
         m, k = self.shape
         slots = self.entries.shape[3]
         sizes = (np.int32(m), np.int32(n), np.int32(k), np.int32(self.depth), np.int32(slots))
+        scalars = (*sizes, activation_code(activation))
         return [
             Launch(
-                variant=ordinary_variant(columns, self.dtype, activation),
+                variant=ordinary_variant(columns, self.dtype),
                 grid=(self.entries.shape[0] * -(-n // (32 * columns)), 1, 1),
                 block=(256, 1, 1),
                 shared_bytes=ordinary_shared_bytes(columns, self.depth, slots),
-                arguments=(self.entries, Operand.X, Operand.BIAS, Operand.OUT, *sizes),
+                arguments=(self.entries, Operand.X, Operand.BIAS, Operand.OUT, *scalars),
             )
         ]
 
@@ -181,20 +180,20 @@ class OrdinaryCores:
 # ---- Launch settings ----
 
 
-def best_tile(m: int, n: int, architecture: str) -> Tile:
+def best_tile(m: int, n: int, multiprocessors: int) -> Tile:
     """The largest tile that is no wider than n needs and gives every multiprocessor a block, else the smallest."""
     for tile in TILES:
-        if tile.columns - n < 64 and tile.blocks(m, n) >= MULTIPROCESSORS[architecture]:
+        if tile.columns - n < 64 and tile.blocks(m, n) >= multiprocessors:
             return tile
     return TILES[-1]
 
 
-def best_lane_columns(m: int, n: int, depth: int, slots: int, architecture: str) -> int:
+def best_lane_columns(m: int, n: int, depth: int, slots: int, multiprocessors: int) -> int:
     """The same for nm.cu, of which two blocks share a multiprocessor."""
     for columns in LANE_COLUMNS:
         blocks = -(-m // BLOCK_ROWS) * -(-n // (32 * columns))
         fits = ordinary_shared_bytes(columns, depth, slots) <= SHARED_BYTES
-        if fits and 32 * columns - n < 64 and blocks >= 2 * MULTIPROCESSORS[architecture]:
+        if fits and 32 * columns - n < 64 and blocks >= 2 * multiprocessors:
             return columns
     return LANE_COLUMNS[-1]
 
@@ -210,7 +209,7 @@ def tile_depth(pattern: NM) -> int:
     return about // pattern.of * pattern.of if pattern.of <= about else about
 
 
-def tensor_variant(tile: Tile, dtype: str, activation: str | None) -> Variant:
+def tensor_variant(tile: Tile, dtype: str) -> Variant:
     """nm24.cu with these settings."""
     defines = {
         "ROWS": tile.rows,
@@ -219,20 +218,18 @@ def tensor_variant(tile: Tile, dtype: str, activation: str | None) -> Variant:
         "WARPS_N": tile.warps_n,
         "STAGES": tile.stages,
         "BF16": DTYPES.index(dtype),
-        "ACTIVATION": ACTIVATIONS[activation],
     }
-    return Variant("nm24.cu", "nm24", defines, tuple(TENSOR_CORES_UP_TO), "HMMA.SP")
+    return Variant("nm24.cu", "nm24", defines, tuple(TENSOR_CORES_UP_TO), "HMMA.SP.16832.F32")
 
 
-def ordinary_variant(columns: int, dtype: str, activation: str | None) -> Variant:
+def ordinary_variant(columns: int, dtype: str) -> Variant:
     """nm.cu with these settings."""
-    defines = {"COLUMNS": columns, "BF16": DTYPES.index(dtype), "ACTIVATION": ACTIVATIONS[activation]}
-    return Variant("nm.cu", "nm", defines, ARCHITECTURES)
+    return Variant("nm.cu", "nm", {"COLUMNS": columns, "BF16": DTYPES.index(dtype)}, ARCHITECTURES)
 
 
 VARIANTS = tuple(
-    [tensor_variant(tile, dtype, it) for tile in TILES for dtype in DTYPES for it in ACTIVATIONS]
-    + [ordinary_variant(columns, dtype, it) for columns in LANE_COLUMNS for dtype in DTYPES for it in ACTIVATIONS]
+    [tensor_variant(tile, dtype) for tile in TILES for dtype in DTYPES]
+    + [ordinary_variant(columns, dtype) for columns in LANE_COLUMNS for dtype in DTYPES]
 )
 """Everything that a launch may ask for."""
 
@@ -245,7 +242,8 @@ def two_of_four(weight: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArr
 
     weight (m, k) -> values float32 and places uint8 in 0 to 3, both (m', k' / 2): m' is m and k' is k rounded up to
     multiples of 32 and 64. The two places of a group are different and rise, as the instruction demands even where
-    fewer are kept. ValueError where 4 columns hold more than 2.
+    fewer are kept: a lone kept column is paired with a dropped one times 0, so an infinity or NaN in that row of x
+    becomes NaN. ValueError where 4 columns hold more than 2.
     """
     m, k = weight.shape
     padded = np.zeros((-(-m // 32) * 32, -(-k // DEPTH) * DEPTH), np.float32)
@@ -293,7 +291,8 @@ def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
     """What is not zero of a weight (m, k), for nm.cu.
 
     uint32 (blocks of 64 rows, tiles of `depth` columns, 64, slots): bits of the value in the lower half, column
-    within the tile in the upper. slots is even and enough for any row and tile; empty ones are 0: column 0 times 0.
+    within the tile in the upper. slots is even and enough for any row and tile. Empty ones are 0 times the last
+    column that the row keeps in that tile, whose infinities reach the result anyway; column 0 where it keeps none.
     """
     m, k = weight.shape
     blocks, tiles = -(-m // BLOCK_ROWS), -(-k // depth)
@@ -302,7 +301,10 @@ def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
     numbers = np.bincount(place, minlength=m * tiles)
     slots = max(2, -(-int(numbers.max()) // 2) * 2)
     slot = np.arange(rows.size) - (np.cumsum(numbers) - numbers)[place]
-    words = np.zeros((blocks * BLOCK_ROWS, tiles, slots), np.uint32)
+    within = columns % depth
+    last = np.zeros((blocks * BLOCK_ROWS, tiles), np.uint32)
+    np.maximum.at(last, (rows, columns // depth), within)
+    words = np.repeat(last[:, :, None] << 16, slots, axis=2)
     bits = element_bits(weight[rows, columns], dtype).astype(np.uint32)
-    words[rows, columns // depth, slot] = bits | (columns % depth).astype(np.uint32) << 16
+    words[rows, columns // depth, slot] = bits | within.astype(np.uint32) << 16
     return np.ascontiguousarray(words.reshape(blocks, BLOCK_ROWS, tiles, slots).transpose(0, 2, 1, 3))

@@ -10,7 +10,7 @@
 // Weights and metadata come packed in the order in which lanes hold them (nm.py: fragments), so they are copied and
 // read in straight lines. x is turned into fragments by ldmatrix.
 //
-// Settings: ROWS, COLUMNS, WARPS_M, WARPS_N (warps along rows and columns of the tile), STAGES, BF16, ACTIVATION.
+// Settings: ROWS, COLUMNS, WARPS_M, WARPS_N (warps along rows and columns of the tile), STAGES, BF16.
 #include "primitives.cuh"
 
 constexpr int DEPTH = 64;
@@ -62,16 +62,7 @@ DEV void load_x(unsigned char* stage, const u16* x, int k, int n, int first_row,
 #pragma unroll(VECTOR == 8 ? DEPTH / ROWS_AT_ONCE : 1)
   for (int row = top; row < DEPTH; row += ROWS_AT_ONCE, from += static_cast<u64>(ROWS_AT_ONCE) * n) {
     const int columns = first_row + row < k ? n - column : 0;  // how many of x there are from here
-    u16* to = reinterpret_cast<u16*>(stage + x_offset(row, chunk));
-    if (VECTOR == 8) {
-      cp_async16(to, from, columns > 0);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; e += VECTOR) {
-        if (VECTOR == 2) cp_async4(to + e, from + e, e < columns);
-        if (VECTOR == 1) to[e] = e < columns ? from[e] : 0;
-      }
-    }
+    copy_8<VECTOR>(stage + x_offset(row, chunk), from, columns);
   }
 }
 
@@ -120,23 +111,29 @@ DEV void multiply(const unsigned char* stage, int warp_m, int warp_n, float (&su
 }
 
 // Bias and activation; the tile as elements in shared memory, row by row.
-DEV void finish(u16* tile, const float* bias, int first_row, int m, int warp_m, int warp_n,
-                const float (&sums)[WARP_TILES][WARP_CHUNKS][4]) {
+DEV void finish(u16* tile, const float* bias, int activation, int first_row, int m, int warp_m, int warp_n,
+                float (&sums)[WARP_TILES][WARP_CHUNKS][4]) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < WARP_TILES; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       int row = (warp_m * WARP_TILES + i) * 16 + half * 8 + lane / 4;
       float shift = bias && first_row + row < m ? bias[first_row + row] : 0.0f;
+      float values[2 * WARP_CHUNKS];
 #pragma unroll
       for (int j = 0; j < WARP_CHUNKS; ++j) {
-        int column = (warp_n * WARP_CHUNKS + j) * 8 + lane % 4 * 2;
-        const float(&sum)[4] = sums[i][j];
-        *reinterpret_cast<u32*>(tile + row * PITCH + column) =
-            pack2(activate(sum[2 * half] + shift), activate(sum[2 * half + 1] + shift));
+        values[2 * j] = sums[0][j][2 * half] + shift;
+        values[2 * j + 1] = sums[0][j][2 * half + 1] + shift;
+      }
+      activate(values, activation);
+      u16* to = tile + row * PITCH + warp_n * WARP_CHUNKS * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < WARP_CHUNKS; ++j) {
+        *reinterpret_cast<u32*>(to + 8 * j) = pack2(values[2 * j], values[2 * j + 1]);
       }
     }
+    move_up(sums);
   }
 }
 
@@ -159,7 +156,8 @@ DEV void store(const u16* tile, u16* out, int m, int n, int first_row, int first
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     nm24(const u32* __restrict__ weights, const u32* __restrict__ metadata, const u16* __restrict__ x,
-         const float* __restrict__ bias, u16* __restrict__ out, int m, int n, int k) {
+         const float* __restrict__ bias, u16* __restrict__ out, int m, int n, int k,
+         int activation) {
   DYNAMIC_SHARED(shared);
   const int warp_m = threadIdx.x / 32 % WARPS_M, warp_n = threadIdx.x / 32 / WARPS_M;
   const int stages = (k + DEPTH - 1) / DEPTH;
@@ -194,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   __syncthreads();
   u16* tile = reinterpret_cast<u16*>(shared);
-  finish(tile, bias, tile_row * ROWS, m, warp_m, warp_n, sums);
+  finish(tile, bias, activation, tile_row * ROWS, m, warp_m, warp_n, sums);
   __syncthreads();
   store(tile, out, m, n, tile_row * ROWS, tile_column * COLUMNS);
 }

@@ -4,7 +4,12 @@
 // x to take. Rows of x come whole, one after the other, so a stage of 64 kept columns meets 128 rows of x. Roles,
 // ring and schedule: sm90.cuh. Each of the two consumers computes half the rows of the ROWS x BN tile, 64 at a time.
 //
-// Macros: ROWS, 128 or 256; BN, 128; and those of sm90.cuh.
+// wgmma.sp reads its metadata from registers for as long as it runs. So each stage's products are waited for before
+// the next stage's metadata are fetched, as in CUTLASS's sparse main loops; the other consumer keeps the tensor cores
+// busy meanwhile. IN_FLIGHT 1 lets one group run on, as the dense kernel does: whether that is right and faster is for
+// a GPU to say. The emulator takes metadata when a product is issued, so it cannot tell the two apart.
+//
+// Macros: ROWS, 128 or 256; BN, 128; IN_FLIGHT, groups of products that run on, 0 or 1; and those of sm90.cuh.
 #define BK 128
 #define WEIGHT_BYTES (ROWS * 128 + ROWS * 16)
 #include "sm90.cuh"
@@ -18,7 +23,8 @@ constexpr int STEPS = BK / 32;     // products of 32 rows of x, a stage
 // partial: null, or float (splits, groups * ROWS, columns up to a multiple of BN) for unfinished sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     nm_sm90(const unsigned char* weights, int k, const int* order, const int* stages, const int* row_ids,
-            const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n) {
+            const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n,
+            int activation) {
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   init_barriers(barriers);
@@ -30,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     register_decrease<PRODUCER_REGISTERS>();
     for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
       Tile tile = tile_of(schedule, number);
+      const Part part = part_of(x, tile.column, n);
       for (int stage = tile.first; stage < tile.last; ++stage) {
         unsigned char* slot = shared + at.slot * STAGE_BYTES;
         mbarrier_wait(&barriers.empty[at.slot], at.parity ^ 1);
@@ -37,12 +44,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           mbarrier_expect(&barriers.full[at.slot], WEIGHT_BYTES);
           bulk_load(slot, weights + static_cast<u64>(stage) * WEIGHT_BYTES, WEIGHT_BYTES, &barriers.full[at.slot]);
         }
-        int first_row = (stage - stages[tile.group]) * BK;
-#pragma unroll 8
-        for (int i = 0; i < LINES_A_WARP; i += LINES_A_CALL) {
-          int line = warp * LINES_A_WARP + i + lane / LANES_A_LINE, row = first_row + line;
-          copy_line(slot + WEIGHT_BYTES, line, row < k ? row : -1, x, tile.column, n);
-        }
+        int row = (stage - tile.start) * BK + part.line, rows_left = k - row;
+        u64 rows = row_of(part.x, row, part.stride);
+#pragma unroll
+        for (int step = 0; step < LINES_A_WARP; step += LINES_A_STEP)
+          copy_line(slot + WEIGHT_BYTES, part, step, row_of(rows, step, part.stride), step < rows_left);
         producer_arrive(&barriers.full[at.slot]);
         advance(at);
       }
@@ -53,6 +59,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int first_row = warpgroup * (ROWS / 2);
     for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
       Tile tile = tile_of(schedule, number);
+      Rows rows[PARTS];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        rows[part] = rows_of(row_ids + tile.group * ROWS + first_row + part * 64, bias);
       float sums[PARTS][BN / 2];
 #pragma unroll
       for (int part = 0; part < PARTS; ++part)
@@ -60,7 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < BN / 2; ++i) sums[part][i] = 0.0f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) wgmma_keep_order(sums[part]);
+#if IN_FLIGHT
       int read = -1;  // the slot whose products may still be under way
+#endif
       for (int stage = tile.first; stage < tile.last; ++stage) {
         const unsigned char* slot = shared + at.slot * STAGE_BYTES;
         const unsigned char* words = slot + ROWS * 128 + (lane / 4 * 2 + lane % 2) * 16;
@@ -85,18 +97,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_sp_m64nNk32<BN>(sums[part], a + step * 32 / 16, b + step * 32 * 128 / 16, metadata[part][step]);
           }
         wgmma_commit();
-        wgmma_wait<1>();
+        wgmma_wait<IN_FLIGHT>();
+#if IN_FLIGHT
         if (read >= 0) release(&barriers.empty[read]);
         read = at.slot;
+#else
+        release(&barriers.empty[at.slot]);
+#endif
         advance(at);
       }
+#if IN_FLIGHT
       wgmma_wait<0>();
       if (read >= 0) release(&barriers.empty[read]);
+#endif
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) wgmma_keep_order(sums[part]);
 #pragma unroll
       for (int part = 0; part < PARTS; ++part)
-        store<BN>(sums[part], schedule, tile, first_row + part * 64, tile.column, row_ids, bias, out, partial);
+        store<BN>(sums[part], schedule, tile, first_row + part * 64, tile.column, rows[part], activation, out, partial);
     }
   }
 }

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda import sm90
-from sparse_kernels.cuda.program import NotSupported
+from sparse_kernels.cuda.program import DTYPES, NotSupported
+from sparse_kernels.cuda.targets import MULTIPROCESSORS
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import NMWeight, Packed
 from sparse_kernels.patterns import NM
@@ -28,12 +29,12 @@ STAGE = 128
 FOURS = STAGE // 4
 
 
-def kernel(height: int) -> sm90.Kernel:
-    """The kernel with tiles of `height` rows."""
+def kernel(height: int, *, in_flight: bool = False) -> sm90.Kernel:
+    """The kernel with tiles of `height` rows; in_flight: a stage's products may run on into the next (nm_sm90.cu)."""
     return sm90.Kernel(
         source="nm_sm90.cu",
         function="nm_sm90",
-        defines={"ROWS": height, "BN": WIDTH},
+        defines={"ROWS": height, "BN": WIDTH, "IN_FLIGHT": int(in_flight)},
         rows=height,
         width=WIDTH,
         x_rows=STAGE,
@@ -43,10 +44,16 @@ def kernel(height: int) -> sm90.Kernel:
     )
 
 
-VARIANTS = list(sm90.variants([kernel(height) for height in HEIGHTS]))
+VARIANTS = [
+    *sm90.variants([kernel(height) for height in HEIGHTS]),
+    *(kernel(height, in_flight=True).variant(dtype, 16) for height in HEIGHTS for dtype in DTYPES),
+]
+"""All that launches may ask for, and what a GPU has to compare with it."""
 
 
-def program(packed: Packed, dtype: str, architecture: str, n: int) -> sm90.HopperProgram:
+def program(
+    packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+) -> sm90.HopperProgram:
     """The weight packed for Hopper, in tiles of the height that is expected to be faster for n columns.
 
     NotSupported for other formats and machines.
@@ -54,12 +61,13 @@ def program(packed: Packed, dtype: str, architecture: str, n: int) -> sm90.Hoppe
     sm90.check(dtype, architecture)
     if not isinstance(packed, NMWeight) or packed.pattern != NM(2, 4):
         raise NotSupported(f"this kernel multiplies 2:4 weights, not {packed.pattern}")
-    height = min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1)))
+    count = multiprocessors or MULTIPROCESSORS[architecture]
+    height = min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1), count))
     k = packed.shape[1]
     row_ids = np.full(-(-packed.shape[0] // height) * height, -1, np.int32)
     row_ids[: packed.shape[0]] = np.arange(packed.shape[0])
     own = (pack(packed, height, dtype), np.int32(k))
-    return sm90.HopperProgram((kernel(height),), dtype, own, stages_of(packed.shape, height), row_ids)
+    return sm90.HopperProgram((kernel(height),), dtype, own, stages_of(packed.shape, height), row_ids, count)
 
 
 def stages_of(shape: tuple[int, int], height: int) -> NDArray[np.int64]:
@@ -67,10 +75,11 @@ def stages_of(shape: tuple[int, int], height: int) -> NDArray[np.int64]:
     return np.full(-(-shape[0] // height), -(-shape[1] // STAGE), np.int64)
 
 
-def expected_clocks(shape: tuple[int, int], height: int, n: int) -> float:
+def expected_clocks(shape: tuple[int, int], height: int, n: int, multiprocessors: int) -> float:
     """What tiles of this height are expected to take, times n columns."""
     counts = stages_of(shape, height)
-    return sm90.clocks(kernel(height), counts, sm90.best_splits(kernel(height), counts, n), n)
+    splits = sm90.best_splits(kernel(height), counts, n, multiprocessors)
+    return sm90.clocks(kernel(height), counts, splits, n, multiprocessors)
 
 
 def pack(packed: NMWeight, height: int, dtype: str) -> NDArray[np.uint16]:

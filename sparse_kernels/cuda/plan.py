@@ -188,7 +188,8 @@ def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine
     _check_dtype(dtype)
     machine = machine or CupyMachine.current()
     families = _families(variants.LINEAR, packed, "a linear layer")
-    attempts = [partial(variants.linear(family), packed, dtype, machine.architecture, n) for family in families]
+    where = machine.architecture, n, machine.multiprocessors
+    attempts = [partial(variants.linear(family), packed, dtype, *where) for family in families]
     program = _first(packed, machine.architecture, attempts)
     m, k = packed.shape
     return _planned(program, machine, (k, None), (m, None), dtype, layout, n)
@@ -203,7 +204,8 @@ def prepare_conv2d(
     _check_dtype(dtype)
     machine = machine or CupyMachine.current()
     families = _families(variants.CONV2D, packed, "a convolution")
-    attempts = [partial(variants.conv2d(family), packed, shape, dtype, machine.architecture) for family in families]
+    where = machine.architecture, machine.multiprocessors
+    attempts = [partial(variants.conv2d(family), packed, shape, dtype, *where) for family in families]
     program = _first(packed, machine.architecture, attempts)
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)

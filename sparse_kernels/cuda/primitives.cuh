@@ -4,14 +4,11 @@
 // same names come from the emulator of the tests (tests/cuda/emulator), which runs them on a CPU. Nothing here needs a
 // CUDA header. Fragments and instructions: PTX ISA, "Matrix multiply-accumulate operation using mma instruction".
 //
-// An element is 16 bits: a half, or a bfloat16 where the macro BF16 is 1. ACTIVATION is 0 (none), 1 (relu), 2 (gelu).
+// An element is 16 bits: a half, or a bfloat16 where the macro BF16 is 1.
 #pragma once
 
 #ifndef BF16
 #define BF16 0
-#endif
-#ifndef ACTIVATION
-#define ACTIVATION 0
 #endif
 
 #ifdef HOST_EMULATOR
@@ -206,17 +203,56 @@ DEV void named_barrier(int id, int threads) {
 
 #endif  // HOST_EMULATOR
 
+// ---- Copies of 8 elements, however rows are aligned ----
+
+// Copies 8 elements to shared memory, of which the first `count` exist (all of none where count is not positive); the
+// others become 0. Rows are aligned to AT_ONCE elements: 8, 4 or 2 at a time are copied asynchronously, which no machine
+// does with less than 4 bytes: 1 at a time goes through registers.
+template <int AT_ONCE>
+DEV void copy_8(void* shared, const u16* global, int count) {
+  unsigned char* to = static_cast<unsigned char*>(shared);
+  if constexpr (AT_ONCE == 8) {
+    cp_async16(to, global, count > 0);
+  } else if constexpr (AT_ONCE == 4) {
+    cp_async8(to, global, count > 0);
+    cp_async8(to + 8, global + 4, count > 4);
+  } else if constexpr (AT_ONCE == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) cp_async4(to + 4 * i, global + 2 * i, count > 2 * i);
+  } else {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = count > 2 * i ? global[2 * i] : 0;
+      if (count > 2 * i + 1) pairs[i] |= static_cast<u32>(global[2 * i + 1]) << 16;
+    }
+    *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
 // ---- Epilogue ----
 
-// The fused activation, chosen by ACTIVATION; gelu is the exact form, with erf.
-DEV float activate(float value) {
-#if ACTIVATION == 1
-  return fmaxf(value, 0.0f);
-#elif ACTIVATION == 2
-  return 0.5f * value * (1.0f + erff(value * 0.70710678f));
-#else
-  return value;
-#endif
+// Moves rows of sums up by one: a loop that takes row 0 and moves needs one piece of code for all of them. An index that
+// only the run knows would put the sums into memory, and a copy of the code for each row takes long to compile.
+template <class Row, int ROWS_OF_SUMS>
+DEV void move_up(Row (&rows)[ROWS_OF_SUMS]) {
+  constexpr int COUNT = sizeof(Row) / sizeof(float);
+  float* sums = reinterpret_cast<float*>(rows);
+#pragma unroll
+  for (int i = 0; i < (ROWS_OF_SUMS - 1) * COUNT; ++i) sums[i] = sums[i + COUNT];
+}
+
+// The fused activation: 0 none, 1 relu, 2 gelu in its exact form, with erf. NaN stays NaN, as in torch. It is the same
+// for all threads, so that choosing it as the kernel runs costs a jump; several values a call share it.
+template <int N>
+DEV void activate(float (&values)[N], int activation) {
+  if (activation == 1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = values[i] < 0.0f ? 0.0f : values[i];
+  } else if (activation == 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) values[i] = 0.5f * values[i] * (1.0f + erff(values[i] * 0.70710678f));
+  }
 }
 
 #ifndef HOST_EMULATOR

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.formats import Packed
+from sparse_kernels.plan import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
 
 DTYPES = ("float16", "bfloat16")
@@ -46,7 +47,7 @@ class Variant:
 class Operand(Enum):
     """What a call brings: activations, result, bias (a null pointer where there is none), scratch.
 
-    Scratch is zeroed once a call and shared by the call's launches: one may leave sums for the next.
+    Scratch is shared by the call's launches: one may leave sums for the next. What it holds before is undefined.
     """
 
     X = "x"
@@ -59,6 +60,13 @@ Argument = NDArray[np.generic] | Operand | np.generic
 """A constant array (its pointer is passed; uploaded once), an operand (its pointer), or a NumPy scalar (by value)."""
 
 Dim3 = tuple[int, int, int]
+
+
+def activation_code(activation: str | None) -> np.int32:
+    """The argument `activation` of every kernel: a number, so that one cubin serves all. ValueError if unknown."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
+    return np.int32(ACTIVATIONS.index(activation))
 
 
 @dataclass(frozen=True)
@@ -95,14 +103,21 @@ class Program(Protocol):
 class Prepare(Protocol):
     """How each kernel family offers itself: a module-level function `program`."""
 
-    def __call__(self, packed: Packed, dtype: str, architecture: str, n: int) -> Program:
-        """The program for about n columns. Raises NotSupported for what it cannot run."""
+    def __call__(
+        self, packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+    ) -> Program:
+        """The program for about n columns, on so many multiprocessors or those of the usual machine (targets.py).
+
+        Raises NotSupported for what it cannot run.
+        """
 
 
 class PrepareConv2d(Protocol):
     """The same for convolutions: a module-level function `conv2d_program`."""
 
-    def __call__(self, packed: Packed, shape: Conv2dShape, dtype: str, architecture: str) -> Program:
+    def __call__(
+        self, packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
+    ) -> Program:
         """The program for about shape.batch images. Raises NotSupported for what it cannot run."""
 
 

@@ -57,9 +57,10 @@ DEV void advance(Position& at) {
   }
 }
 
-// What a block computes next: rows group * ROWS on, columns `column` on, from the stages `first` to `last`.
+// What a block computes next: rows group * ROWS on, columns `column` on, from the stages `first` to `last` of the
+// group's, which begin with `start`.
 struct Tile {
-  int group, split, first, last, column;
+  int group, split, start, first, last, column;
 };
 
 struct Schedule {
@@ -73,45 +74,47 @@ DEV int tiles(const Schedule& schedule) { return schedule.groups * schedule.spli
 DEV Tile tile_of(const Schedule& schedule, int number) {
   int columns = column_tiles(schedule), part = number / columns;
   int group = schedule.order[part / schedule.splits], split = part % schedule.splits;
-  int first = schedule.stages[group], count = schedule.stages[group + 1] - first;
-  return {group, split, first + count * split / schedule.splits, first + count * (split + 1) / schedule.splits,
+  int start = schedule.stages[group], count = schedule.stages[group + 1] - start;
+  return {group, split, start, start + count * split / schedule.splits, start + count * (split + 1) / schedule.splits,
           number % columns * BN};
 }
 
 // ---- Producer ----
 
-// Copies 8 elements of x, of which the first `valid` exist; the others become 0. Where rows of x are aligned to 2
-// bytes only, no asynchronous copy can move them: they go through registers.
-DEV void copy_chunk(unsigned char* shared, const u16* x, int valid) {
-#if ALIGN == 16
-  cp_async16(shared, x, valid > 0);
-#elif ALIGN == 8
-  cp_async8(shared, x, valid > 0);
-  cp_async8(shared + 8, valid > 4 ? x + 4 : x, valid > 4);
-#else
-  u32 words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    words[i] = valid > 2 * i ? x[2 * i] : 0;
-    if (valid > 2 * i + 1) words[i] |= static_cast<u32>(x[2 * i + 1]) << 16;
-  }
-  *reinterpret_cast<uint4*>(shared) = make_uint4(words[0], words[1], words[2], words[3]);
-#endif
-}
-
-// Each of the producer's warps fills BK / 4 lines; 8 lanes copy 128 bytes of one row, so one call moves whole rows.
+// Each of the producer's warps fills BK / 4 lines; LANES_A_LINE lanes copy a row of x, 16 bytes each: every step moves
+// whole rows.
 constexpr int LINES_A_WARP = BK / 4;
 constexpr int LANES_A_LINE = BN / 8 < 32 ? BN / 8 : 32;
-constexpr int LINES_A_CALL = 32 / LANES_A_LINE;
+constexpr int LINES_A_STEP = 32 / LANES_A_LINE;
 
-// Copies line `line` of a stage: `row` of x from column `column` on, or zeros where row is negative.
-DEV void copy_line(unsigned char* tile, int line, int row, const u16* x, int column, int n) {
-  int chunk = (threadIdx.x & 31) % LANES_A_LINE;
-  int left = n - column - 8 * chunk;
-  bool exists = row >= 0 && left > 0;
-  const u16* from = exists ? x + static_cast<u64>(row) * n + column + 8 * chunk : x;
-  copy_chunk(tile + chunk / 8 * BLOCK_BYTES + swizzled(line, chunk % 8), from, exists ? left : 0);
+// What a producer's thread copies of every stage of a tile: 8 columns of every LINES_A_STEP-th line of its warp. All
+// that does not change from stage to stage is here, so that a test and a multiply-add are left beside each copy.
+struct Part {
+  u64 x;         // the address of its columns of row 0 of x
+  u32 stride;    // bytes from one row of x to the next
+  int left;      // how many columns of x there are from its first
+  int line;      // the first of its lines
+  u32 byte;      // where its 16 bytes of that line lie in a stage's rows of x
+};
+
+DEV Part part_of(const u16* x, int first_column, int n) {
+  int warp = (threadIdx.x & 127) / 32, lane = threadIdx.x & 31;
+  int chunk = lane % LANES_A_LINE, column = first_column + 8 * chunk;
+  int line = warp * LINES_A_WARP + lane / LANES_A_LINE;
+  u32 byte = chunk / 8 * BLOCK_BYTES + swizzled(line, chunk % 8);
+  return {reinterpret_cast<u64>(x + column), 2u * n, n - column, line, byte};
 }
+
+// The address of a row of x from that of row 0; that of row -1 is not read.
+DEV u64 row_of(u64 x, u32 row, u32 stride) { return x + static_cast<u64>(row) * stride; }
+
+// Copies the line `step` below the part's first from `x`; zeros where the row of x does not exist. Chunks are swizzled
+// by the line modulo 8. There the part's first line and `step` have no bit in common: an exclusive or adds them.
+DEV void copy_line(unsigned char* tile, const Part& part, int step, u64 x, bool exists) {
+  unsigned char* to = tile + (part.byte ^ (step % 8 << 4)) + step * 128;
+  copy_8<ALIGN / 2>(to, reinterpret_cast<const u16*>(x), exists ? part.left : 0);
+}
+static_assert(LINES_A_WARP % 8 == 0 && LINES_A_STEP <= 2, "first lines are 0 or 1 modulo 8, steps even where they are 1");
 
 // This thread's part of the slot is on its way.
 DEV void producer_arrive(u64* full) {
@@ -174,27 +177,53 @@ DEV void store_chunk(u16* out, const u32 (&words)[4], int valid) {
 #endif
 }
 
-// Finishes a warpgroup's 64 x N sums: bias, activation, and row i to row row_ids[i] of the result, so that a
-// permutation of rows costs nothing. Lanes first exchange columns, so that a quad writes 64 bytes of one row at a
-// time: no shared memory is needed for it, and the ring keeps it all.
-template <int N>
-DEV void store_tile(const float (&sums)[N / 2], const int* row_ids, const float* bias, u16* out, int column, int n) {
+// Where a lane's two rows of a warpgroup's 64 go, and what is added there. Fetched before the products, as one read
+// waits for the other.
+struct Rows {
+  int id[2];
+  float shift[2];
+};
+
+DEV Rows rows_of(const int* row_ids, const float* bias) {
   int lane = threadIdx.x & 31, warp = (threadIdx.x & 127) >> 5;
+  Rows rows;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    int row = row_ids[warp * 16 + lane / 4 + half * 8];
-    float shift = bias && row >= 0 ? bias[row] : 0.0f;
+    rows.id[half] = row_ids[warp * 16 + lane / 4 + half * 8];
+    rows.shift[half] = bias && rows.id[half] >= 0 ? bias[rows.id[half]] : 0.0f;
+  }
+  return rows;
+}
+
+// Finishes a warpgroup's 64 x N sums: bias, activation, and each row to its place in the result, so that a permutation
+// of rows costs nothing. Lanes first exchange columns, so that a quad writes 64 bytes of one row at a time: no shared
+// memory is needed for it, and the ring keeps it all.
+template <int N>
+DEV void store_tile(float (&sums)[N / 2], Rows rows, int activation, u16* out, int column, int n) {
+  int lane = threadIdx.x & 31;
+#pragma unroll 1
+  for (int half = 0; half < 2; ++half) {
+    int row = rows.id[0];
 #pragma unroll
     for (int j = 0; j < N / 8; j += 4) {
+      float values[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[i] = sums[4 * (j + i / 2) + i % 2] + rows.shift[0];
+      activate(values, activation);
       u32 words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int at = 4 * (j + i) + 2 * half;
-        words[i] = pack2(activate(sums[at] + shift), activate(sums[at + 1] + shift));
-      }
+      for (int i = 0; i < 4; ++i) words[i] = pack2(values[2 * i], values[2 * i + 1]);
       transpose_quad(words);
       int start = column + 8 * (j + lane % 4);
       if (row >= 0) store_chunk(out + static_cast<u64>(row) * n + start, words, n - start);
+    }
+    // The lower row takes the upper one's registers, so that one piece of code serves both.
+    rows.id[0] = rows.id[1];
+    rows.shift[0] = rows.shift[1];
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 4) {
+      sums[i] = sums[i + 2];
+      sums[i + 1] = sums[i + 3];
     }
   }
 }
@@ -214,14 +243,13 @@ DEV void store_partial(const float (&sums)[N / 2], float* partial, int width) {
 
 // Either of the two, for 64 rows from `row` of the tile's group and the columns from `column` of the matrix.
 template <int N>
-DEV void store(const float (&sums)[N / 2], const Schedule& schedule, const Tile& tile, int row, int column,
-               const int* row_ids, const float* bias, u16* out, float* partial) {
-  int rows = tile.group * ROWS + row;
+DEV void store(float (&sums)[N / 2], const Schedule& schedule, const Tile& tile, int row, int column,
+               const Rows& rows, int activation, u16* out, float* partial) {
   if (partial) {
     int width = column_tiles(schedule) * BN;
-    u64 above = static_cast<u64>(tile.split) * schedule.groups * ROWS + rows;
+    u64 above = (static_cast<u64>(tile.split) * schedule.groups + tile.group) * ROWS + row;
     store_partial<N>(sums, partial + above * width + column, width);
   } else {
-    store_tile<N>(sums, row_ids + rows, bias, out, column, schedule.n);
+    store_tile<N>(sums, rows, activation, out, column, schedule.n);
   }
 }

@@ -13,16 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant
+from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
 
 ARCHITECTURE = "sm_90a"
-ACTIVATIONS = {None: 0, "relu": 1, "gelu": 2}
 THREADS = 384
 STAGE_COLUMNS = 64  # stored columns of a stage: a line of the 128-byte swizzle
 FINISH_COLUMNS = 256  # columns of the result a block of finish_sm90 writes
-
-SMS = 132
-"""Multiprocessors of an H100 SXM and an H200."""
 
 RING_BYTES = 226 * 1024
 """Dynamic shared memory: the 227 KiB a block may have less 1 KiB for the barriers, as the ring starts aligned."""
@@ -39,7 +35,7 @@ FINISH_CLOCKS = 5000  # a second launch
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """One kernel with one tile size, before element type, activation and alignment are chosen.
+    """One kernel with one tile size, before element type and alignment are chosen.
 
     `rows` and `width` are the tile of the result. A stage holds `x_rows` rows of x and `weight_bytes` of the weight,
     and is `products` multiplications of the tensor cores.
@@ -70,36 +66,32 @@ class Kernel:
         """What a stage is expected to take, bound by the tensor cores or by the way to shared memory."""
         return max(self.products / PRODUCTS_A_CLOCK, self.stage_bytes / BYTES_A_CLOCK)
 
-    def variant(self, dtype: str, activation: str | None, align: int, strict: bool) -> Variant:
+    def variant(self, dtype: str, align: int, strict: bool = True) -> Variant:
         """The kernel as it is compiled."""
         settings = {
             **self.defines,
             "STAGES": self.stages,
             "ALIGN": align,
             "STRICT": int(strict),
-            "BF16": int(dtype == "bfloat16"),
-            "ACTIVATION": ACTIVATIONS[activation],
+            "BF16": DTYPES.index(dtype),
         }
         return Variant(self.source, self.function, settings, (ARCHITECTURE,), self.instruction)
 
 
-def finish(dtype: str, activation: str | None) -> Variant:
+def finish(dtype: str) -> Variant:
     """What adds up the sums of a split product."""
-    settings = {"BF16": int(dtype == "bfloat16"), "ACTIVATION": ACTIVATIONS[activation]}
-    return Variant("finish_sm90.cu", "finish_sm90", settings, (ARCHITECTURE,))
+    return Variant("finish_sm90.cu", "finish_sm90", {"BF16": DTYPES.index(dtype)}, (ARCHITECTURE,))
 
 
 def variants(kernels: list[Kernel]) -> Iterator[Variant]:
     """All that launches may ask for, and without the fence what a GPU has to compare."""
     for kernel in kernels:
         for dtype in DTYPES:
-            for activation in ACTIVATIONS:
-                for align in (16, 8, 2):
-                    yield kernel.variant(dtype, activation, align, strict=True)
-            yield kernel.variant(dtype, None, 16, strict=False)
+            for align in (16, 8, 2):
+                yield kernel.variant(dtype, align)
+            yield kernel.variant(dtype, 16, strict=False)
     for dtype in DTYPES:
-        for activation in ACTIVATIONS:
-            yield finish(dtype, activation)
+        yield finish(dtype)
 
 
 def swizzled(lines: NDArray[np.uint16]) -> NDArray[np.uint16]:
@@ -120,7 +112,7 @@ class HopperProgram:
     """A weight packed for one kernel (or the same one with tiles of other widths) and element type.
 
     `own` are the constants that come first among the kernel's arguments. `counts` int64 (groups): the stages of each
-    group. `row_ids` int32 (groups * rows), -1 for none.
+    group. `row_ids` int32 (groups * rows), -1 for none. `multiprocessors`: of the machine.
     """
 
     kernels: tuple[Kernel, ...]
@@ -128,6 +120,7 @@ class HopperProgram:
     own: tuple[Argument, ...]
     counts: NDArray[np.int64]
     row_ids: NDArray[np.int32]
+    multiprocessors: int
     strict: bool = True
     order: NDArray[np.int32] = field(init=False)
     starts: NDArray[np.int32] = field(init=False)
@@ -146,8 +139,6 @@ class HopperProgram:
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
         """The product, and where it is split the addition of its parts; empty where n is 0."""
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
         if n == 0:
             return []
         kernel, splits = self.choose(n)
@@ -160,15 +151,15 @@ class HopperProgram:
         width = -(-n // kernel.width) * kernel.width
         scratch = splits * self.row_ids.size * width * 4 if splits > 1 else 0
         first = Launch(
-            kernel.variant(self.dtype, None if splits > 1 else activation, alignment(n), self.strict),
-            (min(tiles, SMS), 1, 1),
+            kernel.variant(self.dtype, alignment(n), self.strict),
+            (min(tiles, self.multiprocessors), 1, 1),
             (THREADS, 1, 1),
             kernel.stages * kernel.stage_bytes,
             (
                 *self.own,
                 *(self.order, self.starts, self.row_ids),
                 *(Operand.X, Operand.BIAS, Operand.OUT, Operand.SCRATCH if splits > 1 else np.uint64(0)),
-                *(np.int32(groups), np.int32(splits), np.int32(n)),
+                *(np.int32(groups), np.int32(splits), np.int32(n), activation_code(activation)),
             ),
             scratch,
         )
@@ -176,13 +167,13 @@ class HopperProgram:
             return [first]
         rows = self.row_ids.size
         second = Launch(
-            finish(self.dtype, activation),
+            finish(self.dtype),
             (rows, -(-n // FINISH_COLUMNS), 1),
             (FINISH_COLUMNS, 1, 1),
             0,
             (
                 *(Operand.SCRATCH, self.row_ids, Operand.BIAS, Operand.OUT),
-                *(np.int32(rows), np.int32(splits), np.int32(width), np.int32(n)),
+                *(np.int32(rows), np.int32(splits), np.int32(width), np.int32(n), activation_code(activation)),
             ),
             scratch,
         )
@@ -190,30 +181,32 @@ class HopperProgram:
 
     def choose(self, n: int) -> tuple[Kernel, int]:
         """The tile and the number of splits with the shortest expected time."""
-        splits = {kernel: best_splits(kernel, self.counts, n) for kernel in self.kernels}
-        return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n))
+        splits = {kernel: best_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
+        return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n, self.multiprocessors))
 
 
-def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int) -> int:
+def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
     """Among how many blocks to share out each tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
-    return min((2**i for i in range(most.bit_length())), key=lambda splits: clocks(kernel, counts, splits, n))
+    choices = (2**i for i in range(most.bit_length()))
+    return min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
 
 
-def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int) -> float:
+def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
     """What groups with so many stages each are expected to take, times n columns, in clocks.
 
-    A block takes every SMS-th tile of those sorted by falling work, so none has more to do than the first. Left out:
-    what blocks that read the same rows of x save each other, and changes of the clock.
+    There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in turn, so none
+    has more to do than the first. Left out: what blocks that read the same rows of x save each other, and changes of
+    the clock.
     """
     shares = np.arange(splits + 1)[:, None] * np.sort(counts)[::-1] // splits
     stages = np.sort(np.diff(shares, axis=0).ravel())[::-1]
     columns = -(-n // kernel.width)
-    first = stages[np.arange(0, stages.size * columns, SMS) // columns]
+    first = stages[np.arange(0, stages.size * columns, multiprocessors) // columns]
     total = float((first * kernel.stage_clocks + TILE_CLOCKS).sum())
     if splits > 1:
         partial = splits * counts.size * kernel.rows * columns * kernel.width * 4
-        total += FINISH_CLOCKS + 2 * partial / (SMS * BYTES_A_CLOCK)
+        total += FINISH_CLOCKS + 2 * partial / (multiprocessors * BYTES_A_CLOCK)
     return total
 
 

@@ -21,7 +21,7 @@
 //   ASYNC        1: copied by cp.async (sm_80 and later, COPY 8); 0: through registers, with STAGES 2
 //   MMA_K        16: m16n8k16 (sm_80); 8: m16n8k8 (sm_75); 4: m8n8k4 of the quad pairs (sm_70)
 //   CONV         0: linear layer, 1: convolution
-//   BF16, ACTIVATION   as in primitives.cuh
+//   BF16         as in primitives.cuh
 #include "primitives.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
@@ -54,9 +54,6 @@ struct __align__(16) Bytes16 {
 };
 struct __align__(8) Bytes8 {
   u32 word[2];
-};
-struct __align__(16) Float4 {
-  float at[4];
 };
 struct __align__(8) Float2 {
   float at[2];
@@ -133,8 +130,9 @@ DEV int x_byte(int row, int column) {
 
 #if MMA_K == 4
 // The quad pairs of a warp (q) compute quarters: rows 8 (q % 2) and up of 16, and 8 columns of the left (q < 2) or
-// right half of the warp's. Left and right together read 4 rows of 2 chunks of x at once; in a warp of 64 columns the
-// chunks are 4 apart, a bit that the swizzle of 4 neighbouring rows leaves alone: all 8 lie in different banks.
+// right half of the warp's. Left and right together read 4 rows of 2 chunks of x at once. In a warp of 64 columns the
+// chunks are 4 apart, a bit that the swizzle of 4 neighbouring rows leaves alone: all 8 lie in different banks. In one
+// of 32 they are 2 apart, which the swizzle mixes: two lie in the same banks, and the read takes twice as long.
 typedef float RowTile[COLUMN_TILES][8];
 typedef RowTile Accumulators[ROW_TILES];
 
@@ -206,12 +204,17 @@ DEV void multiply(Accumulators& sums, const unsigned char* x, int step, int warp
 
 // ---- Results ----
 // 16 rows of a warp at a time go through a patch of shared memory of its own, as float32, to be written out in whole
-// rows: the fragments of a lane lie scattered. 16 lanes write 4 rows of 8 words at once; the patch's pitch is 8 or 24
-// modulo 32 words, so that these fall into different banks.
+// rows: the fragments of a lane lie scattered. 16 lanes write 4 rows of 8 words of a 16 x 8 fragment at once; the
+// patch's pitch is 8 or 24 modulo 32 words, so that these fall into different banks. (Volta's 8 x 8 fragments lie
+// otherwise: 2 or 4 of their words share a bank.)
 
 constexpr int PATCH_PITCH = WARP_COLUMNS + 8;
 constexpr int PATCH_BYTES = 16 * PATCH_PITCH * 4;
 constexpr int WIDTH = COPY == 1 ? 1 : 4;  // results that a lane writes at once
+
+struct __align__(4 * WIDTH) Sums {
+  float at[WIDTH];
+};
 
 DEV void to_patch(float* patch, const RowTile& sums) {
   const int lane = threadIdx.x % 32;
@@ -241,22 +244,23 @@ DEV void to_patch(float* patch, const RowTile& sums) {
 }
 
 // row_ids: the 16 rows' own, -1 for a row that pads the group. out: column 0 of the warp's results in row 0.
-DEV void write_rows(const float* patch, const int* row_ids, u16* out, int n, int columns_left, const float* bias) {
+DEV void write_rows(const float* patch, const int* row_ids, u16* out, int n, int columns_left, const float* bias,
+                    int activation) {
 #pragma unroll 1
   for (int piece = threadIdx.x % 32; piece < 16 * WARP_COLUMNS / WIDTH; piece += 32) {
     const int row = piece / (WARP_COLUMNS / WIDTH), column = piece % (WARP_COLUMNS / WIDTH) * WIDTH;
     const int row_id = row_ids[row];
     if (row_id < 0 || column >= columns_left) continue;
     const float added = bias ? bias[row_id] : 0.0f;
-    const float* sums = patch + row * PATCH_PITCH + column;
+    Sums sums = *reinterpret_cast<const Sums*>(patch + row * PATCH_PITCH + column);
+#pragma unroll
+    for (int i = 0; i < WIDTH; ++i) sums.at[i] += added;
+    activate(sums.at, activation);
     u16* results = out + static_cast<long long>(row_id) * n + column;
 #if COPY == 1
-    results[0] = from_float(activate(sums[0] + added));
+    results[0] = from_float(sums.at[0]);
 #else
-    const Float4 four = *reinterpret_cast<const Float4*>(sums);
-    const u32 low = pack2(activate(four.at[0] + added), activate(four.at[1] + added));
-    const u32 high = pack2(activate(four.at[2] + added), activate(four.at[3] + added));
-    *reinterpret_cast<Bytes8*>(results) = Bytes8{{low, high}};
+    *reinterpret_cast<Bytes8*>(results) = Bytes8{{pack2(sums.at[0], sums.at[1]), pack2(sums.at[2], sums.at[3])}};
 #endif
   }
 }
@@ -369,13 +373,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 vector_conv2d(const u16* __restrict__ weights, const int* __restrict__ offsets, const int* __restrict__ taps,
               const int* __restrict__ starts, const int* __restrict__ row_ids, const u16* __restrict__ x,
               u16* __restrict__ out, const float* __restrict__ bias, int groups, int n, int batch, int h, int w,
-              int out_w, int stride_h, int stride_w, int pad_h, int pad_w) {
+              int out_w, int stride_h, int stride_w, int pad_h, int pad_w, int activation) {
   const Image image = {batch, h, w, out_w, stride_h, stride_w, pad_h, pad_w};
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 vector_matmul(const u16* __restrict__ weights, const int* __restrict__ offsets, const int* __restrict__ starts,
               const int* __restrict__ row_ids, const u16* __restrict__ x, u16* __restrict__ out,
-              const float* __restrict__ bias, int groups, int n) {
+              const float* __restrict__ bias, int groups, int n, int activation) {
   const int* taps = nullptr;
   const Image image = {};
 #endif
@@ -456,11 +460,12 @@ vector_matmul(const u16* __restrict__ weights, const int* __restrict__ offsets, 
   float* patch = reinterpret_cast<float*>(shared + warp * PATCH_BYTES);
   const int* rows = row_ids + static_cast<long long>(group) * V + warp_m * WARP_ROWS;
   const int column = first_column + warp_n * WARP_COLUMNS;
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < ROW_TILES; ++i) {
-    to_patch(patch, sums[i]);
+    to_patch(patch, sums[0]);
     __syncwarp();
-    write_rows(patch, rows + 16 * i, out + column, n, n - column, bias);
+    write_rows(patch, rows + 16 * i, out + column, n, n - column, bias, activation);
     __syncwarp();  // before the next 16 rows overwrite it
+    move_up(sums);
   }
 }

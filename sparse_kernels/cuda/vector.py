@@ -8,24 +8,24 @@ the tile is chosen by what a multiprocessor has to bring in: see `widest_that_pa
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant
+from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.targets import MULTIPROCESSORS
 from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, tiles_of
 from sparse_kernels.formats import Packed
 from sparse_kernels.formats.checks import frozen
-from sparse_kernels.plan import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
 
 
 class Machine(NamedTuple):
     """What the choice of a tile depends on."""
 
-    multiprocessors: int
     mma_k: int  # depth of one tensor-core product: 16, 8 (sm_75) or 4 (sm_70)
     stages: int  # tiles in shared memory at once; 2 where there is no cp.async
     widths: tuple[int, ...]  # BN
@@ -37,18 +37,16 @@ class Machine(NamedTuple):
 
 
 MACHINES = {
-    "sm_70": Machine(80, 4, 2, (64, 128)),
-    "sm_75": Machine(40, 8, 2, (64, 128)),
-    "sm_80": Machine(108, 16, 4, (64, 128, 256)),
-    "sm_86": Machine(84, 16, 3, (64, 128, 256)),
-    "sm_89": Machine(128, 16, 3, (64, 128, 256)),
-    "sm_90a": Machine(132, 16, 4, (64, 128, 256)),
-    "sm_100": Machine(148, 16, 4, (64, 128, 256)),
+    "sm_70": Machine(4, 2, (64, 128)),
+    "sm_75": Machine(8, 2, (64, 128)),
+    "sm_80": Machine(16, 4, (64, 128, 256)),
+    "sm_86": Machine(16, 3, (64, 128, 256)),
+    "sm_89": Machine(16, 3, (64, 128, 256)),
+    "sm_90a": Machine(16, 4, (64, 128, 256)),
+    "sm_100": Machine(16, 4, (64, 128, 256)),
 }
-"""The usual machine of each architecture: V100, T4, A100, RTX 3090 and A10, RTX 4090 and L40, H100 and H200, B200.
-
-4 stages of the largest tile are 96 KiB; sm_86 and sm_89 have 100 in all, so 3 there. Before cp.async tiles go through
-registers, which hold no more than 128 columns of x beside the results.
+"""Of a multiprocessor of sm_86 and sm_89, with 100 KiB, 3 stages let two blocks of 128 x 128 (49 KiB) run at once, 4
+only one. Before cp.async tiles go through registers, which hold no more than 128 columns of x beside the results.
 """
 
 WARPS = {
@@ -73,28 +71,35 @@ NARROW = 64
 INSTRUCTIONS = {16: "HMMA.16816.F32", 8: "HMMA.1688.F32", 4: "HMMA.884.F32"}
 """What the SASS of a product is called, by its depth."""
 
-ACTIVATION = {name: number for number, name in enumerate(ACTIVATIONS)}
 
-
-def program(packed: Packed, dtype: str, architecture: str, n: int) -> LinearProgram:
+def program(
+    packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+) -> LinearProgram:
     """A linear layer's weight (m, k) for about n columns. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    return LinearProgram(tiles, dtype, architecture, widest_that_pays(tiles.height, tiles.groups, n, machine))
+    width = widest_that_pays(
+        tiles.height, tiles.groups, n, machine.widths, multiprocessors or MULTIPROCESSORS[architecture]
+    )
+    return LinearProgram(tiles, dtype, architecture, width)
 
 
-def conv2d_program(packed: Packed, shape: Conv2dShape, dtype: str, architecture: str) -> Conv2dProgram:
+def conv2d_program(
+    packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
+) -> Conv2dProgram:
     """A convolution's weight (c_out, kh*kw*c_in) for about shape.batch images; NotSupported as above."""
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    width = widest_that_pays(tiles.height, tiles.groups, shape.n, machine)
+    width = widest_that_pays(
+        tiles.height, tiles.groups, shape.n, machine.widths, multiprocessors or MULTIPROCESSORS[architecture]
+    )
     offsets, taps = places(tiles.columns, shape)
     return Conv2dProgram(tiles, dtype, architecture, width, shape, offsets, taps)
 
 
-def widest_that_pays(height: int, groups: int, n: int, machine: Machine) -> int:
+def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
     """The BN with which the busiest multiprocessor brings in least: its blocks times V + BN elements a kept column.
 
     A wide tile reads the weights less often; a narrow one makes more blocks and wastes less past the last column.
@@ -103,14 +108,12 @@ def widest_that_pays(height: int, groups: int, n: int, machine: Machine) -> int:
 
     def brought(width: int) -> int:
         blocks = groups * -(-n // width)
-        return -(-blocks // machine.multiprocessors) * (height + width)
+        return -(-blocks // multiprocessors) * (height + width)
 
-    return min(reversed(machine.widths), key=brought)
+    return min(reversed(widths), key=brought)
 
 
-def variant(
-    height: int, width: int, aligned: bool, conv: bool, dtype: str, activation: str | None, arch: str
-) -> Variant:
+def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch: str) -> Variant:
     """The kernel of a tile for one architecture; `aligned` where rows of x are."""
     machine = MACHINES[arch]
     warps_m, warps_n = WARPS[height, width]
@@ -126,8 +129,7 @@ def variant(
         "ASYNC": int(cp_async),
         "MMA_K": machine.mma_k,
         "CONV": int(conv),
-        "BF16": int(dtype == "bfloat16"),
-        "ACTIVATION": ACTIVATION[activation],
+        "BF16": DTYPES.index(dtype),
     }
     function = "vector_conv2d" if conv else "vector_matmul"
     return Variant("vector.cu", function, defines, (arch,), INSTRUCTIONS[machine.mma_k])
@@ -163,8 +165,9 @@ class LinearProgram:
         width = self.width if aligned else NARROW
         tiles = self.tiles
         arrays = (tiles.weights, tiles.columns, tiles.starts, tiles.row_ids)
-        one = variant(tiles.height, width, aligned, False, self.dtype, activation, self.architecture)
-        return [_launch(one, tiles.groups, n, (*arrays, *OPERANDS, np.int32(tiles.groups), np.int32(n)))]
+        one = variant(tiles.height, width, aligned, False, self.dtype, self.architecture)
+        scalars = (np.int32(tiles.groups), np.int32(n), activation_code(activation))
+        return [_launch(one, tiles.groups, n, (*arrays, *OPERANDS, *scalars))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +198,8 @@ class Conv2dProgram:
         columns = shape.out_h * shape.out_w * n
         image = (n, shape.h, shape.w, shape.out_w, *shape.stride, *shape.padding)
         sizes = (np.int32(size) for size in (tiles.groups, columns, *image))
-        one = variant(tiles.height, width, aligned, True, self.dtype, activation, self.architecture)
-        return [_launch(one, tiles.groups, columns, (*arrays, *OPERANDS, *sizes))]
+        one = variant(tiles.height, width, aligned, True, self.dtype, self.architecture)
+        return [_launch(one, tiles.groups, columns, (*arrays, *OPERANDS, *sizes, activation_code(activation)))]
 
 
 OPERANDS = (Operand.X, Operand.OUT, Operand.BIAS)
@@ -240,17 +243,14 @@ def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, 
 
 
 def _variants() -> tuple[Variant, ...]:
-    """Every tile with gelu, whose epilogue needs most registers; the other activations differ in nothing else.
-
-    Variants that several architectures share are one, for all of them.
-    """
+    """Every tile. Variants that several architectures share are one, for all of them."""
     architectures: dict[tuple[tuple[str, int], ...], list[str]] = {}
     merged: dict[tuple[tuple[str, int], ...], Variant] = {}
     for arch, machine in MACHINES.items():
         dtypes = DTYPES if machine.mma_k == 16 else DTYPES[:1]
         tiles = [(width, True) for width in machine.widths] + [(NARROW, False)]
         for height, (width, aligned), conv, dtype in itertools.product(HEIGHTS, tiles, (False, True), dtypes):
-            one = variant(height, width, aligned, conv, dtype, "gelu", arch)
+            one = variant(height, width, aligned, conv, dtype, arch)
             key = tuple(one.defines.items())
             merged[key] = one
             architectures.setdefault(key, []).append(arch)

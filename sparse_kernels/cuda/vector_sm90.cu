@@ -20,7 +20,8 @@ constexpr int WIDTH = BN * ROW_PARTS / 2;  // columns of a consumer
 // partial: null, or float (splits, groups * V, columns up to a multiple of BN) for unfinished sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     vector_sm90(const u16* weights, const int* columns, const int* order, const int* stages, const int* row_ids,
-                const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n) {
+                const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n,
+                int activation) {
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   init_barriers(barriers);
@@ -30,10 +31,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (warpgroup == 2) {
     register_decrease<PRODUCER_REGISTERS>();
-    int first_line = (threadIdx.x & 127) / 32 * LINES_A_WARP;
     for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
       Tile tile = tile_of(schedule, number);
-      const int* names = columns + first_line + lane % LINES_A_WARP;
+      const Part part = part_of(x, tile.column, n);
+      const int* names = columns + (threadIdx.x & 127) / 32 * LINES_A_WARP + lane % LINES_A_WARP;
       int next = tile.first < tile.last ? names[tile.first * BK] : -1;
       for (int stage = tile.first; stage < tile.last; ++stage) {
         int mine = next;  // lane i holds the name of this warp's line i; that of the next stage is fetched ahead
@@ -46,10 +47,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     &barriers.full[at.slot]);
         }
 #pragma unroll
-        for (int i = 0; i < LINES_A_WARP; i += LINES_A_CALL) {
-          int line = i + lane / LANES_A_LINE;
-          int row = __shfl_sync(0xffffffff, mine, line);
-          copy_line(slot + WEIGHT_BYTES, first_line + line, row, x, tile.column, n);
+        for (int step = 0; step < LINES_A_WARP; step += LINES_A_STEP) {
+          int row = __shfl_sync(0xffffffff, mine, step + lane / LANES_A_LINE);
+          copy_line(slot + WEIGHT_BYTES, part, step, row_of(part.x, row, part.stride), row >= 0);
         }
         producer_arrive(&barriers.full[at.slot]);
         advance(at);
@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int row = warpgroup % ROW_PARTS * 64, column = warpgroup / ROW_PARTS * WIDTH;
     for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
       Tile tile = tile_of(schedule, number);
+      const Rows rows = rows_of(row_ids + tile.group * V + row, bias);
       float sums[WIDTH / 2];
 #pragma unroll
       for (int i = 0; i < WIDTH / 2; ++i) sums[i] = 0.0f;
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       wgmma_wait<0>();
       wgmma_keep_order(sums);
       if (read >= 0) release(&barriers.empty[read]);
-      store<WIDTH>(sums, schedule, tile, row, tile.column + column, row_ids, bias, out, partial);
+      store<WIDTH>(sums, schedule, tile, row, tile.column + column, rows, activation, out, partial);
     }
   }
 }

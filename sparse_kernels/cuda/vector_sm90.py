@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
+from sparse_kernels.cuda.targets import MULTIPROCESSORS
 from sparse_kernels.cuda.vector_tiles import Vectors, element_bits, vectors_of
 from sparse_kernels.formats import Packed
 
@@ -39,7 +40,9 @@ KERNELS = [kernel(v, width) for v in HEIGHTS for width in WIDTHS]
 VARIANTS = list(sm90.variants(KERNELS))
 
 
-def program(packed: Packed, dtype: str, architecture: str, n: int) -> sm90.HopperProgram:
+def program(
+    packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+) -> sm90.HopperProgram:
     """The weight packed for Hopper; `n` does not matter. NotSupported for other formats, heights and machines."""
     sm90.check(dtype, architecture)
     vectors = vectors_of(packed)
@@ -48,7 +51,8 @@ def program(packed: Packed, dtype: str, architecture: str, n: int) -> sm90.Hoppe
     counts = -(-np.diff(vectors.indptr) // sm90.STAGE_COLUMNS)
     weights, columns = pack(vectors, counts, dtype)
     kernels = tuple(kernel(vectors.v, width) for width in WIDTHS)
-    return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids)
+    count = multiprocessors or MULTIPROCESSORS[architecture]
+    return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids, count)
 
 
 def pack(vectors: Vectors, counts: NDArray[np.int64], dtype: str) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:

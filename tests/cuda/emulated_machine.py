@@ -12,6 +12,7 @@ class EmulatedMachine:
     """Of NumPy arrays. It notes what it is asked for; with `runs` false nothing is run."""
 
     arrays = "a NumPy array"
+    multiprocessors = None
 
     def __init__(self, architecture, runs=True):
         self.architecture = architecture

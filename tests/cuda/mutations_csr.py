@@ -1,4 +1,4 @@
-"""A whole-number layer for the CSR kernel, and the bugs to plant in it. The tests must catch every bug."""
+"""A whole-number layer for the CSR kernel, and bugs to plant in it, each of which must be caught."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ MUTATIONS = [
         "the lane's columns of x and out differ": ("x += column;", "x += column ^ VECTOR;"),
         "strips overlap": ("blockIdx.x / row_blocks * STRIP", "blockIdx.x / row_blocks * (STRIP / 2)"),
         "x's first row for all": ("static_cast<u64>(element.x) * n", "static_cast<u64>(0) * n"),
-        "activation and bias dropped": ("activate(sums[c] + shift)", "sums[c]"),
+        "bias dropped": ("sums[c] += shift;", ";"),
     }.items()
 ]

@@ -1,4 +1,4 @@
-"""Whole-number layers for the N:M kernels, and the bugs to plant in them. The tests must catch every bug."""
+"""Whole-number layers for the N:M kernels, and bugs to plant in them, each of which must be caught."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def exact_case(launches: Sequence[Launch], weight: np.ndarray, x: np.ndarray, bi
 def program_on(cores: str, packed: NMWeight, dtype: str) -> nm.TensorCores | nm.OrdinaryCores:
     """The program on "tensor" or "ordinary" cores, whichever would be chosen."""
     if cores == "tensor":
-        return nm.TensorCores.of_weight(unpack(packed), dtype, "sm_80")
-    return nm.OrdinaryCores.of_weight(unpack(packed), nm.tile_depth(packed.pattern), dtype, "sm_75")
+        return nm.TensorCores.of_weight(unpack(packed), dtype, 108)
+    return nm.OrdinaryCores.of_weight(unpack(packed), nm.tile_depth(packed.pattern), dtype, 40)
 
 
 def case_of(
@@ -74,8 +74,11 @@ def tensor() -> Case:
 
 @functools.cache
 def tensor_odd() -> Case:
-    """Rows of x and out that are not aligned; the last stage lies where the result passes through."""
-    return case_of(np.random.default_rng(2), "tensor", (21, 300, 7), tile=nm.TILES[1])
+    """Rows of x and out that are not aligned; the last stage lies where the result passes through.
+
+    Nothing lies between the end of x and what nobody may touch.
+    """
+    return case_of(np.random.default_rng(2), "tensor", (21, 304, 7), tile=nm.TILES[1])
 
 
 @functools.cache
@@ -86,8 +89,8 @@ def ordinary() -> Case:
 
 @functools.cache
 def ordinary_odd() -> Case:
-    """Rows of x and out that are not aligned."""
-    return case_of(np.random.default_rng(4), "ordinary", (21, 300, 7))
+    """Rows of x and out that are not aligned; x ends as above."""
+    return case_of(np.random.default_rng(4), "ordinary", (21, 304, 7))
 
 
 MUTATIONS = [
@@ -126,6 +129,7 @@ MUTATIONS = [
                     "first_group + i",
                 ),
                 "bias of the block's first rows": ("bias[first_row + row]", "bias[row]"),
+                "every strip of a warp is the first": ("    move_up(sums);\n", ""),
                 "upper and lower rows exchanged": ("half * 8 + lane / 4", "(1 - half) * 8 + lane / 4"),
                 "blocks of the last tile rows overlap": (
                     "int height = tile_rows - first < RASTER ? tile_rows - first : RASTER;",
@@ -137,7 +141,10 @@ MUTATIONS = [
             tensor_odd,
             {
                 "no barrier before the stages are overwritten": ("  __syncthreads();\n  u16* tile", "  u16* tile"),
-                "x is read past its last column": ("e < columns ? from[e] : 0", "from[e]"),
+                "x is read past its last column": (
+                    "copy_8<VECTOR>(stage + x_offset(row, chunk), from, columns)",
+                    "copy_8<VECTOR>(stage + x_offset(row, chunk), from, columns > 0 ? 8 : 0)",
+                ),
                 "out is written past its last column": ("e < 8 && e < columns", "e < 8"),
             },
         ),
@@ -158,7 +165,8 @@ MUTATIONS = [
                 ),
                 "rows of the warp beside": ("+ warp * WARP_ROWS * slots;", "+ (warp ^ 1) * WARP_ROWS * slots;"),
                 "x is read past its last row": ("row < k ? n - column : 0;", "n - column;"),
-                "out is written past its last row": ("if (row < m) store(", "store("),
+                "out is written past its last row": ("min(first_row + WARP_ROWS, m)", "first_row + WARP_ROWS"),
+                "every row of a warp is the first": ("    move_up(sums);\n", ""),
                 "last slots lost": ("slot < slots; slot += 2", "slot < slots - 2; slot += 2"),
                 "entries of the tile after": ("* tiles + t) *", "* tiles + (t + 1) % tiles) *"),
             },
@@ -166,7 +174,7 @@ MUTATIONS = [
         (
             ordinary_odd,
             {
-                "x is read past its last column": ("e < columns ? from[e] : 0", "from[e]"),
+                "x is read past its last column": ("if (count > 2 * i + 1)", "if (count > 2 * i)"),
                 "out is written past its last column": ("if (column + c < n) to[c]", "to[c]"),
             },
         ),

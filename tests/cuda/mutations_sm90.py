@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import numpy as np
 from mutations import Case, Mutation
 from sm90_cases import case_of, packed_of
 from vector_cases import drawn
 
-from sparse_kernels.cuda import sm90
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, VectorWise
-
-KERNELS = Path(sm90.__file__).parent
 
 
 @functools.cache
@@ -54,12 +50,11 @@ def nm() -> Case:
     return case_of(rng, packed_of(rng, NM(2, 4), 200, 650), 136, blocks=1)
 
 
-def in_header(name: str, old: str, new: str) -> tuple[str, str]:
-    """The edit that puts a header's text, with an edit of its own, in the place where a kernel includes it."""
-    text = (KERNELS / name).read_text()
-    if old not in text:
-        raise ValueError(f"{name} does not hold {old!r}")
-    return f'#include "{name}"', text.replace(old, new)
+@functools.cache
+def nm_split() -> Case:
+    """Blocks that begin in the middle of x."""
+    rng = np.random.default_rng(6)
+    return case_of(rng, packed_of(rng, NM(2, 4), 100, 400), 40, splits=2)
 
 
 VECTOR = {
@@ -81,7 +76,10 @@ VECTOR = {
         "column / 64 * BLOCK_BYTES, BLOCK_BYTES)",
         "column / 64 * BLOCK_BYTES, BLOCK_BYTES / 2)",
     ),
-    "row names of the neighbouring warp": ("columns + first_line +", "columns + (first_line ^ 16) +"),
+    "row names of the neighbouring warp": (
+        "columns + (threadIdx.x & 127) / 32 *",
+        "columns + ((threadIdx.x & 127) / 32 ^ 1) *",
+    ),
     "weights of the next stage": ("static_cast<u64>(stage) *", "static_cast<u64>(stage ^ 1) *"),
     "the ring starts afresh for every tile": (
         "      int read = -1;  // the slot",
@@ -95,6 +93,7 @@ GROUPS = {
 
 SHARED = {
     "x is not swizzled": ("BLOCK_BYTES + swizzled(line, chunk % 8)", "BLOCK_BYTES + line * 128 + chunk % 8 * 16"),
+    "all lines of a warp are swizzled alike": ("(part.byte ^ (step % 8 << 4))", "part.byte"),
     "half the producer's threads are not waited for": ("WARPGROUP + 1);", "WARPGROUP / 2 + 1);"),
     "one consumer's reading is not waited for": (
         "&barriers.empty[slot], CONSUMER_WARPS)",
@@ -102,20 +101,18 @@ SHARED = {
     ),
     "a slot is only given back by the first warp": ("(threadIdx.x & 31) == 0", "(threadIdx.x & 127) == 0"),
     "parity never changes": ("at.parity ^= 1;", ""),
-    "x is read past its last column": (
-        "bool exists = row >= 0 && left > 0;",
-        "bool exists = row >= 0;\n  left = 8;",
-    ),
-    "x is read for places without a row": ("bool exists = row >= 0 && left > 0", "bool exists = left > 0"),
+    "x is read past its last column": ("exists ? part.left : 0", "exists ? 8 : 0"),
+    "x is read for places without a row": ("exists ? part.left : 0", "part.left"),
     "the result is written past its last column": ("if (valid > 0) *", "*"),
     "rows that do not exist are written": ("if (row >= 0) store_chunk", "store_chunk"),
     "lanes do not exchange columns": ("      transpose_quad(words);\n", ""),
     "lower rows are the upper ones": ("lane / 4 + half * 8];", "lane / 4];"),
-    "bias of the packed row": ("bias[row] : 0.0f;", "bias[warp] : 0.0f;"),
+    "bias of the packed row": ("bias[rows.id[half]] : 0.0f;", "bias[warp] : 0.0f;"),
+    "the result is not activated": ("activate(values, activation);", ""),
+    "lower rows hold the upper sums": ("sums[i] = sums[i + 2];", ""),
 }
 
 UNALIGNED = {
-    "an element is read past the last column": ("if (valid > 2 * i + 1)", "if (valid > 2 * i)"),
     "an element is written past the last column": ("if (valid > i) out", "if (valid > i - 1) out"),
 }
 
@@ -135,17 +132,22 @@ NM_OWN = {
         "expect(&barriers.full[at.slot], WEIGHT_BYTES);",
         "expect(&barriers.full[at.slot], ROWS * 128);",
     ),
-    "x is read past its last row": ("row < k ? row : -1", "row"),
+    "x is read past its last row": ("step < rows_left", "true"),
     "a step is 16 rows of x": ("step * 32 * 128 / 16", "step * 16 * 128 / 16"),
-    "rows of x of the next stage": ("(stage - stages[tile.group]) * BK", "(stage - stages[tile.group] + 1) * BK"),
+    "rows of x of the next stage": ("(stage - tile.start) * BK", "(stage - tile.start + 1) * BK"),
     "producer does not wait for a slot to be read": ("mbarrier_wait(&barriers.empty[at.slot], at.parity ^ 1);", ""),
+}
+
+NM_SPLIT = {
+    "every split starts with the first rows of x": ("(stage - tile.start) * BK", "(stage - tile.first) * BK"),
 }
 
 MUTATIONS = [
     *(Mutation(bug, vector_128, edit) for bug, edit in VECTOR.items()),
     *(Mutation(bug, vector_64, edit) for bug, edit in GROUPS.items()),
-    *(Mutation(bug, vector_64, in_header("sm90.cuh", *edit)) for bug, edit in SHARED.items()),
-    *(Mutation(bug, vector_unaligned, in_header("sm90.cuh", *edit)) for bug, edit in UNALIGNED.items()),
-    *(Mutation(bug, vector_split, in_header("sm90.cuh", *edit)) for bug, edit in SPLIT.items()),
+    *(Mutation(bug, vector_64, edit) for bug, edit in SHARED.items()),
+    *(Mutation(bug, vector_unaligned, edit) for bug, edit in UNALIGNED.items()),
+    *(Mutation(bug, vector_split, edit) for bug, edit in SPLIT.items()),
     *(Mutation(bug, nm, edit) for bug, edit in NM_OWN.items()),
+    *(Mutation(bug, nm_split, edit) for bug, edit in NM_SPLIT.items()),
 ]

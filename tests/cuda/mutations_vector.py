@@ -110,7 +110,8 @@ PRODUCTS = {
 
 RESULTS = {
     "the result is written over the last tile": ("  __syncthreads();  // the patches", "  // the patches"),
-    "read before the warp has written": ("to_patch(patch, sums[i]);\n    __syncwarp();", "to_patch(patch, sums[i]);"),
+    "read before the warp has written": ("to_patch(patch, sums[0]);\n    __syncwarp();", "to_patch(patch, sums[0]);"),
+    "every strip of a warp is the first": ("    move_up(sums);\n", ""),
     "overwritten before the warp has read": ("    __syncwarp();  // before", "    // before"),
     "warps share a patch": ("shared + warp * PATCH_BYTES", "shared + warp_m * PATCH_BYTES"),
     "bias of the packed row": ("bias[row_id]", "bias[row]"),

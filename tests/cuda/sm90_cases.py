@@ -42,11 +42,17 @@ def case_of(
     splits: int = 1,
     blocks: int | None = None,
     strict: bool = True,
+    in_flight: bool = False,
 ) -> Case:
-    """A product with n columns, in tiles of `width`, split as asked for, on `blocks` multiprocessors."""
+    """A product with n columns, in tiles of `width`, split as asked for, on `blocks` multiprocessors.
+
+    strict, in_flight: the macros STRICT of sm90.cuh and IN_FLIGHT of nm_sm90.cu.
+    """
     m, k = packed.shape
     program = program_of(packed, dtype, strict)
     kernel = next(kernel for kernel in program.kernels if kernel.width == width)
+    if in_flight:
+        kernel = nm_sm90.kernel(kernel.rows, in_flight=True)
     launches = program.launches_of(kernel, splits, n, activation)
     if blocks is not None:
         launches = [fewer_blocks(launches[0], blocks), *launches[1:]]

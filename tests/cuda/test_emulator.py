@@ -11,13 +11,14 @@ from sparse_kernels.cuda.program import Launch, Operand, Variant
 KERNELS = Path(emulator.__file__).parent / "kernels"
 SHAPE = (128, 96, 64)  # m, k, n
 
-GEMM = Variant(str(KERNELS / "gemm.cu"), "gemm", {"BF16": 0, "ACTIVATION": 1}, ("sm_80",))
-BF16_GEMM = Variant(GEMM.source, "gemm", {"BF16": 1, "ACTIVATION": 0}, ("sm_80",))
+GEMM = Variant(str(KERNELS / "gemm.cu"), "gemm", {"BF16": 0}, ("sm_80",))
+BF16_GEMM = Variant(GEMM.source, "gemm", {"BF16": 1}, ("sm_80",))
 
 
 def gemm_launch(variant, w, n):
     m, k = w.shape
-    arguments = (w, Operand.X, Operand.OUT, Operand.BIAS, np.int32(m), np.int32(k), np.int32(n))
+    relu = np.int32(not variant.defines["BF16"])
+    arguments = (w, Operand.X, Operand.OUT, Operand.BIAS, np.int32(m), np.int32(k), np.int32(n), relu)
     return Launch(variant, (n // 64, m // 64, 1), (128, 1, 1), 0, arguments)
 
 
@@ -126,10 +127,10 @@ def test_arguments_of_another_size_than_the_parameters_are_refused(rng):
     right = gemm_launch(GEMM, w, x.shape[1])
     out = np.empty(exact.shape, np.float16)
     too_few = Launch(GEMM, right.grid, right.block, 0, right.arguments[:-1])
-    with pytest.raises(emulator.EmulatorError, match="has 7 parameters, the launch gives 6"):
+    with pytest.raises(emulator.EmulatorError, match="has 8 parameters, the launch gives 7"):
         emulator.run([too_few], x, out, bias, seed=0)
     wide = Launch(GEMM, right.grid, right.block, 0, (*right.arguments[:-1], np.int64(64)))
-    with pytest.raises(emulator.EmulatorError, match="argument 6 has 8 bytes, the parameter 4"):
+    with pytest.raises(emulator.EmulatorError, match="argument 7 has 8 bytes, the parameter 4"):
         emulator.run([wide], x, out, bias, seed=0)
 
 
@@ -275,9 +276,21 @@ def test_shared_memory_past_what_the_launch_asked_for_is_refused(rng):
         run_threads(numbers, 0, ("numbers[thread] = mine;", "numbers[thread] = mine; numbers[thread + 256] = 1;"))
 
 
-def test_launches_of_one_call_share_scratch_that_starts_at_zero():
+def counted(*restarts):
+    """The count after launches of which some start afresh."""
     variant = Variant(str(KERNELS / "scratch.cu"), "count", {}, ("sm_80",))
-    launch = Launch(variant, (5, 1, 1), (32, 1, 1), 0, (Operand.SCRATCH, Operand.OUT, Operand.BIAS), scratch_bytes=4)
+    arguments = (Operand.SCRATCH, Operand.OUT, Operand.BIAS)
+    launches = [
+        Launch(variant, (1, 1, 1), (32, 1, 1), 0, (*arguments, np.int32(it)), scratch_bytes=4) for it in restarts
+    ]
     out = np.empty(1, np.float32)
-    emulator.run([launch, launch], np.zeros(1, np.float16), out, seed=0)
-    assert out[0] == 2 * 5 * 32
+    emulator.run(launches, np.zeros(1, np.float16), out, seed=0)
+    return out[0]
+
+
+def test_launches_of_one_call_share_scratch():
+    assert counted(True, False) == 64
+
+
+def test_scratch_holds_no_number_before_the_first_launch():
+    assert np.isnan(counted(False))

@@ -1,5 +1,8 @@
 """The compile gate refuses what it is there to refuse, and nothing else."""
 
+import importlib.util
+import re
+import subprocess
 from pathlib import Path
 
 import emulator
@@ -10,6 +13,7 @@ import pytest
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Launch, Operand, Variant
+from sparse_kernels.cuda.variants import all_variants
 
 KERNELS = Path(emulator.__file__).parent / "kernels"
 
@@ -30,6 +34,16 @@ def test_a_kernel_in_registers_with_its_instruction_passes(tmp_path, architectur
     assert problems(variant("gate.cu", "tensor", (architecture,), "HMMA.1688.F32"), architecture, tmp_path) == ()
 
 
+@pytest.mark.parametrize(
+    ("product", "instruction"), [(16816, "HMMA.16816.F32"), (1688, "HMMA.1688.F32"), (16832, "HMMA.SP.16832.F32")]
+)
+def test_an_instruction_is_told_from_the_others(tmp_path, product, instruction):
+    for other in gate.INSTRUCTIONS:
+        one = variant("products.cu", "product", ("sm_80",), other, PRODUCT=product)
+        expected = () if other == instruction else (f"no {other} in its code",)
+        assert problems(one, "sm_80", tmp_path) == expected
+
+
 def test_spilled_registers_are_refused(tmp_path):
     found = problems(variant("gate.cu", "spills", ("sm_80",)), "sm_80", tmp_path)
     assert any(problem.endswith("bytes are spilled") and not problem.startswith("0") for problem in found)
@@ -40,42 +54,86 @@ def test_a_local_array_is_refused(tmp_path):
 
 
 def test_an_instruction_that_became_ordinary_arithmetic_is_refused(tmp_path):
-    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA", PRODUCT=884)
-    assert problems(one, "sm_80", tmp_path) == ("no HMMA in its code",)
+    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA.884.F32", PRODUCT=884)
+    assert problems(one, "sm_80", tmp_path) == ("no HMMA.884.F32 in its code",)
 
 
 def test_voltas_own_instruction_is_found(tmp_path):
-    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA", PRODUCT=884)
+    one = variant("products.cu", "product", ("sm_70", "sm_80"), "HMMA.884.F32", PRODUCT=884)
     assert problems(one, "sm_70", tmp_path) == ()
 
 
 def test_on_volta_ordinary_arithmetic_is_refused_too(tmp_path):
-    one = variant("plain.cu", "plain", ("sm_70",), "HMMA")
-    assert problems(one, "sm_70", tmp_path) == ("no HMMA in its code",)
-
-
-def test_another_instruction_is_not_the_wanted_one(tmp_path):
-    one = variant("products.cu", "product", ("sm_80",), "HMMA.SP.16832.F32", PRODUCT=16816)
-    assert problems(one, "sm_80", tmp_path) == ("no HMMA.SP.16832.F32 in its code",)
+    one = variant("plain.cu", "plain", ("sm_70",), "HMMA.884.F32")
+    assert problems(one, "sm_70", tmp_path) == ("no HMMA.884.F32 in its code",)
 
 
 def test_an_instruction_in_a_neighbours_code_does_not_count(tmp_path):
-    one = variant("gate.cu", "ordinary", ("sm_80",), "HMMA")
-    assert problems(one, "sm_80", tmp_path) == ("no HMMA in its code",)
+    one = variant("gate.cu", "ordinary", ("sm_80",), "HMMA.1688.F32")
+    assert problems(one, "sm_80", tmp_path) == ("no HMMA.1688.F32 in its code",)
 
 
 def test_an_instruction_that_the_machine_lacks_is_refused(tmp_path):
-    one = variant("products.cu", "product", ("sm_75",), "HMMA", PRODUCT=16816)
+    one = variant("products.cu", "product", ("sm_75",), "HMMA.16816.F32", PRODUCT=16816)
     (problem,) = problems(one, "sm_75", tmp_path)
     assert "does not compile for sm_75" in problem
     assert "requires .target sm_80" in problem
+
+
+def one_of_each():
+    """A variant of every kernel and instruction, and an architecture that the disassembler knows."""
+    found = {
+        (one.function, one.instruction, architecture): (one, architecture)
+        for one in all_variants()
+        for architecture in one.architectures
+        if architecture != "sm_70"
+    }
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "architecture"), one_of_each(), ids=lambda it: it if isinstance(it, str) else it.function
+)
+def test_the_disassembler_names_the_same_instructions(tmp_path, one, architecture):
+    cubin = build.compile(one, architecture, folder=tmp_path)
+    code = gate.machine_code(cubin.path, one.function)
+    text = printed("nvdisasm", "-c", "-hex", str(cubin.path))
+    line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*).*/\* 0x([0-9a-f]{16}) \*/$"
+    found = re.findall(line, text, re.MULTILINE)
+    assert [int(word, 16) for _, word in found] == code[:, 0].tolist()
+    for instruction in gate.INSTRUCTIONS:
+        dense = ("HGMMA" if instruction == "HGMMA" else instruction, "HGMMA.SP" if instruction == "HGMMA" else "no")
+        named = [f"{name}.".startswith(f"{dense[0]}.") and not name.startswith(dense[1]) for name, _ in found]
+        assert gate.holds(code, instruction).tolist() == named, instruction
+    assert not one.instruction or gate.holds(code, one.instruction).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("one", "architecture"), one_of_each(), ids=lambda it: it if isinstance(it, str) else it.function
+)
+def test_a_kernel_without_a_stack_has_no_local_memory(tmp_path, one, architecture):
+    cubin = build.compile(one, architecture, folder=tmp_path)
+    usage = printed("cuobjdump", "--dump-resource-usage", str(cubin.path))
+    found = re.search(rf"Function {one.function}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert [int(it) for it in found.groups()] == [cubin.registers, cubin.stack_bytes, 0]
+
+
+def printed(tool, *arguments):
+    """What a tool of CUDA's prints."""
+    spec = importlib.util.find_spec("nvidia")
+    paths = [path for root in spec.submodule_search_locations for path in Path(root).glob(f"*/bin/{tool}")]
+    if not paths:
+        pytest.skip(f"needs nvidia-cuda-{tool}")
+    return subprocess.run([paths[0], *arguments], capture_output=True, text=True, check=True).stdout
 
 
 COUNT = Launch(variant("scratch.cu", "count", ("sm_80",)), (1, 1, 1), (32, 1, 1), 0, (), scratch_bytes=4)
 
 
 def counting_case(count):
-    arguments = (Operand.SCRATCH, Operand.OUT, Operand.BIAS)
+    arguments = (Operand.SCRATCH, Operand.OUT, Operand.BIAS, np.int32(True))
     launch = Launch(COUNT.variant, COUNT.grid, COUNT.block, 0, arguments, scratch_bytes=4)
     out = np.empty(1, np.float32)
     return mutations.Case([launch], np.zeros(1, np.float16), None, out, np.array([float(count)]), np.zeros(1))
@@ -91,7 +149,7 @@ def wrong_case():
 
 def test_a_bug_that_no_seed_shows_survives():
     seen = mutations.Mutation("counts twice", right_case, ("1.0f", "2.0f"))
-    nothing = mutations.Mutation("a comment", right_case, ("// Counts", "// counts"))
+    nothing = mutations.Mutation("a comment", right_case, ("// Adds", "// adds"))
     assert mutations.survivors([seen, nothing]) == [nothing]
 
 

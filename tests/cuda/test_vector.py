@@ -134,10 +134,14 @@ def test_a_wide_tile_is_taken_where_it_leaves_nobody_idle():
 
 def test_columns_that_are_not_there_are_counted():
     """320 columns: 5 blocks of 64 bring 5 * 128, 3 of 128 bring 3 * 192, 2 of 256 bring 2 * 320."""
-    assert vector.widest_that_pays(64, 108, 320, vector.MACHINES["sm_80"]) == 128
-    assert vector.widest_that_pays(64, 108, 264, vector.MACHINES["sm_80"]) == 128
-    assert vector.widest_that_pays(64, 108, 512, vector.MACHINES["sm_80"]) == 256
-    assert vector.widest_that_pays(64, 108, 8, vector.MACHINES["sm_80"]) == 64
+    for columns, widest in ((320, 128), (264, 128), (512, 256), (8, 64)):
+        assert vector.widest_that_pays(64, 108, columns, (64, 128, 256), 108) == widest
+
+
+def test_a_smaller_machine_gets_wider_tiles():
+    packed = pack(np.ones((4096, 64), np.float32), None, VectorWise(64))
+    widths = {count: vector.program(packed, "float16", "sm_89", 256, count).width for count in (256, 82)}
+    assert widths == {256: 64, 82: 256}
 
 
 def test_every_launch_is_of_a_variant_that_the_gate_compiles():
@@ -147,7 +151,7 @@ def test_every_launch_is_of_a_variant_that_the_gate_compiles():
         for v in (1, 16, 20, 64, 128, 300):
             for n in (1, 8, 100, 1024, 100_000):
                 packed = pack(np.ones((300, 4), np.float32), None, VectorWise(v))
-                (launch,) = vector.program(packed, "float16", architecture, n).launches(n, "gelu")
+                (launch,) = vector.program(packed, "float16", architecture, n).launches(n, None)
                 assert (launch.variant.name, architecture) in listed
 
 

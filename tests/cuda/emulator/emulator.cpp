@@ -101,7 +101,6 @@ u64 random_state = 1;
 jmp_buf block_done;
 sigjmp_buf failed;
 Error* error = nullptr;
-const void* caller = nullptr;  // where the kernel called the function of this file that runs, if one does
 bool running = false;
 
 u64 random_bits() {  // xorshift64*, Vigna 2016
@@ -538,6 +537,7 @@ struct HalfValues {
 // ---- What emulator.h declares ----
 
 Place* place = nullptr;
+const void* caller = nullptr;
 unsigned char* dynamic_shared = nullptr;
 size_t dynamic_shared_bytes = 0;
 float half_values[65536];

@@ -6,12 +6,17 @@
 // is missing shows as a wrong result for some seed. Not seen: bank conflicts, and the memory order of real machines.
 #pragma once
 
-#include <cmath>
+// Every kernel of every test is compiled with this file: what would take long stands in products.cpp and emulator.cpp,
+// and the standard library's larger headers are left out.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <utility>
+
+#ifndef BF16
+#define BF16 0
+#endif
+extern "C" float erff(float) noexcept;
 
 typedef uint16_t u16;
 typedef uint32_t u32;
@@ -66,6 +71,9 @@ inline int lane() { return place->index % 32; }
 
 // Ends the launch with an error that names the running thread; printf's format.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Where the kernel called a function of the machine that runs, if one does: errors name its line.
+extern const void* caller;
 
 // Random, by the launch's seed.
 bool coin();
@@ -146,10 +154,10 @@ inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 inline u64 min(u64 a, u64 b) { return a < b ? a : b; }
 inline u64 max(u64 a, u64 b) { return a > b ? a : b; }
-inline float min(float a, float b) { return fminf(a, b); }
-inline float max(float a, float b) { return fmaxf(a, b); }
-inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float min(float a, float b) { return __builtin_fminf(a, b); }
+inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float rsqrtf(float value) { return 1.0f / __builtin_sqrtf(value); }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline int __popc(u32 value) { return __builtin_popcount(value); }
 inline int __popcll(u64 value) { return __builtin_popcountll(value); }
 inline int __clz(int value) { return value ? __builtin_clz(static_cast<u32>(value)) : 32; }
@@ -339,164 +347,64 @@ DEV void cp_async_wait() {
   emulator::wait_for_copies(N);
 }
 
-// ---- Fragments ----
+// ---- Fragments and tensor-core products: products.cpp computes for all lanes ----
 
 namespace emulator {
 
-struct Fragment {
+struct Fragment {  // what a lane brings to ldmatrix
   u32* registers;
-  const void* row;  // the address that this lane gives
+  const void* row;
+  int matrices;
+  bool transposed;
 };
+void load_matrices(void** arguments);
 
-template <int Matrices, bool Transposed>
-void load_matrices(u32* registers, const void* row, const char* kind) {
-  if (lane() < 8 * Matrices && reinterpret_cast<uintptr_t>(row) % 16 != 0) {
+inline void load_matrices(u32* registers, const void* row, int matrices, bool transposed, const char* kind) {
+  if (lane() < 8 * matrices && reinterpret_cast<uintptr_t>(row) % 16 != 0) {
     fail("%s: the row of lane %d is not aligned to 16 bytes", kind, lane());
   }
-  Fragment mine{registers, row};
-  warp_meet(kind, &mine, [](void** arguments) {
-    for (int matrix = 0; matrix < Matrices; matrix++) {
-      u16 elements[8][8];
-      for (int row = 0; row < 8; row++) {
-        memcpy(elements[row], static_cast<Fragment*>(arguments[8 * matrix + row])->row, 16);
-      }
-      for (int lane = 0; lane < 32; lane++) {
-        int row = lane / 4, column = lane % 4 * 2;
-        u16 first = Transposed ? elements[column][row] : elements[row][column];
-        u16 second = Transposed ? elements[column + 1][row] : elements[row][column + 1];
-        static_cast<Fragment*>(arguments[lane])->registers[matrix] = first | static_cast<u32>(second) << 16;
-      }
-    }
-  });
+  Fragment mine{registers, row, matrices, transposed};
+  warp_meet(kind, &mine, load_matrices);
 }
 
-struct Product {
+struct Product {  // what a lane brings to mma
   float* c;
   const u32* a;
   const u32* b;
   u32 metadata;
+  bool bfloat16;
 };
-
-inline float element(u32 pair, int which) { return to_float(static_cast<u16>(pair >> (16 * which))); }
-
-// b (8 * Steps x 8) of all lanes as a matrix.
-template <int Steps>
-void gather_b(void** arguments, float (&b)[8 * Steps][8]) {
-  for (int lane = 0; lane < 32; lane++) {
-    auto* mine = static_cast<Product*>(arguments[lane]);
-    for (int i = 0; i < Steps; i++) {
-      for (int h = 0; h < 2; h++) b[8 * i + lane % 4 * 2 + h][lane / 4] = element(mine->b[i], h);
-    }
-  }
-}
-
-// a (16 x 8 * Steps) of all lanes as a matrix.
-template <int Steps>
-void gather_a(void** arguments, float (&a)[16][8 * Steps]) {
-  for (int lane = 0; lane < 32; lane++) {
-    auto* mine = static_cast<Product*>(arguments[lane]);
-    for (int i = 0; i < 2 * Steps; i++) {
-      for (int h = 0; h < 2; h++) a[lane / 4 + i % 2 * 8][i / 2 * 8 + lane % 4 * 2 + h] = element(mine->a[i], h);
-    }
-  }
-}
-
-// c += a b, with c (16 x 8) in the registers of all lanes.
-template <int Depth>
-void multiply(void** arguments, const float (&a)[16][Depth], const float (&b)[Depth][8]) {
-  float c[16][8] = {};
-  for (int row = 0; row < 16; row++) {
-    for (int k = 0; k < Depth; k++) {
-      for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
-    }
-  }
-  for (int lane = 0; lane < 32; lane++) {
-    auto* mine = static_cast<Product*>(arguments[lane]);
-    for (int i = 0; i < 4; i++) mine->c[i] += c[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
-  }
-}
+void multiply_m16n8k16(void** arguments);
+void multiply_m16n8k8(void** arguments);
+void multiply_sp_m16n8k32(void** arguments);
+void multiply_m8n8k4(void** arguments);
 
 }  // namespace emulator
 
-DEV void ldmatrix_x4(u32 (&r)[4], const void* row) { emulator::load_matrices<4, false>(r, row, "ldmatrix_x4"); }
+DEV void ldmatrix_x4(u32 (&r)[4], const void* row) { emulator::load_matrices(r, row, 4, false, "ldmatrix_x4"); }
 DEV void ldmatrix_x4_trans(u32 (&r)[4], const void* row) {
-  emulator::load_matrices<4, true>(r, row, "ldmatrix_x4_trans");
+  emulator::load_matrices(r, row, 4, true, "ldmatrix_x4_trans");
 }
-DEV void ldmatrix_x2(u32 (&r)[2], const void* row) { emulator::load_matrices<2, false>(r, row, "ldmatrix_x2"); }
+DEV void ldmatrix_x2(u32 (&r)[2], const void* row) { emulator::load_matrices(r, row, 2, false, "ldmatrix_x2"); }
 DEV void ldmatrix_x2_trans(u32 (&r)[2], const void* row) {
-  emulator::load_matrices<2, true>(r, row, "ldmatrix_x2_trans");
+  emulator::load_matrices(r, row, 2, true, "ldmatrix_x2_trans");
 }
-
-// ---- Tensor-core products ----
 
 DEV void mma_m16n8k16(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-  emulator::Product mine{c, a, b, 0};
-  emulator::warp_meet("mma_m16n8k16", &mine, [](void** arguments) {
-    float a[16][16], b[16][8];
-    emulator::gather_a<2>(arguments, a);
-    emulator::gather_b<2>(arguments, b);
-    emulator::multiply(arguments, a, b);
-  });
+  emulator::Product mine{c, a, b, 0, BF16};
+  emulator::warp_meet("mma_m16n8k16", &mine, emulator::multiply_m16n8k16);
 }
 DEV void mma_m16n8k8(float (&c)[4], const u32 (&a)[2], const u32 (&b)[1]) {
-  emulator::Product mine{c, a, b, 0};
-  emulator::warp_meet("mma_m16n8k8", &mine, [](void** arguments) {
-    float a[16][8], b[8][8];
-    emulator::gather_a<1>(arguments, a);
-    emulator::gather_b<1>(arguments, b);
-    emulator::multiply(arguments, a, b);
-  });
+  emulator::Product mine{c, a, b, 0, BF16};
+  emulator::warp_meet("mma_m16n8k8", &mine, emulator::multiply_m16n8k8);
 }
 DEV void mma_sp_m16n8k32(float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
-  emulator::Product mine{c, a, b, metadata};
-  emulator::warp_meet("mma_sp_m16n8k32", &mine, [](void** arguments) {
-    float kept[16][16], a[16][32] = {}, b[32][8];
-    emulator::gather_a<2>(arguments, kept);
-    emulator::gather_b<4>(arguments, b);
-    for (int row = 0; row < 16; row++) {
-      for (int group = 0; group < 8; group++) {  // of 4 columns, 2 of them kept
-        u32 word = static_cast<emulator::Product*>(arguments[row % 8 * 4 + group / 4])->metadata;
-        u32 pair = word >> (row / 8 * 16 + group % 4 * 4) & 0xf;
-        u32 first = pair & 3, second = pair >> 2;
-        if (first >= second) {
-          emulator::fail("mma_sp_m16n8k32: metadata of row %d, group %d is not in rising order", row, group);
-        }
-        a[row][4 * group + first] = kept[row][2 * group];
-        a[row][4 * group + second] = kept[row][2 * group + 1];
-      }
-    }
-    emulator::multiply(arguments, a, b);
-  });
+  emulator::Product mine{c, a, b, metadata, BF16};
+  emulator::warp_meet("mma_sp_m16n8k32", &mine, emulator::multiply_sp_m16n8k32);
 }
 DEV void mma_m8n8k4(float (&c)[8], const u32 (&a)[2], const u32 (&b)[2]) {
-  emulator::Product mine{c, a, b, 0};
-  emulator::warp_meet("mma_m8n8k4", &mine, [](void** arguments) {
-    for (int quad = 0; quad < 4; quad++) {
-      float a[8][4], b[4][8], c[8][8] = {};
-      for (int half = 0; half < 2; half++) {
-        for (int t = 0; t < 4; t++) {
-          auto* one = static_cast<emulator::Product*>(arguments[4 * quad + 16 * half + t]);
-          for (int i = 0; i < 4; i++) {
-            a[t + 4 * half][i] = half_to_float(static_cast<u16>(one->a[i / 2] >> (i % 2 * 16)));
-            b[t][4 * half + i] = half_to_float(static_cast<u16>(one->b[i / 2] >> (i % 2 * 16)));
-          }
-        }
-      }
-      for (int row = 0; row < 8; row++) {
-        for (int k = 0; k < 4; k++) {
-          for (int column = 0; column < 8; column++) c[row][column] += a[row][k] * b[k][column];
-        }
-      }
-      for (int half = 0; half < 2; half++) {
-        for (int t = 0; t < 4; t++) {
-          auto* one = static_cast<emulator::Product*>(arguments[4 * quad + 16 * half + t]);
-          for (int i = 0; i < 8; i++) one->c[i] += c[(t & 1) + (i & 2) + 4 * half][(i & 4) + (t & 2) + (i & 1)];
-        }
-      }
-    }
-  });
+  emulator::Product mine{c, a, b, 0, false};
+  emulator::warp_meet("mma_m8n8k4", &mine, emulator::multiply_m8n8k4);
 }
 
-#if __has_include("hopper.h")
 #include "hopper.h"
-#endif

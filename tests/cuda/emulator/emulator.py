@@ -26,11 +26,12 @@ KERNELS = Path(__file__).parents[3] / "sparse_kernels" / "cuda"
 CACHE = Path(__file__).parents[3] / "build" / "emulator"
 
 COMPILER = os.environ.get("CXX", "g++")
-FLAGS = ("-O2", "-g1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DHOST_EMULATOR", f"-I{HERE}", f"-I{KERNELS}")
+FLAGS = ("-g1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-DHOST_EMULATOR", f"-I{HERE}", f"-I{KERNELS}")
 # longjmp goes from stack to stack, which the fortified one takes for an error.
-MACHINE_FLAGS = ("-Wall", "-Wextra", "-U_FORTIFY_SOURCE")
+MACHINE_FLAGS = ("-O3", "-Wall", "-Wextra", "-U_FORTIFY_SOURCE")
 # Misaligned accesses and indices outside of C arrays, static shared memory included, become faults.
 KERNEL_FLAGS = (
+    "-O1",
     "-Wall",
     "-Wno-unknown-pragmas",
     "-Wno-unused-function",
@@ -84,13 +85,14 @@ def run(
 ) -> None:
     """Run a program's launches on x, to `out`, whose elements, like scratch, are NaN bits before the first.
 
-    `seed` decides the order of threads and blocks and when copies land. With `mutate` every source of the launches
-    that holds its first text is compiled with the second in all its places; one at least must hold it.
+    `seed` decides the order of threads and blocks and when copies land. With `mutate` the sources of the launches are
+    compiled with its second text in all places of the first, or the headers where a source does not hold it; one at
+    least must hold it.
     """
     for array in (x, out):
         if not array.flags.c_contiguous:
             raise ValueError("x and out must be C-contiguous")
-    if mutate is not None and not any(mutate[0] in _source(launch.variant) for launch in launches):
+    if mutate is not None and not any(_mutated(launch.variant, mutate) for launch in launches):
         raise ValueError(f"no source of these launches holds {mutate[0]!r}")
     out.view(np.uint8).fill(0xFF)
     scratch = np.full(max((launch.scratch_bytes for launch in launches), default=0), 0xFF, np.uint8)
@@ -140,9 +142,7 @@ def launch(
 
 def library(variant: Variant, mutate: Mutation | None = None) -> Path:
     """The variant as a shared library, compiled if it is not there yet."""
-    text = _source(variant)
-    if mutate is not None:
-        text = text.replace(*mutate)
+    mutated = _mutated(variant, mutate) if mutate else {}
     flags = (
         *FLAGS,
         *KERNEL_FLAGS,
@@ -150,21 +150,26 @@ def library(variant: Variant, mutate: Mutation | None = None) -> Path:
         *(f"-D{k}={v}" for k, v in variant.defines.items()),
     )
     headers = sorted([*KERNELS.glob("*.cuh"), *HERE.glob("*.h"), *HERE.glob("*.cpp")])
-    key = _digest(text, *flags, *(path.read_text() for path in headers), _compiler_version())
+    texts = (path.read_text() for path in (KERNELS / variant.source, *headers))
+    key = _digest(*texts, *mutated.values(), *flags, _compiler_version())
     target = CACHE / f"{variant.function}-{key}.so"
     if not target.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        copy = CACHE / f"{variant.function}-{key}" / Path(variant.source).name
-        copy.parent.mkdir(exist_ok=True)
-        copy.write_text(text)
+        source = KERNELS / variant.source
+        if mutated:
+            # All beside each other: a file finds those it includes in its own folder first.
+            folder = CACHE / f"{variant.function}-{key}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in (source, *KERNELS.glob("*.cuh")):
+                (folder / path.name).write_text(mutated.get(path.name) or path.read_text())
+            source = folder / source.name
         _compile(
             [
                 COMPILER,
                 *flags,
-                f'-DKERNEL_SOURCE="{copy}"',
+                f'-DKERNEL_SOURCE="{source}"',
                 "-shared",
                 str(HERE / "entry.cpp"),
-                str(_machine()),
+                *map(str, _machine()),
                 "-ldl",
             ],
             target,
@@ -173,15 +178,17 @@ def library(variant: Variant, mutate: Mutation | None = None) -> Path:
 
 
 @functools.cache
-def _machine() -> Path:
-    """The emulator itself, as an object file that every library is linked with."""
-    headers = [HERE / "emulator.h", HERE / "launch.h", *HERE.glob("hopper.h")]
-    text = "".join(path.read_text() for path in [HERE / "emulator.cpp", *headers])
-    target = CACHE / f"machine-{_digest(text, *FLAGS, *MACHINE_FLAGS, _compiler_version())}.o"
-    if not target.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        _compile([COMPILER, *FLAGS, *MACHINE_FLAGS, "-c", str(HERE / "emulator.cpp")], target)
-    return target
+def _machine() -> list[Path]:
+    """The emulator itself, as object files that every library is linked with."""
+    headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
+    objects = []
+    for source in (HERE / "emulator.cpp", HERE / "products.cpp"):
+        key = _digest(source.read_text(), *headers, *FLAGS, *MACHINE_FLAGS, _compiler_version())
+        objects.append(CACHE / f"{source.stem}-{key}.o")
+        if not objects[-1].exists():
+            CACHE.mkdir(parents=True, exist_ok=True)
+            _compile([COMPILER, *FLAGS, *MACHINE_FLAGS, "-c", str(source)], objects[-1])
+    return objects
 
 
 def _compile(command: list[str], target: Path) -> None:
@@ -204,8 +211,13 @@ def _compiler_version() -> str:
     return subprocess.run([COMPILER, "--version"], capture_output=True, text=True, check=True).stdout
 
 
-def _source(variant: Variant) -> str:
-    return (KERNELS / variant.source).read_text()
+def _mutated(variant: Variant, mutate: Mutation) -> dict[str, str]:
+    """The texts of the files that a planted bug changes, by name: the source, or else the headers."""
+    for paths in ([KERNELS / variant.source], KERNELS.glob("*.cuh")):
+        texts = {path.name: path.read_text() for path in paths}
+        if found := {name: text.replace(*mutate) for name, text in texts.items() if mutate[0] in text}:
+            return found
+    return {}
 
 
 def _digest(*parts: str) -> str:

@@ -6,9 +6,6 @@
 // threads that wait for ever. Not seen: a missing proxy fence or wgmma_fence.
 #pragma once
 
-#include <deque>
-#include <vector>
-
 namespace emulator {
 
 // ---- Barriers ----
@@ -52,134 +49,29 @@ inline void land(Barrier& barrier, int bytes) {
   complete_phase(barrier);
 }
 
-// ---- Products of a warpgroup ----
+// ---- Products of a warpgroup: products.cpp ----
 
-struct WarpgroupProduct {
-  void (*run)(const WarpgroupProduct&);
-  u64 a, b;
-  float* d[128];
-  u32 metadata[128];
-};
-
-struct Warpgroup {
-  std::vector<WarpgroupProduct> open;                  // since the last commit
-  std::deque<std::vector<WarpgroupProduct>> committed;  // groups, the oldest first
-};
-inline Warpgroup warpgroups[8];  // of the running block
-
-inline Warpgroup& warpgroup() { return warpgroups[place->index / 128]; }
-
-inline void run_oldest_group(Warpgroup& group) {
-  for (auto& product : group.committed.front()) product.run(product);
-  group.committed.pop_front();
-}
-
-// A tile in shared memory as its descriptor tells it: an element lies at start + offset, the chunk bits 4 to 6 of
-// that address xor-ed with bits 7 to 9.
-struct SwizzledTile {
-  u32 start, leading, stride;
-
-  explicit SwizzledTile(u64 descriptor)
-      : start((descriptor & 0x3fff) << 4), leading((descriptor >> 16 & 0x3fff) << 4),
-        stride((descriptor >> 32 & 0x3fff) << 4) {
-    if (descriptor >> 62 != 1) fail("a wgmma descriptor without 128-byte swizzle: type %d", int(descriptor >> 62));
-    if (descriptor >> 49 & 7) fail("a wgmma descriptor with a base offset");
-  }
-  float at(u32 offset) const {
-    u32 address = start + offset;
-    address ^= (address >> 7 & 7) << 4;
-    if (address + 2 > dynamic_shared_bytes) fail("wgmma reads shared memory at %u, beyond its end", address);
-    u16 element;
-    memcpy(&element, dynamic_shared + address, 2);
-    return to_float(element);
-  }
-  float k_major(u32 row, u32 k) const { return at(row / 8 * stride + row % 8 * 128 + k * 2); }
-  float mn_major(u32 column, u32 k) const {
-    return at(column / 64 * leading + k / 8 * stride + k % 8 * 128 + column % 64 * 2);
-  }
-};
-
-// d += a b with a (64 x Depth) and b as its descriptor says.
-template <int N, int Depth>
-void multiply_tiles(const WarpgroupProduct& product, const float (&a)[64][Depth]) {
-  SwizzledTile tile(product.b);
-  static float b[Depth][N], sums[64][N];
-  for (int k = 0; k < Depth; k++) {
-    for (int column = 0; column < N; column++) b[k][column] = tile.mn_major(column, k);
-  }
-  memset(sums, 0, sizeof sums);
-  for (int row = 0; row < 64; row++) {
-    for (int k = 0; k < Depth; k++) {
-      for (int column = 0; column < N; column++) sums[row][column] += a[row][k] * b[k][column];
-    }
-  }
-  for (int thread = 0; thread < 128; thread++) {
-    int row = thread / 32 * 16 + thread % 32 / 4;
-    for (int i = 0; i < N / 2; i++) {
-      product.d[thread][i] += sums[row + i / 2 % 2 * 8][i / 4 * 8 + thread % 4 * 2 + i % 2];
-    }
-  }
-}
-
-template <int N>
-void run_dense(const WarpgroupProduct& product) {
-  SwizzledTile tile(product.a);
-  static float a[64][16];
-  for (int row = 0; row < 64; row++) {
-    for (int k = 0; k < 16; k++) a[row][k] = tile.k_major(row, k);
-  }
-  multiply_tiles<N>(product, a);
-}
-
-// The tile of a holds, for every 4 columns, the 2 kept ones; the metadata of their row says which.
-template <int N>
-void run_sparse(const WarpgroupProduct& product) {
-  SwizzledTile tile(product.a);
-  static float a[64][32];
-  memset(a, 0, sizeof a);
-  for (int row = 0; row < 64; row++) {
-    for (int group = 0; group < 8; group++) {
-      u32 word = product.metadata[row / 16 * 32 + row % 8 * 4 + group / 4];
-      u32 pair = word >> (row / 8 % 2 * 16 + group % 4 * 4) & 0xf;
-      u32 first = pair & 3, second = pair >> 2;
-      if (first >= second) fail("wgmma_sp: metadata of row %d, group %d is not in rising order", row, group);
-      a[row][4 * group + first] = tile.k_major(row, 2 * group);
-      a[row][4 * group + second] = tile.k_major(row, 2 * group + 1);
-    }
-  }
-  multiply_tiles<N>(product, a);
-}
-
-struct WarpgroupPart {  // what one thread brings
-  void (*run)(const WarpgroupProduct&);
+struct WarpgroupPart {  // what a thread brings to wgmma
   u64 a, b;
   float* d;
   u32 metadata;
+  int columns;
+  bool sparse, bfloat16;
 };
+void add_product(void** arguments);  // to the group that is not committed
+void commit_products(void** arguments);
+void wait_for_products(int groups_left);
+void forget_products();
 
-inline void open_product(WarpgroupPart mine, const char* kind) {
-  meet(warpgroup_meeting(), 128, place->index % 128, kind, &mine, [](void** arguments) {
-    WarpgroupProduct product{};
-    for (int thread = 0; thread < 128; thread++) {
-      auto* part = static_cast<WarpgroupPart*>(arguments[thread]);
-      if (thread > 0 && (part->a != product.a || part->b != product.b)) {
-        fail("wgmma: the threads of a warpgroup give different descriptors");
-      }
-      product.run = part->run;
-      product.a = part->a;
-      product.b = part->b;
-      product.d[thread] = part->d;
-      product.metadata[thread] = part->metadata;
-    }
-    warpgroup().open.push_back(product);
-  });
+inline void warpgroup_meet(const char* kind, void* argument, Operation operation) {
+  meet(warpgroup_meeting(), 128, place->index % 128, kind, argument, operation);
 }
 
 }  // namespace emulator
 
 DEV void mbarrier_init(u64* barrier, int count) {
   // A block that has barriers initialises them first: what an earlier launch that failed has left is dropped here.
-  for (auto& warpgroup : emulator::warpgroups) warpgroup = {};
+  emulator::forget_products();
   if (count < 1 || count >= 0x7fff) emulator::fail("mbarrier_init: a count of %d", count);
   *reinterpret_cast<emulator::Barrier*>(barrier) = {u16(count), u16(count), 0, 0};
 }
@@ -228,33 +120,19 @@ DEV void register_decrease() {
 DEV void wgmma_fence() {}
 template <int N>
 DEV void wgmma_keep_order(float (&)[N]) {}
-DEV void wgmma_commit() {
-  emulator::meet(emulator::warpgroup_meeting(), 128, emulator::place->index % 128, "wgmma_commit", nullptr,
-                 [](void**) {
-                   emulator::Warpgroup* group = &emulator::warpgroup();
-                   group->committed.push_back(std::move(group->open));
-                   group->open.clear();
-                   if (emulator::coin()) return;  // as late as can be: when they are waited for
-                   if (emulator::coin()) {        // at once, and those before them
-                     while (!group->committed.empty()) emulator::run_oldest_group(*group);
-                     return;
-                   }
-                   emulator::later([=] {
-                     if (!group->committed.empty()) emulator::run_oldest_group(*group);
-                   });
-                 });
-}
+DEV void wgmma_commit() { emulator::warpgroup_meet("wgmma_commit", nullptr, emulator::commit_products); }
 template <int N>
 DEV void wgmma_wait() {
-  auto& group = emulator::warpgroup();
-  while (group.committed.size() > N) emulator::run_oldest_group(group);
+  emulator::wait_for_products(N);
 }
 
 template <int N>
 DEV void wgmma_m64nNk16(float (&d)[N / 2], u64 a, u64 b) {
-  emulator::open_product({emulator::run_dense<N>, a, b, d, 0}, "wgmma");
+  emulator::WarpgroupPart mine{a, b, d, 0, N, false, BF16};
+  emulator::warpgroup_meet("wgmma", &mine, emulator::add_product);
 }
 template <int N>
 DEV void wgmma_sp_m64nNk32(float (&d)[N / 2], u64 a, u64 b, u32 metadata) {
-  emulator::open_product({emulator::run_sparse<N>, a, b, d, metadata}, "wgmma_sp");
+  emulator::WarpgroupPart mine{a, b, d, metadata, N, true, BF16};
+  emulator::warpgroup_meet("wgmma_sp", &mine, emulator::add_product);
 }

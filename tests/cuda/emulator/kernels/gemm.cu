@@ -3,7 +3,7 @@
 #include "primitives.cuh"
 
 extern "C" __global__ void __launch_bounds__(128)
-    gemm(const u16* w, const u16* x, u16* out, const float* bias, int m, int k, int n) {
+    gemm(const u16* w, const u16* x, u16* out, const float* bias, int m, int k, int n, int activation) {
   __shared__ __align__(16) u16 w_tile[2][64][40];
   __shared__ __align__(16) u16 x_tile[2][32][72];
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -55,8 +55,9 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         u64 at = static_cast<u64>(to) * n + first_column + column + 8 * j + lane % 4 * 2;
-        *reinterpret_cast<u32*>(&out[at]) =
-            pack2(activate(c[i][j][2 * half] + start), activate(c[i][j][2 * half + 1] + start));
+        float two[2] = {c[i][j][2 * half] + start, c[i][j][2 * half + 1] + start};
+        activate(two, activation);
+        *reinterpret_cast<u32*>(&out[at]) = pack2(two[0], two[1]);
       }
     }
   }
