@@ -15,7 +15,7 @@ from latbench import tables, workloads
 from latbench.errors import UsageError
 from latbench.workloads import Workload
 from sparse_kernels import patterns
-from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 # The kernels that each engine is asked for, by operation; all of them run dense layers, only numba the sparse ones.
@@ -157,7 +157,7 @@ def sparsities_of(pattern: Pattern, sparsities: Sequence[float]) -> Sequence[flo
     """The sparsities at which `pattern` is measured: those asked for, unless it has only one."""
     if isinstance(pattern, Dense):
         return (0.0,)
-    return (pattern.sparsity,) if isinstance(pattern, NM) else sparsities
+    return (pattern.sparsity,) if isinstance(pattern, NM | VectorNM) else sparsities
 
 
 def parse_patterns(texts: Sequence[str]) -> list[Pattern]:

@@ -166,6 +166,8 @@ def structure(pattern: str) -> dict[str, Any]:
     match parsed:
         case patterns.BlockWise():
             sizes = {"block_h": parsed.rows, "block_w": parsed.cols}
+        case patterns.VectorNM():
+            sizes = {"v": parsed.v, "nm_n": parsed.keep, "nm_m": parsed.of}
         case patterns.VectorWise() | patterns.ShflBW():
             sizes = {"v": parsed.v}
         case patterns.NM():

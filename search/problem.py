@@ -21,7 +21,7 @@ from latbench import tables
 from latbench.errors import BadData
 from latbench.plan import describe, shape_columns
 from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
-from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise, parse
+from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
 from sparse_kernels.shapes import Shape
 
 Choice = tuple[int, ...]
@@ -246,6 +246,8 @@ def at_least_as_free(a: Pattern, b: Pattern) -> bool:
     """
     if a == b or isinstance(a, Dense | Unstructured):
         return True
+    if isinstance(a, VectorNM):
+        return False
     if isinstance(a, BlockWise) and isinstance(b, BlockWise):
         return b.rows % a.rows == 0 and b.cols % a.cols == 0
     if isinstance(a, VectorWise | ShflBW):

@@ -99,8 +99,7 @@ class NM:
     def mask(self, scores: Scores, sparsity: float) -> Mask:
         """The top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
         _check(scores, sparsity)
-        if not math.isclose(sparsity, self.sparsity, abs_tol=1e-6):
-            raise ValueError(f"{self} has sparsity {self.sparsity:g} and no other, not {sparsity:g}")
+        _check_only(self, sparsity)
         m, k = scores.shape
         groups = -(-k // self.of)
         padded = np.full((m, groups * self.of), -1.0)
@@ -116,12 +115,7 @@ class NM:
 
     def refuses(self, shape: Shape) -> str | None:
         """A sentence where groups would cross from one tap of a convolution to the next."""
-        if isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1 and shape.c_in % self.of:
-            return (
-                f"{self} needs input channels in multiples of {self.of} so that no group crosses the taps of a "
-                f"{shape.kh}x{shape.kw} convolution, which has {shape.c_in} channels"
-            )
-        return None
+        return _crosses_taps(self, self.of, shape)
 
 
 @dataclass(frozen=True)
@@ -189,6 +183,42 @@ class VectorWise:
 
 
 @dataclass(frozen=True)
+class VectorNM(VectorWise):
+    """Vector-wise N:M: of every `of` consecutive vectors in a group of v rows at most `keep` (as in NM-SpMM).
+
+    Every mask is one of VectorWise(v), and of NM(keep, of): the vector kernels run it, all groups as long. Short
+    groups of columns, and convolutions, as for NM.
+    """
+
+    keep: int
+    of: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        NM(self.keep, self.of)
+
+    def __str__(self) -> str:
+        return f"vectornm:{self.v}:{self.keep}:{self.of}"
+
+    @property
+    def sparsity(self) -> float:
+        """The one sparsity this pattern has."""
+        return 1 - self.keep / self.of
+
+    def mask(self, scores: Scores, sparsity: float) -> Mask:
+        """The vectors of most score in every group of `of`; ValueError for a sparsity other than 1 - keep/of."""
+        _check(scores, sparsity)
+        _check_only(self, sparsity)
+        m = scores.shape[0]
+        totals = np.add.reduceat(scores, np.arange(0, m, self.v), axis=0, dtype=np.float64)
+        return NM(self.keep, self.of).mask(totals, self.sparsity).repeat(self.v, axis=0)[:m]
+
+    def refuses(self, shape: Shape) -> str | None:
+        """A sentence where groups would cross from one tap of a convolution to the next."""
+        return _crosses_taps(self, self.of, shape)
+
+
+@dataclass(frozen=True)
 class ShflBW:
     """Vector-wise after a reordering of the rows, so that any v rows may form a group (Huang et al., DAC 2022).
 
@@ -224,7 +254,7 @@ class ShflBW:
         return None
 
 
-Pattern = Dense | Unstructured | NM | BlockWise | VectorWise | ShflBW
+Pattern = Dense | Unstructured | NM | BlockWise | VectorWise | VectorNM | ShflBW
 
 _FORMS = (
     (re.compile(r"dense"), Dense),
@@ -232,6 +262,7 @@ _FORMS = (
     (re.compile(r"nm:(\d+):(\d+)"), NM),
     (re.compile(r"block:(\d+)x(\d+)"), BlockWise),
     (re.compile(r"vector:(\d+)"), VectorWise),
+    (re.compile(r"vectornm:(\d+):(\d+):(\d+)"), VectorNM),
     (re.compile(r"shflbw:(\d+)"), ShflBW),
 )
 
@@ -242,13 +273,28 @@ def parse(text: str) -> Pattern:
         if found := form.fullmatch(text):
             return pattern(*map(int, found.groups()))
     raise ValueError(
-        f"unknown pattern {text!r}: known are dense, unstructured, nm:KEEP:OF, block:ROWSxCOLS, vector:V, shflbw:V"
+        f"unknown pattern {text!r}: known are dense, unstructured, nm:KEEP:OF, block:ROWSxCOLS, vector:V, "
+        "vectornm:V:KEEP:OF, shflbw:V"
     )
 
 
 def _check(scores: Scores, sparsity: float) -> None:
     check_scores(scores)
     check_sparsity(sparsity)
+
+
+def _check_only(pattern: NM | VectorNM, sparsity: float) -> None:
+    if not math.isclose(sparsity, pattern.sparsity, abs_tol=1e-6):
+        raise ValueError(f"{pattern} has sparsity {pattern.sparsity:g} and no other, not {sparsity:g}")
+
+
+def _crosses_taps(pattern: NM | VectorNM, of: int, shape: Shape) -> str | None:
+    if isinstance(shape, Conv2dShape) and shape.kh * shape.kw > 1 and shape.c_in % of:
+        return (
+            f"{pattern} needs input channels in multiples of {of} so that no group crosses the taps of a "
+            f"{shape.kh}x{shape.kw} convolution, which has {shape.c_in} channels"
+        )
+    return None
 
 
 def _wanted(scores: Scores, sparsity: float) -> float:

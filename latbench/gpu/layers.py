@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from latbench.plan import Point
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.oracle import WrongResult
-from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 CHOPPED = 2.0**-23
@@ -107,6 +107,9 @@ def random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int
         case BlockWise():
             units = _kept(rng, (-(-m // pattern.rows), -(-k // pattern.cols)), sparsity)
             return units.repeat(pattern.rows, axis=0)[:m].repeat(pattern.cols, axis=1)[:, :k]
+        case VectorNM():
+            groups = _nm_mask(rng, NM(pattern.keep, pattern.of), (-(-m // pattern.v), k))
+            return groups.repeat(pattern.v, axis=0)[:m]
         case VectorWise() | ShflBW():
             mask = _kept(rng, (-(-m // pattern.v), k), sparsity).repeat(pattern.v, axis=0)[:m]
             if isinstance(pattern, VectorWise):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor, nn
 
 from search.pruning.magnitude import magnitude
 from search.pruning.masks import apply_masks
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, Dense, Pattern
+from sparse_kernels.patterns import NM, Dense, Pattern, VectorNM
 
 
 def cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float = 0.0) -> float:
@@ -68,9 +69,10 @@ class GMP:
 
 def _on_the_way(pattern: Pattern, final: float, sparsity: float) -> tuple[Pattern, float]:
     """The pattern and sparsity at an intermediate point: N:M has one sparsity, so its N falls step by step."""
-    if not isinstance(pattern, NM) or sparsity == final:
+    if not isinstance(pattern, NM | VectorNM) or sparsity == final:
         return pattern, sparsity
     keep = max(pattern.keep, math.ceil((1 - sparsity) * pattern.of))
     if keep == pattern.of:
         return Dense(), 0.0
-    return NM(keep, pattern.of), NM(keep, pattern.of).sparsity
+    fuller = replace(pattern, keep=keep)
+    return fuller, fuller.sparsity

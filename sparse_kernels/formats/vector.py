@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, frozen
-from sparse_kernels.patterns import ShflBW, VectorWise
+from sparse_kernels.patterns import NM, ShflBW, VectorNM, VectorWise
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,8 @@ def pack(weight: Weight, mask: Mask, pattern: VectorWise | ShflBW) -> VectorWeig
             f"{pattern} keeps whole vectors of {v} rows, and the mask keeps a part of the one at rows "
             f"{row - row % v} to {min(m, row - row % v + v) - 1}, column {column}"
         )
+    if isinstance(pattern, VectorNM):
+        _check_groups(kept, pattern)
     groups, columns = np.nonzero(kept)
     indptr = np.zeros(kept.shape[0] + 1, np.int64)
     np.cumsum(np.count_nonzero(kept, axis=1), out=indptr[1:])
@@ -76,6 +78,20 @@ def unpack(packed: VectorWeight) -> Weight:
     weight = np.empty((m, k), np.float32)
     weight[packed.row_ids[:m]] = padded.reshape(-1, k)[:m]
     return weight
+
+
+def _check_groups(kept: Mask, pattern: VectorNM) -> None:
+    """NotOfPattern where kept vectors bool (groups of rows, k) are too many in `of` consecutive columns."""
+    starts = np.arange(0, kept.shape[1], pattern.of)
+    numbers = np.add.reduceat(kept, starts, axis=1, dtype=np.int64)
+    most = np.full(starts.size, pattern.keep)
+    most[-1] = NM(pattern.keep, pattern.of).keeps_of(kept.shape[1] - int(starts[-1]))
+    if (numbers > most).any():
+        rows, group = np.argwhere(numbers > most)[0]
+        raise NotOfPattern(
+            f"{pattern} keeps at most {most[group]} vectors from column {starts[group]} on, and the mask keeps "
+            f"{numbers[rows, group]} in rows {rows * pattern.v} to {rows * pattern.v + pattern.v - 1}"
+        )
 
 
 def _row_groups(mask: Mask, pattern: ShflBW) -> NDArray[np.int64]:

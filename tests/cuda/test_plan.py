@@ -22,6 +22,7 @@ M, K, N = 70, 52, 37
 PATTERNS = {
     "dense": (patterns.Dense(), 0.0),
     "vector": (patterns.VectorWise(32), 0.5),
+    "vectornm": (patterns.VectorNM(32, 2, 4), 0.5),
     "shflbw": (patterns.ShflBW(16), 0.5),
     "block": (patterns.BlockWise(16, 16), 0.5),
     "nm": (patterns.NM(2, 4), 0.5),

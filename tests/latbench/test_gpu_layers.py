@@ -11,21 +11,22 @@ from latbench.gpu import points
 from latbench.gpu.layers import ROUNDOFF, bits, check, random_mask, rounded, synthetic_layer
 from sparse_kernels import formats
 from sparse_kernels.oracle import WrongResult
-from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 DTYPES = ["float16", "bfloat16"]
 
 
 @pytest.mark.parametrize(
-    "pattern", [Unstructured(), BlockWise(16, 8), VectorWise(8), ShflBW(8), NM(2, 4), NM(3, 7), NM(9, 20)]
+    "pattern",
+    [Unstructured(), BlockWise(16, 8), VectorWise(8), ShflBW(8), NM(2, 4), NM(3, 7), NM(9, 20), VectorNM(8, 2, 8)],
 )
 @pytest.mark.parametrize("size", [(64, 96), (67, 43), (5, 131)])
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
 def test_random_masks_are_of_their_pattern(
     rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float
 ) -> None:
-    if isinstance(pattern, NM):
+    if isinstance(pattern, NM | VectorNM):
         sparsity = pattern.sparsity
     mask = random_mask(rng, pattern, size, sparsity)
     weight = rng.standard_normal(size).astype(np.float32) * mask

@@ -116,6 +116,7 @@ def test_a_pattern_that_is_freer_and_no_slower_makes_another_hopeless() -> None:
     [
         ("unstructured", "nm:2:4"), ("shflbw:8", "vector:16"), ("shflbw:8", "shflbw:16"),
         ("vector:4", "vector:8"), ("vector:8", "block:16x3"), ("shflbw:4", "block:8x1"), ("block:4x4", "block:8x4"),
+        ("vector:4", "vectornm:8:2:4"), ("unstructured", "vectornm:8:2:4"),
     ],
 )  # fmt: skip
 def test_every_mask_of_a_pattern_is_one_of_a_freer_pattern(freer: str, other: str, rng: np.random.Generator) -> None:

@@ -15,6 +15,7 @@ from sparse_kernels import (
     NotOfPattern,
     ShflBW,
     Unstructured,
+    VectorNM,
     VectorWise,
     formats,
     pack,
@@ -32,6 +33,8 @@ PATTERNS = [
     VectorWise(1),
     VectorWise(4),
     VectorWise(64),
+    VectorNM(4, 2, 4),
+    VectorNM(3, 1, 7),
     ShflBW(1),
     ShflBW(4),
     ShflBW(7),
@@ -42,7 +45,7 @@ def mask_of(pattern, weight, sparsity):
     scores = weight.astype(float) ** 2
     if isinstance(pattern, Dense):
         return pattern.mask(scores)
-    return pattern.mask(scores, pattern.sparsity if isinstance(pattern, NM) else sparsity)
+    return pattern.mask(scores, pattern.sparsity if isinstance(pattern, NM | VectorNM) else sparsity)
 
 
 def draw(seed, m, k):

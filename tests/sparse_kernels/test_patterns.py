@@ -13,6 +13,7 @@ from sparse_kernels import (
     LinearShape,
     ShflBW,
     Unstructured,
+    VectorNM,
     VectorWise,
     pack,
     parse,
@@ -27,6 +28,9 @@ PATTERNS = st.one_of(
     st.integers(2, 256).flatmap(lambda of: st.builds(NM, st.integers(1, of - 1), st.just(of))),
     st.builds(BlockWise, st.integers(1, 200), st.integers(1, 200)),
     st.builds(VectorWise, st.integers(1, 200)),
+    st.integers(2, 256).flatmap(
+        lambda of: st.builds(VectorNM, st.integers(1, 200), st.integers(1, of - 1), st.just(of))
+    ),
     st.builds(ShflBW, st.integers(1, 200)),
 )
 
@@ -46,13 +50,24 @@ def test_text_form_reads_back(pattern):
     "text", ["", "Dense", "nm:2", "nm:2:4:8", "block:32", "block:3x", "vector:-1", "shflbw:1.5", "csr"]
 )
 def test_unknown_text_lists_what_is_known(text):
-    with pytest.raises(
-        ValueError, match=r"known are dense, unstructured, nm:KEEP:OF, block:ROWSxCOLS, vector:V, shflbw:V"
-    ):
+    with pytest.raises(ValueError, match=r"known are dense, .*, vector:V, vectornm:V:KEEP:OF, shflbw:V"):
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["nm:4:4", "nm:0:4", "nm:5:4", "nm:2:300", "block:0x4", "vector:0", "shflbw:0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nm:4:4",
+        "nm:0:4",
+        "vectornm:0:2:4",
+        "vectornm:8:4:4",
+        "nm:5:4",
+        "nm:2:300",
+        "block:0x4",
+        "vector:0",
+        "shflbw:0",
+    ],
+)
 def test_impossible_settings_are_refused(text):
     with pytest.raises(ValueError, match="not "):
         parse(text)
@@ -125,10 +140,26 @@ def test_nm_keeps_the_largest_of_every_group(seed, m, k, keep_of):
             assert [column for column in group if mask[row, column]] == sorted(by_rank[:most])
 
 
+@quick
+@given(
+    st.integers(0, 99), st.integers(1, 9), st.integers(1, 17), st.integers(1, 4), st.sampled_from([(1, 2), (2, 3)])
+)
+def test_vector_nm_is_nm_of_what_the_rows_of_a_group_score_together(seed, m, k, v, keep_of):
+    keep, of = keep_of
+    scores = draw_scores(seed, m, k, ties=True)
+    mask = VectorNM(v, keep, of).mask(scores, 1 - keep / of)
+    for first in range(0, m, v):
+        rows = slice(first, first + v)
+        expected = NM(keep, of).mask(scores[rows].sum(axis=0, keepdims=True), 1 - keep / of)
+        assert (mask[rows] == expected).all()
+
+
 def test_nm_has_one_sparsity():
     with pytest.raises(ValueError, match=r"nm:2:4 has sparsity 0\.5 and no other, not 0\.75"):
         NM(2, 4).mask(np.ones((4, 4)), 0.75)
     assert NM(1, 3).mask(np.ones((4, 4)), 0.6666667).sum() == 8
+    with pytest.raises(ValueError, match=r"vectornm:2:1:4 has sparsity 0\.75 and no other, not 0\.5"):
+        VectorNM(2, 1, 4).mask(np.ones((4, 4)), 0.5)
 
 
 def test_nm_refuses_groups_across_the_taps_of_a_convolution():
@@ -136,6 +167,7 @@ def test_nm_refuses_groups_across_the_taps_of_a_convolution():
     assert NM(2, 4).refuses(Conv2dShape(1, 8, 8, 8, 8, 3, 3)) is None
     assert NM(2, 4).refuses(Conv2dShape(1, 6, 8, 8, 8, 1, 1)) is None
     assert NM(2, 4).refuses(LinearShape(3, 7, 1)) is None
+    assert "vectornm:8:2:4 needs" in VectorNM(8, 2, 4).refuses(Conv2dShape(1, 6, 8, 8, 8, 3, 3))
 
 
 def test_a_block_larger_than_the_layer_is_refused():
