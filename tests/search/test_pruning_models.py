@@ -27,7 +27,7 @@ from search.pruning.global_adaprune import global_adaprune
 from search.pruning.gmp import GMP, cubic_sparsity
 from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, Dense, Unstructured, VectorNM, VectorWise
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
@@ -139,9 +139,10 @@ def test_gradual_pruning_ends_at_the_target_and_masks_survive_momentum_and_decay
     assert (moved[gmp.masks["fc"]] != 0).all()
 
 
-def test_n_of_m_falls_step_by_step_to_its_one_sparsity(task: Task) -> None:
+@pytest.mark.parametrize("pattern", [NM(1, 4), VectorNM(8, 1, 4)], ids=str)
+def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM, task: Task) -> None:
     model = task.model()
-    gmp = GMP(model, {"fc": (NM(1, 4), 0.75)}, begin=0, end=40, every=1)
+    gmp = GMP(model, {"fc": (pattern, 0.75)}, begin=0, end=40, every=1)
     kept = []
     for step in range(41):
         gmp.step(step)
