@@ -1,16 +1,20 @@
 """Sparse layers for torch models: what a pruned Linear or Conv2d is replaced by, for inference.
 
 A layer keeps its packed weight as buffers (so state_dict, deepcopy and pickling work as for any module) and a plan,
-which is prepared at the first call and thrown away whenever the buffers change. The plan may hold the weights once
-more, in the order its kernel reads them.
+which is prepared at the first call and thrown away when the module is moved, cast or loaded (not when a buffer is
+written to). The plan may hold the weights once more, in the order its kernel reads them.
 
     y = SparseLinear.from_dense(linear, VectorWise(32), mask, activation="relu")(x)     # x (..., k) -> y (..., m)
 
 Backends `numba` and `reference` take float32 tensors on a CPU, `cupy` float16 and bfloat16 tensors on a CUDA GPU. The
 CUDA kernels read and write feature-major: a result is a transposed view, and a layer that gets one, from another
 sparse layer or through element-wise operations, copies nothing; other inputs are transposed first. Work goes to
-torch's current stream; call a layer once before it is captured into a CUDA graph. Under `torch.compile` a layer is
-one operator, `sparse_kernels::multiply`.
+torch's current stream. Call a layer once with inputs of the same shape before it is captured into a CUDA graph, and
+capture again after its weights have changed: a graph reads the plan of its time.
+
+Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
+blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
+a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
 """
 
 from __future__ import annotations
@@ -96,15 +100,14 @@ def _machine(device: torch.device) -> Machine:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A plan, what it was prepared for, and the bias as it takes it."""
+    """A plan, and the bias as it takes it."""
 
-    key: object
     plan: Any
     bias: Tensor | None
 
 
 class _Sparse(nn.Module):
-    """What both layer kinds share: packed buffers, a plan made late, inference only."""
+    """What both layer kinds share: packed buffers, plans made late, inference only."""
 
     bias: Tensor | None
 
@@ -129,7 +132,8 @@ class _Sparse(nn.Module):
             else:
                 self._settings[field.name] = value
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
-        self._ready: _Ready | None = None
+        self._plans: dict[object, _Ready] = {}
+        self._latest: _Ready | None = None
         self._enlist()
 
     @property
@@ -144,8 +148,8 @@ class _Sparse(nn.Module):
 
     @property
     def kernel(self) -> str | None:
-        """Name of the kernel that runs this layer; None before the first call."""
-        return None if self._ready is None else str(self._ready.plan.kernel)
+        """Name of the kernel that ran this layer last; None before the first call."""
+        return None if self._latest is None else str(self._latest.plan.kernel)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
@@ -161,7 +165,7 @@ class _Sparse(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("sparse layers are for inference: call the model under torch.no_grad()")
         if self._on_gpu:
-            if torch.is_autocast_enabled(x.device.type):
+            if x.device.type in ("cuda", "cpu") and torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             if x.dtype not in GPU_DTYPES:
                 raise TypeError(f"backend {self.backend!r} takes float16 and bfloat16, not {x.dtype}: model.half()")
@@ -178,23 +182,29 @@ class _Sparse(nn.Module):
     def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
         ready = self._prepared(x)
         if self._on_gpu:
-            # A contiguous part of a tensor may start anywhere.
+            # A contiguous part of a tensor may start anywhere; rows of an odd length are read element by element.
             x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
             result: Tensor = ready.plan(x, ready.bias, self.activation)
             return result
-        y = torch.empty(tuple(y_shape))
+        y = x.new_empty(tuple(y_shape))
         bias = None if ready.bias is None else ready.bias.numpy()
         ready.plan(x.detach().numpy(), bias=bias, activation=self.activation, out=y.numpy())
         return y
 
     def _prepared(self, x: Tensor) -> _Ready:
         key = self._key(x)
-        if self._ready is None or self._ready.key != key:
+        ready = self._plans.get(key)
+        if ready is None:
+            if self._on_gpu and x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("call the layer once with inputs of this shape before it is captured into a graph")
             bias = None if self.bias is None else self.bias.float()
             if bias is not None and bias.device != x.device:
                 raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
-            self._ready = _Ready(key, self._plan(x), bias)
-        return self._ready
+            ready = _Ready(self._plan(x), bias)
+            # On a CPU sizes come and go: only the last one's plan is kept. On a GPU a graph may still read any.
+            self._plans = {**(self._plans if self._on_gpu else {}), key: ready}
+        self._latest = ready
+        return ready
 
     def _key(self, x: Tensor) -> object:
         """What a plan is for: another input with the same key runs on the same plan."""
@@ -205,7 +215,10 @@ class _Sparse(nn.Module):
         raise NotImplementedError
 
     def _forget_plan(self) -> None:
-        self._ready = None
+        if self._on_gpu and self._plans and torch.cuda.is_available():
+            torch.cuda.synchronize()  # on whichever stream a plan is at work: its memory is given back now
+        self._plans, self._latest = {}, None
+        self._enlist()  # what was compiled looks at the number, and compiles again
 
     def _enlist(self) -> None:
         self._number = next(_numbers)
@@ -221,7 +234,7 @@ class _Sparse(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
-        return {**self.__dict__, "_ready": None, "_number": None}
+        return {**super().__getstate__(), "_plans": {}, "_latest": None, "_number": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -236,6 +249,8 @@ _numbers = itertools.count()
 @torch.library.custom_op("sparse_kernels::multiply", mutates_args=())
 def multiply(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
     """What a layer's kernel makes of x, which lies as the kernel reads it: an operator, opaque to `torch.compile`."""
+    if layer not in _layers:
+        raise RuntimeError("the sparse layer that this was compiled for is gone: compile the model again")
     return _layers[layer]._multiply(x, y_shape)
 
 

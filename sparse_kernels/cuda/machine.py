@@ -8,8 +8,9 @@ that needs a GPU is here, behind `Machine`: everything else is tested without on
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,8 +69,8 @@ class Machine(Protocol):
     def view(self, array: object) -> View | None:
         """What the array is; None if it is no array of this GPU."""
 
-    def stream(self) -> int:
-        """The current stream."""
+    def scratch(self, count: int) -> Array:
+        """So many bytes that nothing else on the current stream uses before what is launched next has ended."""
 
     def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
@@ -84,6 +85,7 @@ class CupyMachine:
     architecture: str
     multiprocessors: int
     newest: int  # the newest CUDA major version whose cubins the driver loads
+    _scratch: dict[int, list[Array]] = field(default_factory=dict)
 
     @property
     def arrays(self) -> str:
@@ -118,9 +120,15 @@ class CupyMachine:
         dtype = "bfloat16" if it.dtype == np.uint16 else it.dtype.name
         return View(it.data.ptr, dtype, it.shape, it.flags.c_contiguous, it.nbytes)
 
-    def stream(self) -> int:
-        """CuPy's current stream."""
-        return int(self.cupy.cuda.get_current_stream().ptr)
+    def scratch(self, count: int) -> Array:
+        """So many bytes, of which every stream has its own; threads must not launch on one stream at the same time.
+
+        What is outgrown stays: a CUDA graph that was captured from a call goes on using it.
+        """
+        grown = self._scratch.setdefault(int(self.cupy.cuda.get_current_stream().ptr), [])
+        if not grown or grown[-1].nbytes < count:
+            grown.append(self.empty((max(count, 2 * grown[-1].nbytes if grown else 0),), "uint8"))
+        return grown[-1]
 
     def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
@@ -177,33 +185,31 @@ class TorchMachine:
         dtype = str(it.dtype).removeprefix("torch.")
         return View(it.data_ptr(), dtype, tuple(it.shape), it.is_contiguous(), it.nbytes)
 
-    def stream(self) -> int:
-        """Torch's current stream on this GPU."""
-        return int(self.torch.cuda.current_stream(self.device).cuda_stream)
+    def scratch(self, count: int) -> Array:
+        """So many bytes of torch's allocator, which knows what graphs and streams use."""
+        return self.empty((count,), "uint8")
 
     def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
         # CuPy loads and launches on the current device, which it shares with torch.
         with self.torch.cuda.device(self.device):
             function = _load(self.cupy, self.device.index, variant, shared_bytes, self.architecture, self.newest)
-        from_external = self.cupy.cuda.Stream.from_external
+            loaded = function.kernel
 
         def launch(grid: Dim3, block: Dim3, arguments: tuple[np.generic, ...]) -> None:
-            with self.torch.cuda.device(self.device), from_external(_Stream(self.stream())):
-                function(grid, block, arguments, shared_mem=shared_bytes)
+            # Given by hand: CuPy would take its own current stream, and may read torch's default one as another.
+            stream = _Stream(self.torch.cuda.current_stream(self.device).cuda_stream)
+            with self.torch.cuda.device(self.device):
+                loaded(grid, block, arguments, shared_bytes, stream)
 
         return launch
 
 
 @dataclass(frozen=True)
 class _Stream:
-    """A stream by its pointer, as libraries pass streams to each other."""
+    """A stream of another library, as CuPy's functions take it."""
 
-    pointer: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        """Version of the protocol, and the pointer."""
-        return 0, self.pointer
+    ptr: int
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
@@ -249,16 +255,18 @@ def _abilities(cupy: Any) -> tuple[str, int, int]:
 
 # Loaded functions, by device, kernel and architecture: kernels of the same name are the same.
 _functions: dict[tuple[int, str, str], Any] = {}
+_loading = threading.Lock()
 
 
 def _load(cupy: Any, device: int, variant: Variant, shared_bytes: int, architecture: str, newest: int) -> Any:
     """A variant's function, compiled and loaded on the current GPU, whose number is `device`."""
     key = device, variant.name, architecture
-    if key not in _functions:
-        cubin = build.compile(variant, architecture, newest=newest)
-        _functions[key] = cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
-    function = _functions[key]
-    # All plans share the function, and what it is allowed counts at each launch: it may only grow.
-    if shared_bytes > function.max_dynamic_shared_size_bytes:
-        function.max_dynamic_shared_size_bytes = shared_bytes
-    return function
+    with _loading:
+        if key not in _functions:
+            cubin = build.compile(variant, architecture, newest=newest)
+            _functions[key] = cupy.RawModule(path=str(cubin.path)).get_function(variant.function)
+        function = _functions[key]
+        # All plans share the function, and what it is allowed counts at each launch: it may only grow.
+        if shared_bytes > function.max_dynamic_shared_size_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
+        return function

@@ -56,8 +56,7 @@ class CudaPlan:
     """A program on a machine, for x of x_shape and out of y_shape; None stands for the free length n, in both.
 
     What the first call for a number of columns compiles, uploads and allocates stays, so a call may be captured into
-    a CUDA graph after one like it has run on that stream. Calls on one stream share scratch: graphs captured on the
-    same stream must not be replayed at the same time.
+    a CUDA graph after one like it has run on that stream.
     """
 
     program: Program
@@ -69,7 +68,6 @@ class CudaPlan:
     layout: str
     _uploads: dict[int, tuple[NDArray[np.generic], Array]] = field(default_factory=dict)
     _calls: dict[tuple[int, str | None], Calls] = field(default_factory=dict)
-    _scratch: dict[int, list[Array]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -84,11 +82,12 @@ class CudaPlan:
         if out is None:
             out = self.machine.empty(_with(self.y_shape, n), self.dtype)
         calls = self.calls(n, activation)
+        scratch = self.machine.scratch(calls.scratch_bytes) if calls.scratch_bytes else None
         addresses = {
             Operand.X: self._address(x),
             Operand.OUT: self._address(out),
             Operand.BIAS: NULL if bias is None else self._address(bias),
-            Operand.SCRATCH: self._scratch_of(calls.scratch_bytes) if calls.scratch_bytes else NULL,
+            Operand.SCRATCH: NULL if scratch is None else self._address(scratch),
         }
         for launch in calls.launches:
             launch.run(addresses)
@@ -161,16 +160,6 @@ class CudaPlan:
         if id(argument) not in self._uploads:
             self._uploads[id(argument)] = argument, self.machine.upload(argument)
         return self._address(self._uploads[id(argument)][1])
-
-    def _scratch_of(self, count: int) -> np.uint64:
-        """The address of `count` bytes that are the current stream's own.
-
-        What is outgrown stays: a CUDA graph that was captured from a call goes on using it.
-        """
-        grown = self._scratch.setdefault(self.machine.stream(), [])
-        if not grown or grown[-1].nbytes < count:
-            grown.append(self.machine.empty((max(count, 2 * grown[-1].nbytes if grown else 0),), "uint8"))
-        return self._address(grown[-1])
 
     def _address(self, array: Array) -> np.uint64:
         view = self.machine.view(array)

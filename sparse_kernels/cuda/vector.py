@@ -75,28 +75,23 @@ INSTRUCTIONS = {16: "HMMA.16816.F32", 8: "HMMA.1688.F32", 4: "HMMA.884.F32"}
 def program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> LinearProgram:
-    """A linear layer's weight (m, k) for about n columns. NotSupported says what does not run."""
+    """A linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    width = widest_that_pays(
-        tiles.height, tiles.groups, n, machine.widths, multiprocessors or MULTIPROCESSORS[architecture]
-    )
-    return LinearProgram(tiles, dtype, architecture, width)
+    return LinearProgram(tiles, dtype, architecture, multiprocessors or MULTIPROCESSORS[architecture])
 
 
 def conv2d_program(
     packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
 ) -> Conv2dProgram:
-    """A convolution's weight (c_out, kh*kw*c_in) for about shape.batch images; NotSupported as above."""
+    """A convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    width = widest_that_pays(
-        tiles.height, tiles.groups, shape.n, machine.widths, multiprocessors or MULTIPROCESSORS[architecture]
-    )
     offsets, taps = places(tiles.columns, shape)
-    return Conv2dProgram(tiles, dtype, architecture, width, shape, offsets, taps)
+    count = multiprocessors or MULTIPROCESSORS[architecture]
+    return Conv2dProgram(tiles, dtype, architecture, count, shape, offsets, taps)
 
 
 def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
@@ -145,12 +140,13 @@ def shared_bytes(one: Variant) -> int:
 
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """A linear layer's tiles, and the width of x's tiles that was chosen for them."""
+    """A linear layer's tiles, for so many multiprocessors; x comes in tiles of `width` columns (None: what pays)."""
 
     tiles: VectorTiles
     dtype: str
     architecture: str
-    width: int
+    multiprocessors: int
+    width: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -161,11 +157,9 @@ class LinearProgram:
         """What multiplies x (k, n) to out (m, n); x and out are aligned to 16 bytes where n is a multiple of 8."""
         if n == 0:
             return []
-        aligned = n % 8 == 0
-        width = self.width if aligned else NARROW
         tiles = self.tiles
         arrays = (tiles.weights, tiles.columns, tiles.starts, tiles.row_ids)
-        one = variant(tiles.height, width, aligned, False, self.dtype, self.architecture)
+        one = _variant_for(self, n, n % 8 == 0)
         scalars = (np.int32(tiles.groups), np.int32(n), activation_code(activation))
         return [_launch(one, tiles.groups, n, (*arrays, *OPERANDS, *scalars))]
 
@@ -177,10 +171,11 @@ class Conv2dProgram:
     tiles: VectorTiles
     dtype: str
     architecture: str
-    width: int
+    multiprocessors: int
     shape: Conv2dShape
     offsets: NDArray[np.int32]
     taps: NDArray[np.int32]
+    width: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -191,18 +186,25 @@ class Conv2dProgram:
         """What convolves x (c_in, h, w, n) to out (c_out, out_h, out_w, n), for n images; aligned as above."""
         if n == 0:
             return []
-        aligned = n % 8 == 0
-        width = self.width if aligned else NARROW
         tiles, shape = self.tiles, self.shape
         arrays = (tiles.weights, self.offsets, self.taps, tiles.starts, tiles.row_ids)
         columns = shape.out_h * shape.out_w * n
         image = (n, shape.h, shape.w, shape.out_w, *shape.stride, *shape.padding)
         sizes = (np.int32(size) for size in (tiles.groups, columns, *image))
-        one = variant(tiles.height, width, aligned, True, self.dtype, self.architecture)
+        one = _variant_for(self, columns, n % 8 == 0)
         return [_launch(one, tiles.groups, columns, (*arrays, *OPERANDS, *sizes, activation_code(activation)))]
 
 
 OPERANDS = (Operand.X, Operand.OUT, Operand.BIAS)
+
+
+def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: bool) -> Variant:
+    """The variant for so many columns of the product: the weight is packed the same for all widths."""
+    height, groups = program.tiles.height, program.tiles.groups
+    widths = MACHINES[program.architecture].widths
+    width = program.width or widest_that_pays(height, groups, columns, widths, program.multiprocessors)
+    conv = isinstance(program, Conv2dProgram)
+    return variant(height, width if aligned else NARROW, aligned, conv, program.dtype, program.architecture)
 
 
 def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

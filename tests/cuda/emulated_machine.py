@@ -17,7 +17,6 @@ class EmulatedMachine:
     def __init__(self, architecture, runs=True):
         self.architecture = architecture
         self.runs = runs
-        self.current = 0
         self.uploads = []
         self.launched = []
         self._known = {}  # address: what lies there
@@ -40,8 +39,8 @@ class EmulatedMachine:
         dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
         return View(array.ctypes.data, dtype, array.shape, array.flags.c_contiguous, array.nbytes)
 
-    def stream(self):
-        return self.current
+    def scratch(self, count):
+        return self.empty((count,), "uint8")
 
     def kernel(self, variant, shared_bytes):
         def run(grid, block, arguments):

@@ -186,36 +186,26 @@ def counted(machine):
     return plans.CudaPlan(Counter(), machine, (K, None), (M, None), "float16", "none", "feature_major")
 
 
-def test_launches_share_scratch_that_calls_keep():
+def test_the_launches_of_a_call_share_scratch_for_the_one_that_needs_most():
     machine = EmulatedMachine("sm_80", runs=False)
-    plan = counted(machine)
-    plan(X)
-    plan(X)
-    assert len({int(launch.arguments[0]) for launch in machine.launched}) == 1
-    assert [it.nbytes for it in plan._scratch[0]] == [N]
+    given, take = [], machine.scratch
+    machine.scratch = lambda count: given.append(take(count)) or given[-1]
+    counted(machine)(X)
+    assert [it.nbytes for it in given] == [N]
+    assert [int(launch.arguments[0]) for launch in machine.launched] == [given[0].ctypes.data] * 2
 
 
-def test_scratch_grows_and_what_a_graph_may_have_captured_stays(rng):
-    machine = EmulatedMachine("sm_80", runs=False)
-    plan = counted(machine)
-    for n in (20, 24, 16):
-        plan(np.zeros((K, n), np.float16))
-    addresses = [int(launch.arguments[0]) for launch in machine.launched[::2]]
-    assert addresses[0] != addresses[1] == addresses[2]
-    assert [it.nbytes for it in plan._scratch[0]] == [
-        20,
-        40,
-    ]  # twice as much: all together no more than twice the last
-
-
-def test_streams_share_no_scratch():
-    machine = EmulatedMachine("sm_80", runs=False)
-    plan = counted(machine)
-    plan(X)
-    machine.current = 7
-    plan(X)
-    first, _, second, _ = (int(launch.arguments[0]) for launch in machine.launched)
-    assert first != second
+def test_cupys_scratch_is_a_streams_own_and_what_a_graph_may_have_captured_stays():
+    stream = SimpleNamespace(ptr=0)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: stream), empty=np.empty)
+    machine = machines.CupyMachine(cupy, 0, "sm_80", 108, 13)
+    sizes = [machine.scratch(count).nbytes for count in (20, 24, 16)]
+    assert sizes == [20, 40, 40]
+    first = machine.scratch(16)
+    assert first is machine.scratch(40)
+    assert [it.nbytes for it in machine._scratch[0]] == [20, 40]
+    stream.ptr = 7
+    assert machine.scratch(16) is not first
 
 
 def test_a_missing_bias_is_a_null_pointer():

@@ -87,6 +87,32 @@ def test_a_convolution_is_the_masked_one_for_any_batch_with_one_plan(pattern, ma
 
 
 @torch.no_grad()
+def test_a_convolution_keeps_the_plan_of_every_size_that_a_graph_may_have_captured(machine):
+    layer, _ = sparse(whole(nn.Conv2d(16, 32, 3)), "vector:32")
+    images = [torch.randint(-2, 3, (1, 16, size, size)).half() for size in (5, 6, 5)]
+    uploads = []
+    for x in images:
+        layer(x)
+        uploads.append(len(machine.uploads))
+    assert uploads[0] < uploads[1] == uploads[2]
+
+
+@torch.no_grad()
+def test_other_weights_make_other_plans_and_other_operators(machine):
+    linear = whole(nn.Linear(48, 32))
+    layer, mask = sparse(linear, "vector:32")
+    x = torch.randint(-2, 3, (5, 48)).half()
+    layer(x)
+    before = layer._number
+    linear.weight.mul_(2)
+    other = SparseLinear.from_dense(linear, parse("vector:32"), mask, backend="cupy")
+    layer.load_state_dict(other.state_dict())
+    assert layer.kernel is None
+    assert layer._number != before
+    torch.testing.assert_close(layer(x).double(), masked(linear, mask)(x.double()), rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_a_layer_behind_another_copies_nothing():
     first, second = (sparse(whole(nn.Linear(64, 64)), "vector:32")[0] for _ in range(2))
     seen = []
@@ -166,6 +192,38 @@ def test_under_torch_compile_a_layer_is_one_operator_of_an_unbroken_graph(backen
 
 
 @torch.no_grad()
+@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+def test_blocks_that_are_compiled_one_by_one_share_a_compilation():
+    torch._dynamo.reset()
+    compiled = []
+
+    def count(graph, _):
+        compiled.append(graph)
+        return graph
+
+    x = torch.randint(-2, 3, (4, 32)).half()
+    for _ in range(10):
+        block = nn.Sequential(sparse(whole(nn.Linear(32, 32)), "vector:32")[0], nn.LayerNorm(32).half())
+        y = block(x)
+        block.compile(backend=count, fullgraph=True)
+        torch.testing.assert_close(block(x), y, rtol=0, atol=0)
+    assert len(compiled) <= 3
+
+
+@torch.no_grad()
+def test_a_copy_of_a_compiled_layer_is_not_the_layer():
+    torch._dynamo.reset()
+    layer, _ = sparse(whole(nn.Linear(48, 32)), "vector:32")
+    x = torch.randint(-2, 3, (5, 48)).half()
+    y = layer(x)
+    layer.compile(backend="eager")
+    twin = copy.deepcopy(layer)
+    twin.values.zero_()
+    assert not torch.equal(twin(x), y)
+    torch.testing.assert_close(layer(x), y, rtol=0, atol=0)
+
+
+@torch.no_grad()
 def test_the_operator_says_truly_what_it_returns():
     layer, _ = sparse(whole(nn.Linear(48, 32)), "vector:32")
     x = torch.randint(-2, 3, (48, 8)).half()
@@ -197,6 +255,15 @@ def test_inputs_that_do_not_fit_are_refused(x, message):
     layer, _ = sparse(whole(nn.Linear(48, 32)), "vector:32")
     with pytest.raises((TypeError, ValueError), match=message.replace("(", r"\(").replace(")", r"\)")):
         layer(x)
+
+
+@torch.no_grad()
+def test_an_operator_whose_layer_is_gone_says_so():
+    layer, _ = sparse(whole(nn.Linear(48, 32)), "vector:32")
+    number = layer._number
+    del layer
+    with pytest.raises(RuntimeError, match="the sparse layer that this was compiled for is gone"):
+        layers.multiply(torch.zeros(48, 8).half(), [32, 8], number)
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ def launch_of(pattern=None, m=256, k=64, n=128, architecture="sm_80", columns=No
 
 
 def test_a_program_runs_other_numbers_of_columns_than_it_was_made_for():
-    assert launch_of(n=2048, columns=2048).variant == launch_of(n=2048, columns=8).variant
+    assert launch_of(n=8, columns=2048).variant == launch_of(n=2048, columns=2048).variant
     assert launch_of(n=2048, columns=2047).variant.defines["COPY"] == 1
 
 
@@ -140,8 +140,16 @@ def test_columns_that_are_not_there_are_counted():
 
 def test_a_smaller_machine_gets_wider_tiles():
     packed = pack(np.ones((4096, 64), np.float32), None, VectorWise(64))
-    widths = {count: vector.program(packed, "float16", "sm_89", 256, count).width for count in (256, 82)}
-    assert widths == {256: 64, 82: 256}
+    for count, width in ((256, 64), (82, 256)):
+        (launch,) = vector.program(packed, "float16", "sm_89", 256, count).launches(256, None)
+        assert launch.variant.defines["BN"] == width
+
+
+def test_one_program_takes_another_width_for_another_number_of_columns():
+    program = vector.program(pack(np.ones((4096, 64), np.float32), None, VectorWise(64)), "float16", "sm_80", 1)
+    launches = [program.launches(n, None)[0] for n in (8, 2048)]
+    assert [launch.variant.defines["BN"] for launch in launches] == [64, 256]
+    assert launches[0].arguments[0] is launches[1].arguments[0]
 
 
 def test_every_launch_is_of_a_variant_that_the_gate_compiles():
