@@ -8,11 +8,16 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
-import click
 import typer
 
-from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
+from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, UsageError
+
+INTERRUPTED = 130  # what Typer answers after Ctrl-C
+
+# What it raises for a command line it does not understand; of those classes it exports only what is below this one.
+_Misused: type[Exception] = typer.BadParameter.__mro__[1]
 
 # In the order a user meets them: the job's verbs, then what helps with tables and machines.
 VERBS = [
@@ -25,7 +30,6 @@ def application() -> typer.Typer:
     """The command line, one command a module in `latbench.commands`."""
     app = typer.Typer(
         help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup asked for.",
-        no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,
         rich_markup_mode=None,
@@ -39,13 +43,14 @@ def application() -> typer.Typer:
 def main() -> None:
     """Run the command line and exit with the code that says how it went."""
     try:
-        code = application()(standalone_mode=False)
+        code = application()(sys.argv[1:] or ["--help"], standalone_mode=False)
+        if code == INTERRUPTED:
+            raise KeyboardInterrupt
     except LatbenchError as error:
         code = _fail(error)
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except _Misused as error:
+        code = _fail(UsageError(_sentence(error)))
+    except (KeyboardInterrupt, typer.Abort):
         code = _fail(Incomplete("interrupted; what is finished is kept, and the same command goes on from there"))
     except OSError as error:
         code = _fail(EnvironmentUnusable(f"{error.filename or 'the system'}: {error.strerror or error}"))
@@ -55,6 +60,12 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _sentence(error: Any) -> str:
+    """What Typer complains of, and where help is."""
+    command = error.ctx.command_path if error.ctx else "latbench"
+    return f"{error.format_message().rstrip('.')}: see `{command} --help`"
 
 
 def _fail(error: LatbenchError) -> int:

@@ -1,0 +1,68 @@
+"""The roof: whatever is typed, and whatever happens below, ends as one line and the right exit code."""
+
+import sys
+
+import pytest
+
+from latbench import cli
+from latbench.commands import doctor
+
+
+def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command line."""
+    monkeypatch.setattr(sys, "argv", ["latbench", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    found = capsys.readouterr()
+    return int(ended.value.code or 0), found.out, found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "nosuch"], "latbench: Got unexpected extra argument(s) (nosuch): see `latbench plan --help`\n"),
+        (["nosuch"], "latbench: No such command 'nosuch': see `latbench --help`\n"),
+        (["sweep", "--nosuch"], "latbench: No such option: --nosuch: see `latbench sweep --help`\n"),
+        (["search", "digits"], "see `latbench search --help`\n"),
+        (["plan", "--threads", "many"], "see `latbench plan --help`\n"),
+    ],
+)
+def test_a_command_line_that_is_not_understood_is_one_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = outcome(monkeypatch, capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.endswith(said)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_nothing_asked_for_is_help(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = outcome(monkeypatch, capsys, *words)
+    assert (code, err) == (0, "")
+    assert all(verb.rstrip("_") in out for verb in cli.VERBS)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (KeyboardInterrupt(), 4, "latbench: interrupted; what is finished is kept, and the same command goes on"),
+        (OSError(28, "No space left on device", "table"), 3, "latbench: table: No space left on device"),
+    ],
+)
+def test_what_happens_below_is_one_line(
+    raised: BaseException,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails() -> None:
+        raise raised
+
+    monkeypatch.setattr(doctor, "doctor", fails)
+    found = outcome(monkeypatch, capsys, "doctor")
+    assert found[0] == code
+    assert found[2].startswith(line) and found[2].count("\n") == 1
