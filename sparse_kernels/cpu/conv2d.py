@@ -17,18 +17,17 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu import images, rows
-from sparse_kernels.cpu.linear import contiguous_bias
+from sparse_kernels.cpu import images, rows, single
+from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.vectors import Vectors, columns
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import ACTIVATIONS, Array, check_call
+from sparse_kernels.plan import Array
 from sparse_kernels.shapes import Conv2dShape
-
-# Elements of x that stay in the second-level cache beside the weights: 400 KB.
-CACHED = 100_000
 
 # What it costs to collect valid positions afterwards, and to compute with vectors of half the width where the unit
 # works in halves anyway, as a factor on the time: measured on Zen 4.
@@ -42,31 +41,29 @@ REMEMBERED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Positions:
-    """The vectors of positions: their starts in x and in y (int64), and the stride of rows in y.
+class Positions(Vectors):
+    """The vectors of positions.
 
-    lanes: of a vector. image, pitch: of the flat y that is collected afterwards; 0 where y is written directly.
+    image, pitch: of the flat y that is collected afterwards; 0 where y is written directly.
     """
 
-    lanes: int
-    x_starts: NDArray[np.int64]
-    y_starts: NDArray[np.int64]
-    y_stride: int
     image: int = 0
     pitch: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """What a plan knows about one batch: panels with offsets for columns, and the places of everything.
+    """What a plan knows about one batch: the places of everything.
 
-    where is None if x is read in place. cached: vectors whose x stays in the second-level cache.
+    weights: panels with offsets for columns; single rows as they are. offsets: int32 (k,), how far behind a vector of
+    positions each column lies. where is None if x is read in place. columns: how many vectors of x a vector may read.
     """
 
-    weights: tuple[np.ndarray, ...]
+    weights: Panels | SingleRows
+    offsets: NDArray[np.int32]
     where: images.Layout | None
     at: Positions
-    cached: int
+    columns: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +71,7 @@ class Conv2dPlan:
     """A convolution's plan: weights as panels, and what it knows of each batch it has met."""
 
     shape: Conv2dShape
-    panels: Panels
+    panels: Panels | SingleRows
     tile: tuple[int, int]  # rows, vectors
     target: Target
     kernel: str
@@ -92,12 +89,11 @@ class Conv2dPlan:
     ) -> Array:
         """activation(convolution of x + bias), as `Plan` says; x that is not C-contiguous is copied."""
         s = self.shape
-        check_call(x, (None, s.c_in, s.h, s.w), bias, activation, out, (None, s.c_out, s.out_h, s.out_w), s.c_out)
+        y_shape = (None, s.c_out, s.out_h, s.out_w)
+        x, y, bias, code = arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
         batch = x.shape[0]
-        y = np.empty((batch, s.c_out, s.out_h, s.out_w), np.float32) if out is None else out
         if batch == 0:
             return y
-        x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, s.c_out), ACTIVATIONS.index(activation)
         # A few images at a time, so that what one step writes is in the cache when the next one reads it.
         threads = numba.get_num_threads()
         rounds = -(-batch * (s.c_in * s.h * s.w + s.c_out * s.out_h * s.out_w) // IMAGES_CACHED)
@@ -109,7 +105,7 @@ class Conv2dPlan:
 
     def copy(self) -> Conv2dPlan:
         """The same plan with weights of its own."""
-        return Conv2dPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
+        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={})
 
     def _run(self, x: Array, bias: Array, activation: int, y: Array) -> None:
         batch = x.shape[0]
@@ -127,19 +123,12 @@ class Conv2dPlan:
             fill(x, source, where.phases, where.plane, where.image, where.pitch, *self.shape.padding, threads)
         if at.pitch:
             result = self._pool.take(self.shape.c_out * at.y_stride, -batch)
-        rows.kernel(*self.tile, at.lanes, self.target.fused)(
-            placed.weights,
-            source.reshape(-1),
-            1,
-            at.x_starts,
-            result.reshape(-1),
-            at.y_stride,
-            at.y_starts,
-            bias,
-            activation,
-            rows.block(at.x_starts.size, self.tile[1], placed.cached, threads),
-            threads,
-        )
+        x, flat_y, fused = source.reshape(-1), result.reshape(-1), self.target.fused
+        weights, offsets, vectors = placed.weights, placed.offsets, self.tile[1]
+        if isinstance(weights, SingleRows):
+            single.multiply_gathered(weights, fused, at, x, offsets, flat_y, bias, activation, self._pool)
+        else:
+            rows.multiply(weights, vectors, fused, at, x, flat_y, bias, activation, placed.columns)
         if at.pitch:
             collect(result, at.y_stride, at.image, at.pitch, y, threads)
             self._pool.give_back(result, -batch)
@@ -150,32 +139,39 @@ class Conv2dPlan:
         """Everything for this shape's batch."""
         if in_place(shape, self.target):
             where = None
-            offsets = (np.arange(shape.c_in) * (shape.h * shape.w)).astype(np.int32)
+            offsets = columns(shape.c_in, shape.h * shape.w)
             channels = shape.c_in
         else:
             where = images.layout(shape, self.target.lanes)
-            offsets = where.offsets
+            offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
             channels = shape.c_in * (int(where.phases.max()) + 1)
-        table, values, columns, work, row_ids = self.panels.arrays
-        at = positions(shape, self.target)
-        weights = (table, values, offsets[columns], work, row_ids)
-        return Placed(weights, where, at, CACHED // (channels * at.lanes))
+        at = positions(shape, self.target, not isinstance(self.panels, SingleRows))
+        weights = self.panels if isinstance(self.panels, SingleRows) else self.panels.placed(offsets)
+        return Placed(weights, offsets, where, at, channels)
 
 
 def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
     """The plan of a convolution for about shape.batch images."""
     target = host()
-    tile = rows.tile(group_height(packed), target)
-    name = f"numba.{packed.pattern.format}.conv2d.rows{tile[0]}x{tile[1]}.{target.name}"
-    cut = panels(_by_channel(groups(packed), shape.c_in), tile[0])
-    return Conv2dPlan(shape, cut, tile, target, name, layout)
+    height = group_height(packed)
+    by_channel = _by_channel(groups(packed), shape)
+    weights: Panels | SingleRows
+    if height == 1:
+        tile_rows, vectors = 1, min(single.MOST, positions(shape, target, halves=False).x_starts.size)
+        weights = single_rows(by_channel, shape.k, vectors * target.lanes)
+    else:
+        tile_rows, vectors = rows.tile(height, target)
+        weights = panels(by_channel, tile_rows)
+    name = f"numba.{packed.pattern.format}.conv2d.rows{tile_rows}x{vectors}.{target.name}"
+    return Conv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
 
 
-def _by_channel(groups: Groups, c_in: int) -> Groups:
-    """The groups with their columns sorted by channel, then tap: taps of a channel read nearly the same of x."""
+def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
+    """The groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
+    numbers = groups.columns % shape.c_in * (shape.kh * shape.kw) + groups.columns // shape.c_in
     group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
-    order = np.lexsort((groups.columns // c_in, groups.columns % c_in, group))
-    return replace(groups, columns=groups.columns[order], values=groups.values[order])
+    order = np.lexsort((numbers, group))
+    return replace(groups, columns=numbers[order], values=groups.values[order])
 
 
 def in_place(shape: Conv2dShape, target: Target) -> bool:
@@ -185,9 +181,9 @@ def in_place(shape: Conv2dShape, target: Target) -> bool:
 
 
 @lru_cache(maxsize=256)
-def positions(shape: Conv2dShape, target: Target) -> Positions:
-    """The cheapest vectors that cover all output positions."""
-    widths = (target.lanes, target.lanes // 2) if target.halves else (target.lanes,)
+def positions(shape: Conv2dShape, target: Target, halves: bool = True) -> Positions:
+    """The cheapest vectors that cover all output positions; halves: of half the width too, where that pays."""
+    widths = (target.lanes, target.lanes // 2) if target.halves and halves else (target.lanes,)
     choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target)]
 
     def cost(at: Positions) -> float:
@@ -203,21 +199,21 @@ def _coverings(shape: Conv2dShape, lanes: int, target: Target) -> list[Positions
     size = shape.out_h * shape.out_w
     if in_place(shape, target):
         run = _run(size, lanes)
-        return [Positions(lanes, _flat(b * shape.c_in * size + run), _flat(b * shape.c_out * size + run), size)]
+        x_starts, y_starts = _flat(b * shape.c_in * size + run), _flat(b * shape.c_out * size + run)
+        return [Positions(lanes, x_starts, 1, y_starts, size)]
     where = images.layout(shape, target.lanes)
     length = (shape.out_h - 1) * where.pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
     image = vectors.size * lanes
-    flat = Positions(
-        lanes, _flat(b * where.image + vectors), _flat(b * image + vectors), shape.batch * image, image, where.pitch
-    )
+    x_starts, y_starts = _flat(b * where.image + vectors), _flat(b * image + vectors)
+    flat = Positions(lanes, x_starts, 1, y_starts, shape.batch * image, image=image, pitch=where.pitch)
     if shape.out_w < lanes:
         return [flat]
     i = np.arange(shape.out_h)[:, None]
     run = _run(shape.out_w, lanes)
     x_starts = (b[:, :, None] * where.image + i * where.pitch + run).ravel()
     y_starts = (b[:, :, None] * (shape.c_out * size) + i * shape.out_w + run).ravel()
-    return [flat, Positions(lanes, x_starts.astype(np.int64), y_starts.astype(np.int64), size)]
+    return [flat, Positions(lanes, x_starts.astype(np.int64), 1, y_starts.astype(np.int64), size)]
 
 
 def _run(length: int, lanes: int) -> NDArray[np.int64]:

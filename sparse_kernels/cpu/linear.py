@@ -1,33 +1,28 @@
-"""Linear layers on the CPU: any pattern, both layouts, one of two kernels.
+"""Linear layers on the CPU: any pattern, both layouts, one of three kernels.
 
 tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector.
-rows     tokens along the vector. x feature-major as it lies, or any x through blocks of tokens (`transpose`), both
-         ways counted in the plan's time.
+rows     tokens along the vector, panels of rows. x feature-major as it lies, or any x packed into vectors of tokens
+         (`transpose`), both ways counted in the plan's time.
+single   the same for rows that share no columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from sparse_kernels.cpu import rows, tokens, transpose
+from sparse_kernels.cpu import rows, single, tokens, transpose
+from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.vectors import CACHED, as_it_lies, columns, in_tiles
 from sparse_kernels.formats import DenseWeight, Packed
-from sparse_kernels.plan import ACTIVATIONS, Array, check_call
-
-# Elements of x that stay in the second-level cache beside the weights (400 KB), and in the first-level cache (24 KB).
-CACHED = 100_000
-CLOSE = 6_000
-
-# Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
-WORTHWHILE = 16
+from sparse_kernels.plan import Array
 
 # From this many columns on, the rows of x that a tile of tokens reads crowd the first-level cache: blocks are faster.
 LONG_COLUMNS = 2048
@@ -55,14 +50,12 @@ class TokenPlan:
     ) -> Array:
         """activation(x @ w.T + bias), as `Plan` says; x that is not C-contiguous is copied."""
         m, k = self.shape
-        check_call(x, (None, k), bias, activation, out, (None, m), m)
+        x, y, bias, code = arguments(x, (None, k), bias, activation, out, (None, m), m)
         n = x.shape[0]
-        y = np.empty((n, m), np.float32) if out is None else out
         if n == 0:
             return y
         step = _tokens_at_a_time(self.tile, n)
         chunk = min(-(-n // step), max(1, CACHED // (k * step))) * step
-        x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, m), ACTIVATIONS.index(activation)
         rows_of_y = self.panels.row_ids[:m]
         result = np.empty((n, m), np.float32) if self.permuted else y
         run = tokens.kernel(step, *self.tile[1:], self.fused)
@@ -82,16 +75,15 @@ class TokenPlan:
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        panels = self.panels.copy()
-        return TokenPlan(self.shape, panels, self.tile, self.fused, self.kernel, self.layout, self.permuted)
+        return replace(self, panels=self.panels.copy())
 
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """Tokens along the vector: x feature-major as it lies, or any x through blocks."""
+    """Tokens along the vector: x feature-major as it lies, or any x packed."""
 
     shape: tuple[int, int]
-    panels: Panels
+    panels: Panels | SingleRows
     tile: tuple[int, int]  # rows, vectors
     target: Target
     kernel: str
@@ -108,70 +100,46 @@ class RowPlan:
     ) -> Array:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
         m, k = self.shape
-        if self.layout == "token_major":
-            check_call(x, (None, k), bias, activation, out, (None, m), m)
-            n = x.shape[0]
-            y = np.empty((n, m), np.float32) if out is None else out
-        else:
-            check_call(x, (k, None), bias, activation, out, (m, None), m)
-            n = x.shape[1]
-            y = np.empty((m, n), np.float32) if out is None else out
+        tokens_first = self.layout == "token_major"
+        shapes = ((None, k), (None, m)) if tokens_first else ((k, None), (m, None))
+        x, y, bias, code = arguments(x, shapes[0], bias, activation, out, shapes[1], m)
+        n = x.shape[0 if tokens_first else 1]
         if n == 0:
             return y
-        x, bias, code = np.ascontiguousarray(x), contiguous_bias(bias, m), ACTIVATIONS.index(activation)
         with exclusive():
-            self._run(x, n, bias, code, y)
+            if tokens_first or not self.target.lanes <= n < 2**31 // k:
+                self._run_packed(x, n, bias, code, y)
+            else:
+                self._run_in_place(x, n, bias, code, y)
         return y
 
     def copy(self) -> RowPlan:
         """The same plan with weights of its own."""
-        return RowPlan(self.shape, self.panels.copy(), self.tile, self.target, self.kernel, self.layout)
+        return replace(self, panels=self.panels.copy(), _pool=Pool())
 
-    def _run(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
-        (m, k), lanes = self.shape, self.target.lanes
-        # Stages go on with sums in y, so no vector may overlap another: only blocks have none that does.
-        if self.layout == "feature_major" and n >= lanes and self.panels.stages == 1:
-            starts = _starts(n, lanes)
-            self._multiply(x, n, starts, y, n, starts, bias, code)
-            return
-        into_blocks, out_of_blocks = getattr(transpose, self.layout)(lanes)
+    def _run_in_place(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
+        k, lanes, fused = self.shape[1], self.target.lanes, self.target.fused
+        at, x, y = as_it_lies(n, lanes), x.ravel(), y.ravel()
+        if isinstance(self.panels, SingleRows):
+            single.multiply_gathered(self.panels, fused, at, x, columns(k, n), y, bias, code, self._pool)
+        else:
+            rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, k)
+
+    def _run_packed(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
+        (m, k), lanes, vectors, fused = self.shape, self.target.lanes, self.tile[1], self.target.fused
+        pack, unpack = getattr(transpose, self.layout)(lanes)
         threads = numba.get_num_threads()
-        blocks = -(-n // lanes)
-        buffer = self._pool.take(blocks * lanes * (k + m))
-        x_blocks, y_blocks = buffer[: blocks * lanes * k], buffer[blocks * lanes * k :]
-        into_blocks(x, x_blocks, threads)
-        x_starts, y_starts = _block_starts(blocks, k * lanes), _block_starts(blocks, m * lanes)
-        self._multiply(x_blocks, lanes, x_starts, y_blocks, lanes, y_starts, bias, code)
-        out_of_blocks(y_blocks, y, threads)
+        at = in_tiles(n, vectors, lanes, k, m)
+        size = -(-at.x_starts.size // vectors) * vectors * lanes
+        buffer = self._pool.take(size * (k + m))
+        x_packed, y_packed = buffer[: size * k], buffer[size * k :]
+        pack(x, x_packed, at.x_starts, at.x_stride, threads)
+        if isinstance(self.panels, SingleRows):
+            single.multiply_packed(self.panels, fused, at, x_packed, y_packed, bias, code)
+        else:
+            rows.multiply(self.panels, vectors, fused, at, x_packed, y_packed, bias, code, k)
+        unpack(y_packed, at.y_starts, at.y_stride, y, threads)
         self._pool.give_back(buffer)
-
-    def _multiply(
-        self,
-        x: Array,
-        x_scale: int,
-        x_starts: NDArray[np.int64],
-        y: Array,
-        y_stride: int,
-        y_starts: NDArray[np.int64],
-        bias: Array,
-        activation: int,
-    ) -> None:
-        vectors, lanes = self.tile[1], self.target.lanes
-        threads = numba.get_num_threads()
-        cached = CACHED // (self.shape[1] * lanes) if self.panels.stages == 1 else vectors
-        rows.kernel(*self.tile, lanes, self.target.fused)(
-            self.panels.arrays,
-            x,
-            x_scale,
-            x_starts,
-            y,
-            y_stride,
-            y_starts,
-            bias,
-            activation,
-            rows.block(x_starts.size, vectors, cached, threads),
-            threads,
-        )
 
 
 def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
@@ -189,44 +157,17 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
             cut = panels(groups(packed), tile[1] * tile[2])
             name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
             return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
-    row_tile = rows.tile(height, target)
-    cut = panels(groups(packed), row_tile[0], _stages(packed, row_tile, target, n))
-    name = f"{name}.rows{row_tile[0]}x{row_tile[1]}.{target.name}"
-    return RowPlan(packed.shape, cut, row_tile, target, name, layout)
+    weights: Panels | SingleRows
+    if height == 1:
+        tile_rows, vectors = 1, max(1, min(single.MOST, -(-n // target.lanes)))
+        weights = single_rows(groups(packed), packed.shape[1], vectors * target.lanes)
+    else:
+        tile_rows, vectors = rows.tile(height, target)
+        weights = panels(groups(packed), tile_rows)
+    name = f"{name}.rows{tile_rows}x{vectors}.{target.name}"
+    return RowPlan(packed.shape, weights, (tile_rows, vectors), target, name, layout)
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:
     """Tokens of a register tile; one or two would leave most of a large one unused."""
     return tile[0] if n > 2 else 2
-
-
-def _stages(packed: Packed, tile: tuple[int, int], target: Target, n: int) -> int:
-    """How many stages of columns pay.
-
-    A row alone uses what it loads of x once: x should lie in the first-level cache, unless too few columns of a row
-    are left in a stage to outweigh fetching and storing the sums.
-    """
-    m, k = packed.shape
-    vectors = max(1, min(tile[1], -(-n // target.lanes)))
-    stages = -(-k * vectors * target.lanes // CLOSE)
-    return 1 if tile[0] > 1 or packed.nnz < WORTHWHILE * m * stages else stages
-
-
-def contiguous_bias(bias: Array | None, m: int) -> Array:
-    """The bias as kernels read it: m zeros for None."""
-    return np.zeros(m, np.float32) if bias is None else np.ascontiguousarray(bias)
-
-
-@lru_cache(maxsize=256)
-def _starts(n: int, lanes: int) -> NDArray[np.int64]:
-    """Where the vectors of n >= lanes contiguous positions start.
-
-    The last vector overlaps the one before it, so nothing beyond the end is touched.
-    """
-    return np.minimum(np.arange(-(-n // lanes), dtype=np.int64) * lanes, n - lanes)
-
-
-@lru_cache(maxsize=256)
-def _block_starts(blocks: int, size: int) -> NDArray[np.int64]:
-    """Where the vectors of blocks of `size` elements start: one a block."""
-    return np.arange(blocks, dtype=np.int64) * size

@@ -26,43 +26,17 @@ no flag here allows the compiler to assume their absence. Addresses are integers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-# What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
-PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
-
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-
-# 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0: coefficients of p from a**0 to a**10, a least-squares fit,
-# reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong by at most
-# 3e-7 + |x|*6e-8, and by at most |x|*4.8e-7.
-GELU_POLYNOMIAL = (
-    1.0,
-    0.19946809220256678,
-    0.09952645979448602,
-    0.025954243294208836,
-    0.006360172171597445,
-    -7.222039820794773e-05,
-    0.0016649162961402068,
-    -0.0007593026290009011,
-    0.00028816170489576865,
-    -5.317379945929177e-05,
-    5.03503367371627e-06,
-)
-GELU_FLAT = 12.0  # from here on a*Q(a) is less than 1e-19
+from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
 
 
-# To a type checker, what @intrinsic returns would take the typing context too.
-_with_literals: Any = intrinsic(prefer_literal=True)
-
-
-@_with_literals
+@with_literals
 def token_tile(
     typing_context: Any,
     tokens: Any,
@@ -80,21 +54,20 @@ def token_tile(
     y_stride: Any,
     lanes_left: Any,
     bias: Any,
-    start: Any,
     activation: Any,
 ) -> Any:
-    """y[t, v] = activation(start + sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
+    """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
     values: float32 (count, vectors*lanes); columns: int32 (count); x: rows of stride x_stride; y: rows of stride
     y_stride. Beyond tokens_left (>= 1) the last token is computed again; beyond lanes_left no output is written and
-    no bias read. start: 1 continues the sums found in y, 0 starts at zero.
+    no bias read.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, version), *([types.intp] * 12))
+    signature = types.void(*(tokens, vectors, lanes, fused, version), *([types.intp] * 11))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n_tokens, n_vectors, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:5])
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, start, activation = args[5:]
-        emit = _Emitter(builder, n_lanes, bool(fuse))
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[5:]
+        emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
         x_rows, y_rows = [], []
@@ -105,7 +78,6 @@ def token_tile(
             y_rows.append(emit.pointer(y, builder.mul(row, y_stride)))
         masks = [emit.mask(builder.sub(lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
         outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
-        sums = emit.begin(start, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
         values_pointer, columns_pointer = emit.pointer(values), emit.pointer(columns, kind=I32)
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -116,7 +88,7 @@ def token_tile(
             pairs = [(factor, weight) for factor in factors for weight in weights]
             return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
-        sums = emit.loop(count, sums, column)
+        sums = emit.loop(count, emit.zeros(len(outputs)), column)
         bias_pointer = emit.pointer(bias)
         biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
 
@@ -124,13 +96,13 @@ def token_tile(
             for (row, v), total in zip(outputs, sums, strict=True):
                 emit.store_masked(total, row, v, masks[v])
 
-        emit.finish(activation, sums, [biases[v] for _, v in outputs], store)
+        emit.finish(activation, sums, lambda: [biases[v] for _, v in outputs], store)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-@_with_literals
+@with_literals
 def row_tile(
     typing_context: Any,
     rows: Any,
@@ -138,6 +110,7 @@ def row_tile(
     lanes: Any,
     fused: Any,
     version: Any,
+    width: Any,
     values: Any,
     offsets: Any,
     count: Any,
@@ -149,60 +122,64 @@ def row_tile(
     y_starts: Any,
     row_ids: Any,
     bias: Any,
-    start: Any,
     activation: Any,
 ) -> Any:
-    """y[row_ids[r], y_starts[v] + i] = activation(start + sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
+    """y[row_ids[r], y_starts[v] + i] = activation(sum over c of values[c, r] * x[...] + bias[row_ids[r]]).
 
-    The element of x is x_starts[v] + offsets[c] * x_scale + i, for lane i of vector v. values: float32 (count, rows);
-    offsets: int32 (count); x_starts, y_starts: int64 (vectors), where each vector lies, in elements; row_ids: int32
-    (rows), a negative one is not written. start: 1 continues the sums found in y, 0 starts at zero.
+    The element of x is x_starts[v] + offsets[c] * x_scale + i, for lane i of vector v. width: how many vectors there
+    are, `vectors` or 1. values: float32 (count, rows); offsets: int32 (count); x_starts, y_starts: int64 (width),
+    where each vector lies, in elements; row_ids: int32 (rows), a negative one is not written.
     """
     signature = types.void(*(rows, vectors, lanes, fused, version), *([types.intp] * 13))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n_rows, n_vectors, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:5])
-        values, offsets, count, x, x_scale, x_starts, y, y_stride, y_starts, row_ids, bias, start, activation = args[
+        width, values, offsets, count, x, x_scale, x_starts, y, y_stride, y_starts, row_ids, bias, activation = args[
             5:
         ]
-        emit = _Emitter(builder, n_lanes, bool(fuse))
-        inputs = [emit.pointer(x, at) for at in emit.load_integers(x_starts, n_vectors, I64)]
-        starts = emit.load_integers(y_starts, n_vectors, I64)
-        ids = emit.load_integers(row_ids, n_rows, I32)
-        written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
-        # A row that is not written stands for row 0 wherever something is read.
-        ids = [builder.select(known, row, emit.integer(0)) for known, row in zip(written, ids, strict=True)]
-        y_rows = [builder.mul(row, y_stride) for row in ids]
-        outputs = [emit.pointer(y, builder.add(row, at)) for row in y_rows for at in starts]
-        sums = emit.begin(start, lambda: [emit.load(at, 0) for at in outputs])
-        values_pointer, offsets_pointer = emit.pointer(values), emit.pointer(offsets, kind=I32)
+        emit = Emitter(builder, n_lanes, bool(fuse))
 
-        def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
-            offset = builder.mul(offset, x_scale)
-            elements = [emit.load(builder.gep(at, [offset]), 0) for at in inputs]
-            at = builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))])
-            weights = [emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for r in range(n_rows)]
-            pairs = [(weight, element) for weight in weights for element in elements]
-            return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
+        def tile(n_vectors: int) -> None:
+            inputs = [emit.pointer(x, at) for at in emit.load_integers(x_starts, n_vectors, I64)]
+            starts = emit.load_integers(y_starts, n_vectors, I64)
+            ids = emit.load_integers(row_ids, n_rows, I32)
+            written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
+            values_pointer, offsets_pointer = emit.pointer(values), emit.pointer(offsets, kind=I32)
 
-        sums = emit.loop(count, sums, column)
-        bias_pointer = emit.pointer(bias)
-        biases = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in ids]
+            def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
+                offset = builder.mul(offset, x_scale)
+                elements = [emit.load(builder.gep(at, [offset]), 0) for at in inputs]
+                at = builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))])
+                weights = [emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for r in range(n_rows)]
+                pairs = [(weight, element) for weight in weights for element in elements]
+                return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
 
-        def store(sums: list[ir.Value]) -> None:
-            for r, known in enumerate(written):
-                with builder.if_then(known):
-                    for v in range(n_vectors):
-                        emit.store(sums[r * n_vectors + v], outputs[r * n_vectors + v], 0)
+            sums = emit.loop(count, emit.zeros(n_rows * n_vectors), column)
+            # A row that is not written stands for row 0 where its bias is read.
+            known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
+            bias_pointer = emit.pointer(bias)
 
-        emit.finish(activation, sums, [biases[r] for r in range(n_rows) for _ in range(n_vectors)], store)
+            def biases() -> list[ir.Value]:
+                each = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in known]
+                return [each[r] for r in range(n_rows) for _ in range(n_vectors)]
+
+            def store(sums: list[ir.Value]) -> None:
+                for r, exists in enumerate(written):
+                    with builder.if_then(exists):
+                        row = builder.mul(known[r], y_stride)
+                        for v in range(n_vectors):
+                            emit.store(sums[r * n_vectors + v], emit.pointer(y, builder.add(row, starts[v])), 0)
+
+            emit.finish(activation, sums, biases, store)
+
+        emit.choose(width, {n: partial(tile, n) for n in {n_vectors, 1}})
         return context.get_dummy_value()
 
     return signature, generate
 
 
-@_with_literals
+@with_literals
 def transpose_tile(
     typing_context: Any,
     lanes: Any,
@@ -222,7 +199,7 @@ def transpose_tile(
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
         source, source_stride, rows, target, stride = args[2:]
-        emit = _Emitter(builder, n, False)
+        emit = Emitter(builder, n, False)
         last = builder.sub(rows, emit.integer(1))
         tile = []
         for i in range(n):
@@ -235,7 +212,96 @@ def transpose_tile(
     return signature, generate
 
 
-@_with_literals
+@with_literals
+def copy_columns(
+    typing_context: Any,
+    vectors: Any,
+    lanes: Any,
+    version: Any,
+    width: Any,
+    x: Any,
+    x_starts: Any,
+    offsets: Any,
+    count: Any,
+    target: Any,
+) -> Any:
+    """target[c, v, i] = x[x_starts[v] + offsets[c] + i], of shape (count, vectors, lanes).
+
+    width: how many vectors there are, 1 to `vectors`. x_starts: int64 (width); offsets: int32 (count).
+    """
+    signature = types.void(*(vectors, lanes, version), *([types.intp] * 6))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        most, n_lanes, _ = (int(literal.literal_value) for literal in signature.args[:3])
+        width, x, x_starts, offsets, count, target = args[3:]
+        emit = Emitter(builder, n_lanes, False)
+        offsets_pointer, target_pointer = emit.pointer(offsets, kind=I32), emit.pointer(target)
+
+        def copy_with(vectors: int) -> None:
+            sources = [emit.pointer(x, at) for at in emit.load_integers(x_starts, vectors, I64)]
+
+            def column(c: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
+                at = builder.gep(target_pointer, [builder.mul(c, emit.integer(most * n_lanes))])
+                for v, source in enumerate(sources):
+                    emit.store(emit.load(builder.gep(source, [offset]), 0), at, v)
+                return []
+
+            emit.loop(count, [], column)
+
+        emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def copy_rows(
+    typing_context: Any,
+    vectors: Any,
+    lanes: Any,
+    version: Any,
+    width: Any,
+    source: Any,
+    count: Any,
+    y: Any,
+    y_stride: Any,
+    y_starts: Any,
+) -> Any:
+    """y[r * y_stride + y_starts[v] + i] = source[r, v, i], of shape (count, vectors, lanes).
+
+    width: how many vectors there are, 1 to `vectors`. y_starts: int64 (width). Rows of y are often too far apart for
+    the hardware to foresee what is stored next: the next tile, which most often lies behind this one, is fetched.
+    """
+    signature = types.void(*(vectors, lanes, version), *([types.intp] * 6))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        most, n_lanes, _ = (int(literal.literal_value) for literal in signature.args[:3])
+        width, source, count, y, y_stride, y_starts = args[3:]
+        emit = Emitter(builder, n_lanes, False)
+        source_pointer = emit.pointer(source)
+
+        def copy_with(vectors: int) -> None:
+            targets = [emit.pointer(y, at) for at in emit.load_integers(y_starts, vectors, I64)]
+
+            def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
+                behind = builder.mul(r, y_stride)
+                for v, target in enumerate(targets):
+                    there = builder.gep(target, [behind])
+                    emit.store(emit.load(at, v), there, 0)
+                    emit.will_store(builder.gep(there, [emit.integer(vectors * n_lanes)]))
+                return []
+
+            emit.loop(count, [], row)
+
+        emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
 def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target: Any, count: Any) -> Any:
     """Copy `count` float32 from one address to another, a vector at a time; for runs too short for memcpy to pay."""
     signature = types.void(lanes, version, *([types.intp] * 3))
@@ -243,7 +309,7 @@ def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
         source, target, count = args[2:]
-        emit = _Emitter(builder, n, False)
+        emit = Emitter(builder, n, False)
         source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
         whole = builder.sdiv(count, emit.integer(n))
 
@@ -261,183 +327,3 @@ def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target:
         return context.get_dummy_value()
 
     return signature, generate
-
-
-class _Emitter:
-    """Vector code of one width, written with one builder."""
-
-    def __init__(self, builder: ir.IRBuilder, lanes: int, fused: bool) -> None:
-        self.builder = builder
-        self.lanes = lanes
-        self.fused = fused
-        self.vector = ir.VectorType(F32, lanes)
-
-    def integer(self, value: int) -> ir.Constant:
-        return ir.Constant(I64, value)
-
-    def pointer(self, address: ir.Value, offset: ir.Value | None = None, kind: ir.Type = F32) -> ir.Value:
-        at = self.builder.inttoptr(address, kind.as_pointer())
-        return at if offset is None else self.builder.gep(at, [offset])
-
-    def load_integers(self, address: ir.Value, count: int, kind: ir.IntType) -> list[ir.Value]:
-        at = self.pointer(address, kind=kind)
-        loaded = [self.builder.load(self.builder.gep(at, [self.integer(i)])) for i in range(count)]
-        return [self.builder.sext(value, I64) for value in loaded] if kind is not I64 else loaded
-
-    def at_vector(self, at: ir.Value, v: int) -> ir.Value:
-        return self.builder.bitcast(self.builder.gep(at, [self.integer(v * self.lanes)]), self.vector.as_pointer())
-
-    def load(self, at: ir.Value, v: int) -> ir.Value:
-        return self.builder.load(self.at_vector(at, v), align=4)
-
-    def store(self, value: ir.Value, at: ir.Value, v: int) -> None:
-        self.builder.store(value, self.at_vector(at, v), align=4)
-
-    def mask(self, count: ir.Value) -> ir.Value:
-        """True for the first `count` lanes."""
-        numbers = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
-        return self.builder.icmp_signed("<", numbers, self.splat(count))
-
-    def load_masked(self, at: ir.Value, v: int, mask: ir.Value) -> ir.Value:
-        pointer = self.at_vector(at, v)
-        kind = ir.FunctionType(self.vector, [pointer.type, I32, mask.type, self.vector])
-        load = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.masked.load.v{self.lanes}f32.p0")
-        return self.builder.call(load, [pointer, ir.Constant(I32, 4), mask, ir.Constant(self.vector, None)])
-
-    def store_masked(self, value: ir.Value, at: ir.Value, v: int, mask: ir.Value) -> None:
-        pointer = self.at_vector(at, v)
-        kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer.type, I32, mask.type])
-        store = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.masked.store.v{self.lanes}f32.p0")
-        self.builder.call(store, [value, pointer, ir.Constant(I32, 4), mask])
-
-    def splat(self, value: ir.Value) -> ir.Value:
-        kind = ir.VectorType(value.type, self.lanes)
-        undefined = ir.Constant(kind, ir.Undefined)
-        first = self.builder.insert_element(undefined, value, ir.Constant(I32, 0))
-        return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.lanes), None))
-
-    def constant(self, value: float) -> ir.Constant:
-        return ir.Constant(self.vector, [value] * self.lanes)
-
-    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        if not self.fused:
-            return self.builder.fadd(self.builder.fmul(a, b), c)
-        kind = ir.FunctionType(self.vector, [self.vector] * 3)
-        fma = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{self.lanes}f32")
-        return self.builder.call(fma, [a, b, c])
-
-    def begin(self, start: ir.Value, load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
-        """The sums before the loop: loaded where start is not 0, else zero."""
-        builder = self.builder
-        before = builder.block
-        with builder.if_then(builder.icmp_signed("!=", start, self.integer(0)), likely=False):
-            loaded = load()
-            inside = builder.block
-        sums = []
-        for value in loaded:
-            total = builder.phi(self.vector)
-            total.add_incoming(ir.Constant(self.vector, None), before)
-            total.add_incoming(value, inside)
-            sums.append(total)
-        return sums
-
-    def loop(
-        self, count: ir.Value, sums: list[ir.Value], step: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
-    ) -> list[ir.Value]:
-        """The sums after sums = step(c, sums) for c from 0 to count - 1."""
-        builder = self.builder
-        before = builder.block
-        head, body, after = (builder.append_basic_block(name) for name in ("columns", "column", "summed"))
-        builder.branch(head)
-        builder.position_at_end(head)
-        c = builder.phi(I64)
-        c.add_incoming(self.integer(0), before)
-        carried = [builder.phi(self.vector) for _ in sums]
-        for phi, value in zip(carried, sums, strict=True):
-            phi.add_incoming(value, before)
-        builder.cbranch(builder.icmp_signed("<", c, count), body, after)
-        builder.position_at_end(body)
-        stepped = step(c, list(carried))
-        c.add_incoming(builder.add(c, self.integer(1)), builder.block)
-        for phi, value in zip(carried, stepped, strict=True):
-            phi.add_incoming(value, builder.block)
-        builder.branch(head)
-        builder.position_at_end(after)
-        return list(carried)
-
-    def finish(
-        self,
-        activation: ir.Value,
-        sums: list[ir.Value],
-        biases: list[ir.Value],
-        store: Callable[[list[ir.Value]], None],
-    ) -> None:
-        """Store the sums as `activation` (one of the codes above) says."""
-        builder = self.builder
-        done = builder.append_basic_block("stored")
-        otherwise = builder.append_basic_block("partial")
-        choice = builder.switch(activation, otherwise)
-        for code, function in ((IDENTITY, None), (RELU, self.relu), (GELU, self.gelu)):
-            block = builder.append_basic_block("finish")
-            choice.add_case(self.integer(code), block)
-            builder.position_at_end(block)
-            totals = [builder.fadd(total, bias) for total, bias in zip(sums, biases, strict=True)]
-            store(totals if function is None else [function(total) for total in totals])
-            builder.branch(done)
-        builder.position_at_end(otherwise)
-        store(sums)
-        builder.branch(done)
-        builder.position_at_end(done)
-
-    def relu(self, x: ir.Value) -> ir.Value:
-        """max(x, 0), NaN for NaN: a comparison with NaN is false."""
-        zero = ir.Constant(self.vector, None)
-        return self.builder.select(self.builder.fcmp_ordered("<", x, zero), zero, x)
-
-    def gelu(self, x: ir.Value) -> ir.Value:
-        """x * Phi(x) of one vector: a call, because sixteen copies in line would only fill the instruction cache."""
-        module = self.builder.module
-        kind = ir.FunctionType(self.vector, [self.vector])
-        function = cgutils.get_or_insert_function(module, kind, f"sparse_kernels_gelu_{self.lanes}_{self.fused}")
-        if function.is_declaration:
-            function.linkage = "internal"
-            function.attributes.add("noinline")
-            builder = ir.IRBuilder(function.append_basic_block("entry"))
-            builder.ret(_Emitter(builder, self.lanes, self.fused)._gelu(function.args[0]))
-        return self.builder.call(function, [x])
-
-    def _gelu(self, x: ir.Value) -> ir.Value:
-        """max(x, 0) - a*Q(a), a = |x| and Q the upper tail of the normal distribution; the limits at infinity."""
-        builder = self.builder
-        absolute = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(self.vector, [self.vector]), f"llvm.fabs.v{self.lanes}f32"
-        )
-        a = builder.call(absolute, [x])
-        flat = self.constant(GELU_FLAT)
-        a = builder.select(builder.fcmp_ordered(">", a, flat), flat, a)
-        p = self.constant(GELU_POLYNOMIAL[-1])
-        for coefficient in reversed(GELU_POLYNOMIAL[:-1]):
-            p = self.multiply_add(p, a, self.constant(coefficient))
-        for _ in range(2):
-            p = builder.fmul(p, p)
-        tail = builder.fdiv(builder.fmul(a, self.constant(0.5)), p)
-        return builder.fsub(self.relu(x), tail)
-
-    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """The columns of a square tile: log2(lanes) rounds, each swaps the off-diagonal quarters of every block."""
-        span = 1
-        while span < self.lanes:
-            blocks = [(i // span) % 2 for i in range(self.lanes)]
-            upper = [i if not b else i - span + self.lanes for i, b in enumerate(blocks)]
-            lower = [i + span if not b else i + self.lanes for i, b in enumerate(blocks)]
-            swapped = list(rows)
-            for i, block in enumerate(blocks):
-                if not block:
-                    pair = rows[i], rows[i + span]
-                    swapped[i] = self._shuffle(*pair, upper)
-                    swapped[i + span] = self._shuffle(*pair, lower)
-            rows, span = swapped, 2 * span
-        return rows
-
-    def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, self.lanes), lanes))

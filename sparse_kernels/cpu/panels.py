@@ -1,4 +1,4 @@
-"""Any packed weight as panels: runs of rows that share their columns, the one form the kernels read.
+"""Any packed weight as panels: runs of rows that share their columns.
 
 A panel has `width` rows (of the packed order) and `count` columns. Its values lie column after column, `width`
 weights beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of
@@ -6,15 +6,14 @@ a group have weight 0 and row_ids -1.
 
 values   float32 (sum of count * width)
 columns  int32 (sum of count over groups): panels of one group share their columns
-table    int64 (stages, panels, 3): where the panel's values start, where its columns start, count; with more than one
-         stage, those of its columns in that stage: stages cut the columns of the matrix into equal ranges
+table    int64 (panels, 3): where the panel's values start, where its columns start, count
 work     int64 (panels + 1): the cost of all panels before each one, in columns
 row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 for none
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,11 +50,6 @@ class Panels:
     row_ids: NDArray[np.int32]
 
     @property
-    def stages(self) -> int:
-        """How many ranges of columns the panels come in."""
-        return self.table.shape[0]
-
-    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """(table, values, columns, work, row_ids), as the compiled loops take them."""
         return self.table, self.values, self.columns, self.work, self.row_ids
@@ -69,6 +63,10 @@ class Panels:
         """The same panels in memory of their own."""
         table, values, columns, work, row_ids = (array.copy() for array in self.arrays)
         return Panels(self.width, values, columns, table, work, row_ids)
+
+    def placed(self, offsets: NDArray[np.int32]) -> Panels:
+        """The same panels with offsets[c] in place of each column c."""
+        return replace(self, columns=offsets[self.columns])
 
 
 def group_height(packed: Packed) -> int:
@@ -105,8 +103,8 @@ def groups(packed: Packed) -> Groups:
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def panels(groups: Groups, width: int, stages: int = 1) -> Panels:
-    """Cut each group into panels of `width` rows, the last one filled up, and its columns into `stages` ranges."""
+def panels(groups: Groups, width: int) -> Panels:
+    """Cut each group into panels of `width` rows, the last one filled up."""
     cuts = -(-groups.height // width)
     filled = cuts * width
     counts = np.diff(groups.indptr)
@@ -118,30 +116,15 @@ def panels(groups: Groups, width: int, stages: int = 1) -> Panels:
     for start, stop in zip(groups.indptr, groups.indptr[1:], strict=False):
         block = padded[start:stop].reshape(stop - start, cuts, width).swapaxes(0, 1)
         values[start * filled : stop * filled] = block.ravel()
-    bounds = _bounds(groups, stages)
-    inside = bounds[:-1] - groups.indptr[:-1]
-    table = np.empty((stages, n_groups, cuts, 3), np.int64)
+    table = np.empty((n_groups, cuts, 3), np.int64)
     table[..., 0] = groups.indptr[:-1, None] * filled + np.arange(cuts) * width * counts[:, None]
-    table[..., 0] += inside[:, :, None] * width
-    table[..., 1] = bounds[:-1, :, None]
-    table[..., 2] = np.diff(bounds, axis=0)[:, :, None]
+    table[..., 1] = groups.indptr[:-1, None]
+    table[..., 2] = counts[:, None]
     work = np.zeros(n_groups * cuts + 1, np.int64)
     np.cumsum(np.repeat(counts + PANEL_COST, cuts), out=work[1:])
     row_ids = np.full((n_groups, filled), -1, np.int32)
     row_ids[:, : groups.height] = groups.row_ids.reshape(n_groups, groups.height)
-    return Panels(width, values, groups.columns.copy(), table.reshape(stages, -1, 3), work, row_ids.ravel())
-
-
-def _bounds(groups: Groups, stages: int) -> NDArray[np.int64]:
-    """Where each stage begins in the columns of each group, int64 (stages + 1, groups); columns rise in a group."""
-    if stages == 1:
-        return np.stack([groups.indptr[:-1], groups.indptr[1:]])
-    k = int(groups.columns.max(initial=0)) + 1
-    group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
-    stage = groups.columns.astype(np.int64) * stages // k
-    numbers = np.bincount(stage * (groups.indptr.size - 1) + group, minlength=stages * (groups.indptr.size - 1))
-    before = np.cumsum(numbers.reshape(stages, -1), axis=0)
-    return np.concatenate([groups.indptr[None, :-1], groups.indptr[:-1] + before])
+    return Panels(width, values, groups.columns.copy(), table.reshape(-1, 3), work, row_ids.ravel())
 
 
 def _of_nm(packed: NMWeight) -> Groups:

@@ -25,4 +25,6 @@ def share(work, repeats, part, parts):  # type: ignore[no-untyped-def]
             low = middle + 1
         else:
             high = middle
+    if low > 0 and rest - work[low - 1] < work[low] - rest:
+        low -= 1
     return done * items + low

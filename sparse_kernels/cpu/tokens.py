@@ -44,7 +44,7 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
         table, values, columns, work, _ = weights
         n, k = x.shape
         features = y.shape[1]
-        panels = table.shape[1]
+        panels = table.shape[0]
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at, bias_at = values.ctypes.data, columns.ctypes.data, bias.ctypes.data
         x_at, y_at = x.ctypes.data, y.ctypes.data
@@ -60,9 +60,9 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
                         lanes,
                         fuse,
                         version,
-                        values_at + table[0, panel, 0] * 4,
-                        columns_at + table[0, panel, 1] * 4,
-                        table[0, panel, 2],
+                        values_at + table[panel, 0] * 4,
+                        columns_at + table[panel, 1] * 4,
+                        table[panel, 2],
                         x_at + token * k * 4,
                         k,
                         n - token,
@@ -70,7 +70,6 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool) -> Callable[..., 
                         features,
                         features - row,
                         bias_at + row * 4,
-                        0,
                         activation,
                     )
 

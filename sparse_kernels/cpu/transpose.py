@@ -1,7 +1,9 @@
-"""Activations as blocks of tokens, and back, vectorised, threads included.
+"""Activations as vectors of tokens, and back, vectorised, threads included.
 
-Blocks are (ceil(n / lanes), features, lanes): element [b, c, i] is feature c of token b * lanes + i. So all that a
-vector of tokens needs is packed together and aligned, whatever n is. Lanes beyond n mean nothing.
+In a buffer, vector v of tokens, those from v * lanes on, starts at starts[v]: feature c of them lies at
+starts[v] + c * stride, one token after the other (`vectors.in_tiles`). Lanes beyond n mean nothing.
+
+A layout is two functions: pack(x, buffer, starts, stride, parts) and unpack(buffer, starts, stride, y, parts).
 """
 
 from __future__ import annotations
@@ -17,74 +19,70 @@ from sparse_kernels.cpu.target import VERSION
 
 @cache
 def token_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(into blocks from x (n, k), out of blocks to y (n, m)); called with (x, blocks, parts), (blocks, y, parts)."""
+    """The layout x (n, k), y (n, m)."""
     version = VERSION
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def into_blocks(x, blocks, parts):  # type: ignore[no-untyped-def]
+    def pack(x, buffer, starts, stride, parts):  # type: ignore[no-untyped-def]
         n, k = x.shape
-        count = (n + lanes - 1) // lanes
-        x_at, blocks_at = x.ctypes.data, blocks.ctypes.data
+        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
-            for block in range(count * part // parts, count * (part + 1) // parts):
-                token = block * lanes
-                source, target = x_at + token * k * 4, blocks_at + token * k * 4
+            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
+                token, start = v * lanes, starts[v]
+                source, target = x_at + token * k * 4, buffer_at + start * 4
                 if k >= lanes:
                     for tile in range((k + lanes - 1) // lanes):
                         c = min(tile * lanes, k - lanes)
-                        transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * lanes * 4, lanes)
+                        transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * stride * 4, stride)
                 else:
                     for c in range(k):
                         for i in range(min(lanes, n - token)):
-                            blocks[(block * k + c) * lanes + i] = x[token + i, c]
+                            buffer[start + c * stride + i] = x[token + i, c]
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def out_of_blocks(blocks, y, parts):  # type: ignore[no-untyped-def]
+    def unpack(buffer, starts, stride, y, parts):  # type: ignore[no-untyped-def]
         n, m = y.shape
-        count = (n + lanes - 1) // lanes
-        y_at, blocks_at = y.ctypes.data, blocks.ctypes.data
+        y_at, buffer_at = y.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
-            for block in range(count * part // parts, count * (part + 1) // parts):
-                token = block * lanes
-                source, target = blocks_at + token * m * 4, y_at + token * m * 4
+            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
+                token, start = v * lanes, starts[v]
+                source, target = buffer_at + start * 4, y_at + token * m * 4
                 if m >= lanes and token + lanes <= n:
                     for tile in range((m + lanes - 1) // lanes):
                         r = min(tile * lanes, m - lanes)
-                        transpose_tile(lanes, version, source + r * lanes * 4, lanes, lanes, target + r * 4, m)
+                        transpose_tile(lanes, version, source + r * stride * 4, stride, lanes, target + r * 4, m)
                 else:
                     for i in range(min(lanes, n - token)):
                         for r in range(m):
-                            y[token + i, r] = blocks[(block * m + r) * lanes + i]
+                            y[token + i, r] = buffer[start + r * stride + i]
 
-    return into_blocks, out_of_blocks
+    return pack, unpack
 
 
 @cache
 def feature_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(into blocks from x (k, n), out of blocks to y (m, n)); called with (x, blocks, parts), (blocks, y, parts)."""
+    """The layout x (k, n), y (m, n)."""
     version = VERSION
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def into_blocks(x, blocks, parts):  # type: ignore[no-untyped-def]
+    def pack(x, buffer, starts, stride, parts):  # type: ignore[no-untyped-def]
         k, n = x.shape
-        count = (n + lanes - 1) // lanes
-        x_at, blocks_at = x.ctypes.data, blocks.ctypes.data
+        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
-            for block in range(count * part // parts, count * (part + 1) // parts):
-                width = min(lanes, n - block * lanes)
+            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
+                width = min(lanes, n - v * lanes)
                 for c in range(k):
-                    source, target = x_at + (c * n + block * lanes) * 4, blocks_at + (block * k + c) * lanes * 4
+                    source, target = x_at + (c * n + v * lanes) * 4, buffer_at + (starts[v] + c * stride) * 4
                     copy_run(lanes, version, source, target, width)
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def out_of_blocks(blocks, y, parts):  # type: ignore[no-untyped-def]
+    def unpack(buffer, starts, stride, y, parts):  # type: ignore[no-untyped-def]
         m, n = y.shape
-        count = (n + lanes - 1) // lanes
-        y_at, blocks_at = y.ctypes.data, blocks.ctypes.data
+        y_at, buffer_at = y.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
             for r in range(m * part // parts, m * (part + 1) // parts):
-                for block in range(count):
-                    source, target = blocks_at + (block * m + r) * lanes * 4, y_at + (r * n + block * lanes) * 4
-                    copy_run(lanes, version, source, target, min(lanes, n - block * lanes))
+                for v in range(starts.size):
+                    source, target = buffer_at + (starts[v] + r * stride) * 4, y_at + (r * n + v * lanes) * 4
+                    copy_run(lanes, version, source, target, min(lanes, n - v * lanes))
 
-    return into_blocks, out_of_blocks
+    return pack, unpack

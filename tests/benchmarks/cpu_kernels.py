@@ -1,11 +1,11 @@
-"""How fast the CPU kernels are beside onnxruntime's dense layers: prints one table, in a few minutes.
+"""How fast the CPU kernels are beside the fastest dense engine: prints one table a shape, in half a minute.
 
-    python tests/benchmarks/cpu_kernels.py [--only linear|conv] [--rounds 8] [--threads 2] [--shape 768x768x128]
+    python tests/benchmarks/cpu_kernels.py [--all] [--only linear|conv] [--threads 2] [--shape 768x768x128]
 
-onnxruntime runs in a process of its own without spinning threads; blocks of calls alternate between the engines, and
-the least time of all blocks counts, so that other people's load falls out. On a machine that is busy all the time use
-one thread: then the clock is that of the process, which stands still while others run. Weights and activations are
-warm.
+Dense is the faster of onnxruntime and torch's oneDNN layers, which the table names. Both run in processes of their
+own, onnxruntime without spinning threads; blocks of calls alternate between the engines, and the least time of all
+blocks counts, so that other people's load falls out. On a machine that is busy all the time use one thread: then the
+clock is that of the process, which stands still while others run. Weights and activations are warm.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 import numba
@@ -24,16 +24,19 @@ from sparse_kernels.patterns import NM, parse
 from sparse_kernels.plan import Plan, prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
-LINEAR = [LinearShape(m, k, n) for m, k, n in ((768, 768, 128), (3072, 768, 128), (768, 3072, 128), (768, 768, 16))]
+LINEAR = [LinearShape(m, k, n) for m, k, n in ((768, 768, 128), (2048, 512, 128), (512, 2048, 128))]
+CONV = [Conv2dShape(1, 128, 28, 28, 128, 3, 3, padding=(1, 1)), Conv2dShape(16, 256, 14, 14, 256, 1, 1)]
+PATTERNS = ("unstructured", "nm:2:4", "nm:1:4", "vector:32")
+
 CHANNELS = ((64, 56), (128, 28), (256, 14))
-CONV = [
+ALL_LINEAR = [*LINEAR, *(LinearShape(m, k, n) for m, k, n in ((3072, 768, 128), (768, 3072, 128), (768, 768, 16)))]
+ALL_CONV = [
     *(Conv2dShape(batch, c, h, h, c, 3, 3, padding=(1, 1)) for batch in (1, 16) for c, h in CHANNELS),
     *(Conv2dShape(batch, c, h, h, c, 1, 1) for batch in (1, 16) for c, h in CHANNELS),
     *(Conv2dShape(16, c, h, h, c, 3, 3, padding=(1, 1)) for c, h in ((16, 32), (32, 16), (64, 8))),
 ]
-PATTERNS = ("dense", "vector:32", "shflbw:32", "shflbw:64", "vector:8", "vector:4", "block:32x32", "unstructured")
+ALL_PATTERNS = ("dense", *PATTERNS, "vector:8", "vector:4", "shflbw:32", "shflbw:64", "block:32x32")
 SPARSITIES = (0.5, 0.75, 0.9)
-N_M = ("nm:2:4", "nm:1:4")
 BLOCK_SECONDS = 0.02
 
 
@@ -49,53 +52,79 @@ def least(run: Callable[[], object], seconds: float, threads: int) -> float:
     return min(times)
 
 
-def onnxruntime_worker(pipe: Connection, threads: int) -> None:
-    """Answer each shape with a session, and each number of seconds with the least time of a call."""
+def onnxruntime_layer(shape: Shape, threads: int) -> Callable[[], object]:
+    """A call of the dense layer in onnxruntime."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper
 
     rng = np.random.default_rng(0)
-    while (message := pipe.recv()) is not None:
-        if isinstance(message, LinearShape):
-            s = message
-            shapes, weight = ([s.n, s.k], [s.n, s.m]), (s.k, s.m)
-            nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"])]
-        elif isinstance(message, Conv2dShape):
-            c = message
-            shapes = ([c.batch, c.c_in, c.h, c.w], [c.batch, c.c_out, c.out_h, c.out_w])
-            weight, (down, right) = (c.c_out, c.c_in, c.kh, c.kw), c.padding
-            pads, strides = [down, right, down, right], list(c.stride)
-            nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=pads, strides=strides)]
-        else:
-            pipe.send(least(lambda: session.run(None, feed), message, threads))  # noqa: B023
-            continue
-        weights = {"w": rng.standard_normal(weight, np.float32), "b": np.zeros(message.m, np.float32)}
-        ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in zip("xy", shapes, strict=True)]
-        stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
-        model = helper.make_model(
-            helper.make_graph(nodes, "layer", ends[:1], ends[1:], stored),
-            opset_imports=[helper.make_opsetid("", 17)],
-            ir_version=8,
-        )
-        onnx.checker.check_model(model)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-        feed = {"x": rng.standard_normal(shapes[0], np.float32)}
+    if isinstance(shape, LinearShape):
+        shapes, weight = ([shape.n, shape.k], [shape.n, shape.m]), (shape.k, shape.m)
+        nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Add", ["h", "b"], ["y"])]
+    else:
+        c = shape
+        shapes = ([c.batch, c.c_in, c.h, c.w], [c.batch, c.c_out, c.out_h, c.out_w])
+        weight, (down, right) = (c.c_out, c.c_in, c.kh, c.kw), c.padding
+        pads, strides = [down, right, down, right], list(c.stride)
+        nodes = [helper.make_node("Conv", ["x", "w", "b"], ["y"], pads=pads, strides=strides)]
+    weights = {"w": rng.standard_normal(weight, np.float32), "b": np.zeros(shape.m, np.float32)}
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in zip("xy", shapes, strict=True)]
+    stored = [numpy_helper.from_array(value, name) for name, value in weights.items()]
+    model = helper.make_model(
+        helper.make_graph(nodes, "layer", ends[:1], ends[1:], stored),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    onnx.checker.check_model(model)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+    feed = {"x": rng.standard_normal(shapes[0], np.float32)}
+    return lambda: session.run(None, feed)
 
 
-def numba_cases(shape: Shape, only: list[str]) -> dict[tuple[str, float], tuple[Plan, Callable[[], object], int]]:
+def torch_layer(shape: Shape, threads: int) -> Callable[[], object]:
+    """A call of the dense layer in torch, by oneDNN, in that library's own layout."""
+    import torch
+    from torch.utils.mkldnn import to_mkldnn
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    if isinstance(shape, LinearShape):
+        layer, x = torch.nn.Linear(shape.k, shape.m), torch.randn(shape.n, shape.k)
+    else:
+        c = shape
+        layer = torch.nn.Conv2d(c.c_in, c.c_out, (c.kh, c.kw), c.stride, c.padding)
+        x = torch.randn(c.batch, c.c_in, c.h, c.w)
+    fast, packed = to_mkldnn(layer.eval()), x.to_mkldnn()
+    return lambda: fast(packed)
+
+
+ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer}
+
+
+def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
+    """Take a shape, then numbers of seconds, each answered with the least time of a call of its layer, until 0."""
+    while (shape := pipe.recv()) is not None:
+        call = ENGINES[engine](shape, threads)
+        while seconds := pipe.recv():
+            pipe.send(least(call, seconds, threads))
+
+
+def numba_cases(
+    shape: Shape, specs: Sequence[str]
+) -> dict[tuple[str, float], tuple[Plan, Callable[[], object], int]]:
     """(plan, call, kept weights) for every pattern and sparsity this shape can have."""
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(np.sqrt(shape.k))
     bias = np.zeros(shape.m, np.float32)
     cases = {}
-    for spec in (*PATTERNS, *N_M):
+    for spec in specs:
         pattern = parse(spec)
         sparsities = (pattern.sparsity,) if isinstance(pattern, NM) else (0.0,) if spec == "dense" else SPARSITIES
-        if pattern.refuses(shape) is not None or (only and spec not in only):
+        if pattern.refuses(shape) is not None:
             continue
         for sparsity in sparsities:
             packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
@@ -111,27 +140,33 @@ def numba_cases(shape: Shape, only: list[str]) -> dict[tuple[str, float], tuple[
     return cases
 
 
-def report(shape: Shape, pipe: Connection, rounds: int, threads: int, only: list[str]) -> None:
+def report(shape: Shape, pipes: dict[str, Connection], rounds: int, threads: int, specs: Sequence[str]) -> None:
     """Print the table of one shape."""
-    cases = numba_cases(shape, only)
+    cases = numba_cases(shape, specs)
     start = time.perf_counter()
     for _, call, _ in cases.values():
         call()
     first = time.perf_counter() - start
-    pipe.send(shape)
-    dense, times = float("inf"), dict.fromkeys(cases, float("inf"))
+    for pipe in pipes.values():
+        pipe.send(shape)
+    dense, times = dict.fromkeys(pipes, float("inf")), dict.fromkeys(cases, float("inf"))
     for _ in range(rounds):
-        pipe.send(BLOCK_SECONDS)
-        dense = min(dense, pipe.recv())
+        for engine, pipe in pipes.items():
+            pipe.send(BLOCK_SECONDS)
+            dense[engine] = min(dense[engine], pipe.recv())
         for key, (_, call, _) in cases.items():
             times[key] = min(times[key], least(call, BLOCK_SECONDS, threads))
-    print(f"\n{shape}\n  first calls {first:.2f} s; onnxruntime dense {dense * 1e6:.0f} us", end="")
-    print(f", {shape.flop / dense / 1e9:.0f} GFLOP/s")
+    for pipe in pipes.values():
+        pipe.send(0.0)
+    print(f"\n{shape}\n  first calls {first:.2f} s")
+    for engine, seconds in dense.items():
+        print(f"  dense {engine:13} {seconds * 1e6:8.1f} us         {shape.flop / seconds / 1e9:5.0f} GFLOP/s")
+    best = min(dense.values())
     for (spec, sparsity), (plan, _, nnz) in cases.items():
         seconds = times[spec, sparsity]
         rate = shape.flop * nnz / (shape.m * shape.k) / seconds / 1e9
         print(
-            f"  {spec:13} {sparsity:4.0%} {seconds * 1e6:8.1f} us {dense / seconds:6.2f}x"
+            f"  {spec:14} {sparsity:4.0%} {seconds * 1e6:8.1f} us {best / seconds:6.2f}x"
             f" {rate:5.0f} GFLOP/s on non-zeros  {plan.kernel}"
         )
 
@@ -139,29 +174,32 @@ def report(shape: Shape, pipe: Connection, rounds: int, threads: int, only: list
 def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true", help="every shape and pattern: some minutes")
     parser.add_argument("--only", choices=("linear", "conv"))
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shape", help="MxKxN of one linear layer instead of the list")
-    parser.add_argument("--patterns", help="patterns instead of all, separated by commas", default="")
+    parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
-    shapes: list[Shape] = [*LINEAR, *CONV]
-    if arguments.only:
-        shapes = list(LINEAR if arguments.only == "linear" else CONV)
+    linear, conv = (ALL_LINEAR, ALL_CONV) if arguments.all else (LINEAR, CONV)
+    shapes: list[Shape] = [
+        *(linear if arguments.only != "conv" else []),
+        *(conv if arguments.only != "linear" else []),
+    ]
     if arguments.shape:
         m, k, n = (int(number) for number in arguments.shape.split("x"))
         shapes = [LinearShape(m, k, n)]
+    specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
     context = multiprocessing.get_context("spawn")
-    pipe, far = context.Pipe()
-    process = context.Process(target=onnxruntime_worker, args=(far, arguments.threads), daemon=True)
-    process.start()
+    pipes = {}
+    for engine in ENGINES:
+        pipes[engine], far = context.Pipe()
+        context.Process(target=dense_worker, args=(far, engine, arguments.threads), daemon=True).start()
     for shape in shapes:
-        report(
-            shape, pipe, arguments.rounds, arguments.threads, [spec for spec in arguments.patterns.split(",") if spec]
-        )
-    pipe.send(None)
-    process.join()
+        report(shape, pipes, arguments.rounds, arguments.threads, specs)
+    for pipe in pipes.values():
+        pipe.send(None)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, images
+from sparse_kernels.cpu import conv2d, images, single
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import prepare_conv2d
@@ -97,9 +97,9 @@ def test_any_shape(batch, channels, size, kernel, stride, padding, dilation, pat
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[4], SHAPES[8]], ids=str)
-def test_bias_and_activation_are_those_of_the_oracle(rng, shape, activation):
+@pytest.mark.parametrize("pattern", [VectorWise(4), Unstructured()], ids=str)
+def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, shape, activation):
     weight = rng.standard_normal((shape.m, shape.k)).astype(np.float32)
-    pattern = VectorWise(4)
     packed = pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)
     x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w)).astype(np.float32)
     bias = rng.standard_normal(shape.c_out).astype(np.float32)
@@ -108,8 +108,9 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, shape, activation):
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[4]], ids=str)
-def test_nan_stays_where_a_tap_reads_it(rng, shape):
-    packed, x = operands(rng, shape, VectorWise(8), sparsity=0.0)
+@pytest.mark.parametrize("pattern", [VectorWise(8), Unstructured()], ids=str)
+def test_nan_stays_where_a_tap_reads_it(rng, pattern, shape):
+    packed, x = operands(rng, shape, pattern, sparsity=0.0)
     x[0, 1, shape.h // 2, shape.w // 2] = np.nan
     plan = prepare_conv2d(packed, shape, "numba")
     np.testing.assert_array_equal(np.isnan(plan(x, activation="relu")), np.isnan(by_torch(packed, shape, x)))
@@ -118,8 +119,9 @@ def test_nan_stays_where_a_tap_reads_it(rng, shape):
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[4]], ids=str)
-def test_nothing_outside_out_is_written(rng, shape):
-    packed, x = operands(rng, shape, VectorWise(8))
+@pytest.mark.parametrize("pattern", [VectorWise(8), Unstructured()], ids=str)
+def test_nothing_outside_out_is_written(rng, pattern, shape):
+    packed, x = operands(rng, shape, pattern)
     expected = by_torch(packed, shape, x)
     guarded = np.full(3 * expected.size, np.float32(-7))
     out = guarded[expected.size : 2 * expected.size].reshape(expected.shape)
@@ -127,6 +129,25 @@ def test_nothing_outside_out_is_written(rng, shape):
     np.testing.assert_array_equal(out, expected)
     assert (guarded[: expected.size] == -7).all()
     assert (guarded[2 * expected.size :] == -7).all()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Conv2dShape(2, 40, 14, 14, 45, 3, 3, padding=(1, 1)),  # vectors run over the ends of rows
+        Conv2dShape(1, 40, 5, 20, 45, 3, 3, padding=(1, 1)),  # the last vector of a row overlaps
+        Conv2dShape(2, 300, 5, 5, 45, 1, 1),  # in place, overlapping too
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4)], ids=str)
+def test_columns_in_several_stages(rng, monkeypatch, shape, pattern):
+    monkeypatch.setattr(single, "CLOSE", 1000)
+    packed, x = operands(rng, shape, pattern)
+    plan = prepare_conv2d(packed, shape, "numba")
+    assert len(plan.panels.table) > 1
+    np.testing.assert_array_equal(plan(x), by_torch(packed, shape, x))
+    np.testing.assert_array_equal(plan(x[:1]), by_torch(packed, shape, x[:1]))
 
 
 def test_many_images_go_a_few_at_a_time(rng, monkeypatch):

@@ -3,6 +3,7 @@ import platform
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import numba
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import linear, panels, rows, target
+from sparse_kernels.cpu import linear, panels, rows, single, target, vectors
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import LAYOUTS, prepare
@@ -121,7 +122,14 @@ def test_columns_in_several_stages_and_chunks(rng, layout, pattern):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("pattern", [Dense(), Unstructured(), VectorWise(32), ShflBW(8)], ids=str)
+def test_more_rows_than_keep_their_sums_in_the_cache(rng, layout):
+    weight, x = oracle.exact_operands(rng, 1700, 60, 100)
+    packed = packed_of(Unstructured(), weight)
+    np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", [Dense(), Unstructured(), NM(2, 4), VectorWise(32), ShflBW(8)], ids=str)
 def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern, layout):
     weight = np.abs(rng.standard_normal((64, 40))).astype(np.float32) + 1
     packed = packed_of(pattern, weight)
@@ -218,14 +226,14 @@ def test_threads_may_share_a_plan(rng):
 
 
 @pytest.mark.parametrize("mistake", ["last column", "last row", "offsets", "half"])
-def test_known_wrong_kernels_are_caught(rng, mistake):
+def test_known_wrong_panels_are_caught(rng, mistake):
     m, k, n = 32, 64, 24
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(VectorWise(8), weight)
     plan = linear.prepare(packed, "feature_major", n)
     table, columns = plan.panels.table, plan.panels.columns
     if mistake == "last column":
-        table[0, -1, 2] -= 1
+        table[-1, 2] -= 1
     elif mistake == "last row":
         plan.panels.row_ids[-1] = -1
     elif mistake == "offsets":
@@ -236,39 +244,94 @@ def test_known_wrong_kernels_are_caught(rng, mistake):
         oracle.check(plan(x, out=np.zeros((m, n), np.float32)), packed, x)
 
 
+def rows_of(singles, k):
+    """(stage, row, {column: weight}) in the order of the stream of single rows, read word by word."""
+    words, at = singles.stream.tolist(), 0
+    weights = singles.stream.view(np.float32)
+    for stage, (first, end) in enumerate(pairwise(singles.bounds.tolist())):
+        for _ in range(singles.m):
+            count, row = words[at], words[at + 1]
+            kept, at = {}, at + 2
+            for four in range(count // 4):
+                for c in range(4):
+                    kept[words[at + 8 * four + 4 + c]] = weights[at + 8 * four + c]
+            at += count // 4 * 8
+            for _ in range(count % 4):
+                kept[words[at + 1]] = weights[at]
+                at += 2
+            assert len(kept) == count
+            columns = {first + place // singles.stride: weight for place, weight in kept.items()}
+            assert all(first <= column < end for column in columns)
+            yield stage, row, columns
+    assert at == len(words)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (70, 900)], ids=str)
+def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape):
+    weight = rng.standard_normal(shape).astype(np.float32)
+    packed = packed_of(Unstructured(), weight, 0.6)
+    singles = single.single_rows(panels.groups(packed), shape[1], 64)
+    assert len(singles.table) == (1 if shape[1] < 100 else -(-shape[1] * 64 // single.CLOSE))
+    found, lengths = np.zeros(shape, np.float32), []
+    for stage, row, columns in rows_of(singles, shape[1]):
+        for column, value in columns.items():
+            assert found[row, column] == 0
+            found[row, column] = value
+        lengths.append((stage, row // single.BUNDLE, len(columns)))
+    np.testing.assert_array_equal(found, unpack(packed))
+    assert lengths == sorted(lengths)
+
+
+@pytest.mark.parametrize("mistake", ["column", "row", "place", "half"])
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4)], ids=str)
+def test_known_wrong_streams_are_caught(rng, pattern, mistake):
+    m, k, n = 40, 64, 24
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(pattern, weight)
+    plan = linear.prepare(packed, "feature_major", n)
+    stream = plan.panels.stream
+    if mistake == "column":
+        stream[2] = 0
+    elif mistake == "row":
+        stream[1] = (stream[1] + 1) % m
+    elif mistake == "place":
+        stream[6] = (stream[6] + plan.panels.stride) % (k * plan.panels.stride)
+    elif mistake == "half":
+        stream[2:6] = stream[2:6].view(np.float32).astype(np.float16).astype(np.float32).view(np.int32)
+    with pytest.raises(oracle.WrongResult):
+        oracle.check(plan(x, out=np.zeros((m, n), np.float32)), packed, x)
+
+
 def test_a_tile_wastes_as_few_rows_as_possible():
     wide = target.Target("avx512", 16, 32, fused=True)
     assert rows.tile(32, wide) == (8, 2)
     assert rows.tile(4, wide) == (4, 4)
     assert rows.tile(3, wide)[0] == 4
-    assert rows.tile(1, wide)[0] == 1
-    assert rows.tile(9, wide)[0] in (1, 2, 4)
+    assert rows.tile(9, wide)[0] in (2, 4)
     assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
 
 
 def test_blocks_are_even_and_no_larger_than_the_cache():
     for total in range(1, 60):
-        for vectors in (1, 2, 4):
+        for tile in (1, 2, 4):
             for cached in (1, 5, 16):
                 for threads in (1, 2, 3):
-                    block = rows.block(total, vectors, cached, threads)
-                    assert block % vectors == 0
-                    assert vectors <= block <= max(cached, vectors)
+                    block = rows.block(total, tile, cached, threads)
+                    assert block % tile == 0
+                    assert tile <= block <= max(cached, tile)
     assert rows.block(8, 2, 100, 2) == 4  # two threads, a block each
     assert rows.block(6, 2, 100, 2) == 6  # three tiles do not come out even: threads share panels
 
 
-def test_stages_cut_the_columns_of_every_group(rng):
-    weight = rng.standard_normal((24, 50)).astype(np.float32)
-    packed = packed_of(VectorWise(8), weight)
-    whole, cut = (panels.panels(panels.groups(packed), 8, stages) for stages in (1, 3))
-    assert cut.stages == 3
-    assert (cut.table[:, :, 2].sum(axis=0) == whole.table[0, :, 2]).all()
-    for stage in range(3):
-        for values, first, count in cut.table[stage]:
-            columns = cut.columns[first : first + count]
-            assert ((columns * 3 // (cut.columns.max() + 1)) == stage).all()
-            assert values == first * 8
+def test_tiles_are_even_and_cover_all_vectors():
+    for total in range(1, 40):
+        for most in (1, 3, 4):
+            firsts = vectors.tiles(total, most)
+            sizes = np.diff(firsts)
+            assert (firsts[0], firsts[-1]) == (0, total)
+            assert sizes.max() <= most
+            assert sizes.max() - sizes.min() <= 1
+            assert sizes.size == -(-total // most)
 
 
 @pytest.mark.slow

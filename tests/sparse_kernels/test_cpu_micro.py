@@ -87,6 +87,11 @@ def test_shares_are_all_the_work_and_even(rng, repeats, parts):
     assert max(each) - min(each) <= 2 * costs.max() + 1
 
 
+def test_shares_begin_at_the_nearest_item():
+    work = np.array([0, 9, 18, 28, 38])  # two and two, though the first two are less than half
+    assert [share(work, 1, part, 2) for part in range(3)] == [0, 2, 4]
+
+
 def test_no_work_is_shared_too():
     work = np.zeros(4, np.int64)
     assert [share(work, 2, part, 3) for part in range(4)] == [0, 2, 4, 6]

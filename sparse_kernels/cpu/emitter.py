@@ -1,0 +1,301 @@
+"""Vector code of one width for one function, written with llvmlite: what the register tiles are made of.
+
+NaN and infinity go through as in dense code: no flag here allows the compiler to assume their absence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+# To a type checker, what @intrinsic returns would take the typing context too.
+with_literals: Any = intrinsic(prefer_literal=True)
+
+# What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
+PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+# 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0: coefficients of p from a**0 to a**10, a least-squares fit,
+# reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong by at most
+# 3e-7 + |x|*6e-8, and by at most |x|*4.8e-7.
+GELU_POLYNOMIAL = (
+    1.0,
+    0.19946809220256678,
+    0.09952645979448602,
+    0.025954243294208836,
+    0.006360172171597445,
+    -7.222039820794773e-05,
+    0.0016649162961402068,
+    -0.0007593026290009011,
+    0.00028816170489576865,
+    -5.317379945929177e-05,
+    5.03503367371627e-06,
+)
+GELU_FLAT = 12.0  # from here on a*Q(a) is less than 1e-19
+
+
+class Emitter:
+    """Vector code of one width, written with one builder."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int, fused: bool) -> None:
+        self.builder = builder
+        self.lanes = lanes
+        self.fused = fused
+        self.vector = ir.VectorType(F32, lanes)
+
+    def integer(self, value: int) -> ir.Constant:
+        """A constant int64."""
+        return ir.Constant(I64, value)
+
+    def pointer(self, address: ir.Value, offset: ir.Value | None = None, kind: ir.Type = F32) -> ir.Value:
+        """A pointer to `kind` from an integer address, `offset` elements further."""
+        at = self.builder.inttoptr(address, kind.as_pointer())
+        return at if offset is None else self.builder.gep(at, [offset])
+
+    def load_integers(self, address: ir.Value, count: int, kind: ir.IntType) -> list[ir.Value]:
+        """`count` integers of this kind at an address, as int64."""
+        at = self.pointer(address, kind=kind)
+        loaded = [self.builder.load(self.builder.gep(at, [self.integer(i)])) for i in range(count)]
+        return [self.builder.sext(value, I64) for value in loaded] if kind is not I64 else loaded
+
+    def at_vector(self, at: ir.Value, v: int) -> ir.Value:
+        """A pointer to vector v behind a pointer to floats."""
+        return self.builder.bitcast(self.builder.gep(at, [self.integer(v * self.lanes)]), self.vector.as_pointer())
+
+    def load(self, at: ir.Value, v: int) -> ir.Value:
+        """Vector v behind a pointer to floats."""
+        return self.builder.load(self.at_vector(at, v), align=4)
+
+    def store(self, value: ir.Value, at: ir.Value, v: int) -> None:
+        """Store to vector v behind a pointer to floats."""
+        self.builder.store(value, self.at_vector(at, v), align=4)
+
+    def mask(self, count: ir.Value) -> ir.Value:
+        """True for the first `count` lanes."""
+        numbers = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
+        return self.builder.icmp_signed("<", numbers, self.splat(count))
+
+    def load_masked(self, at: ir.Value, v: int, mask: ir.Value) -> ir.Value:
+        """Vector v, 0 in lanes where the mask is False: they are not read."""
+        pointer = self.at_vector(at, v)
+        kind = ir.FunctionType(self.vector, [pointer.type, I32, mask.type, self.vector])
+        load = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.masked.load.v{self.lanes}f32.p0")
+        return self.builder.call(load, [pointer, ir.Constant(I32, 4), mask, ir.Constant(self.vector, None)])
+
+    def store_masked(self, value: ir.Value, at: ir.Value, v: int, mask: ir.Value) -> None:
+        """Store the lanes of vector v where the mask is True."""
+        pointer = self.at_vector(at, v)
+        kind = ir.FunctionType(ir.VoidType(), [self.vector, pointer.type, I32, mask.type])
+        store = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.masked.store.v{self.lanes}f32.p0")
+        self.builder.call(store, [value, pointer, ir.Constant(I32, 4), mask])
+
+    def will_store(self, at: ir.Value) -> None:
+        """Fetch the cache line at a pointer, which may point anywhere, because it will be written soon."""
+        kind = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
+        prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        write, near, data = ir.Constant(I32, 1), ir.Constant(I32, 2), ir.Constant(I32, 1)
+        self.builder.call(prefetch, [at, write, near, data])
+
+    def splat(self, value: ir.Value) -> ir.Value:
+        """A scalar in all lanes of a vector."""
+        kind = ir.VectorType(value.type, self.lanes)
+        undefined = ir.Constant(kind, ir.Undefined)
+        first = self.builder.insert_element(undefined, value, ir.Constant(I32, 0))
+        return self.builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.lanes), None))
+
+    def splat_four(self, at: ir.Value) -> list[ir.Value]:
+        """Four floats that lie beside each other, each in all lanes of a vector.
+
+        One load and four shuffles inside of 128 bits instead of four loads: where a loop waits for loads that is
+        faster. The fence does nothing but keep LLVM from turning it back into four loads.
+        """
+        builder = self.builder
+        four = ir.VectorType(F32, 4)
+        loaded = builder.load(builder.bitcast(at, four.as_pointer()), align=4)
+        undefined = ir.Constant(four, ir.Undefined)
+        lanes = ir.VectorType(I32, self.lanes)
+        wide = builder.shuffle_vector(loaded, undefined, ir.Constant(lanes, [i % 4 for i in range(self.lanes)]))
+        kind = ir.FunctionType(self.vector, [self.vector])
+        fence = cgutils.get_or_insert_function(builder.module, kind, f"llvm.arithmetic.fence.v{self.lanes}f32")
+        wide = builder.call(fence, [wide])
+        return [self._shuffle(wide, wide, [i // 4 * 4 + j for i in range(self.lanes)]) for j in range(4)]
+
+    def load_pair(self, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Two int32 that lie beside each other and are not negative, as int64, in one load."""
+        both = self.builder.load(self.builder.bitcast(at, I64.as_pointer()), align=4)
+        return self.builder.and_(both, self.integer(2**32 - 1)), self.builder.lshr(both, self.integer(32))
+
+    def zeros(self, count: int) -> list[ir.Value]:
+        """`count` vectors of 0."""
+        return [ir.Constant(self.vector, None)] * count
+
+    def constant(self, value: float) -> ir.Constant:
+        """A vector of one constant."""
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """a * b + c, fused where the target can."""
+        if not self.fused:
+            return self.builder.fadd(self.builder.fmul(a, b), c)
+        kind = ir.FunctionType(self.vector, [self.vector] * 3)
+        fma = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{self.lanes}f32")
+        return self.builder.call(fma, [a, b, c])
+
+    def continued(self, start: ir.Value, sums: list[ir.Value], load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
+        """The sums, with what `load` gives added where start is not 0.
+
+        Added behind the loop and not before, so that no multiply-add waits for sums that come from a distant cache.
+        """
+        builder = self.builder
+        before = builder.block
+        with builder.if_then(builder.icmp_signed("!=", start, self.integer(0))):
+            added = [builder.fadd(a, b) for a, b in zip(sums, load(), strict=True)]
+            inside = builder.block
+        totals = []
+        for alone, total in zip(sums, added, strict=True):
+            either = builder.phi(self.vector)
+            either.add_incoming(alone, before)
+            either.add_incoming(total, inside)
+            totals.append(either)
+        return totals
+
+    def loop(
+        self,
+        stop: ir.Value,
+        sums: list[ir.Value],
+        step: Callable[[ir.Value, list[ir.Value]], list[ir.Value]],
+        start: ir.Value | None = None,
+        stride: int = 1,
+    ) -> list[ir.Value]:
+        """The sums after sums = step(c, sums) for c from `start` (0) to below `stop`, `stride` apart."""
+        builder = self.builder
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("columns", "column", "summed"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        c = builder.phi(I64)
+        c.add_incoming(self.integer(0) if start is None else start, before)
+        carried = [builder.phi(self.vector) for _ in sums]
+        for phi, value in zip(carried, sums, strict=True):
+            phi.add_incoming(value, before)
+        builder.cbranch(builder.icmp_signed("<", c, stop), body, after)
+        builder.position_at_end(body)
+        stepped = step(c, list(carried))
+        c.add_incoming(builder.add(c, self.integer(stride)), builder.block)
+        for phi, value in zip(carried, stepped, strict=True):
+            phi.add_incoming(value, builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+        return list(carried)
+
+    def walk(self, first: ir.Value, count: ir.Value, step: Callable[[ir.Value], ir.Value]) -> None:
+        """at = step(at), `count` times, from the pointer `first` on."""
+        builder = self.builder
+        before = builder.block
+        head, body, after = (builder.append_basic_block(name) for name in ("items", "item", "walked"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        left, at = builder.phi(I64), builder.phi(first.type)
+        left.add_incoming(count, before)
+        at.add_incoming(first, before)
+        builder.cbranch(builder.icmp_signed(">", left, self.integer(0)), body, after)
+        builder.position_at_end(body)
+        behind = step(at)
+        left.add_incoming(builder.sub(left, self.integer(1)), builder.block)
+        at.add_incoming(behind, builder.block)
+        builder.branch(head)
+        builder.position_at_end(after)
+
+    def choose(self, value: ir.Value, cases: dict[int, Callable[[], None]]) -> None:
+        """Emit the code of every case; the one that `value` names runs, none for any other value."""
+        builder = self.builder
+        done = builder.append_basic_block("done")
+        choice = builder.switch(value, done)
+        for name, emit in cases.items():
+            block = builder.append_basic_block("case")
+            choice.add_case(self.integer(name), block)
+            builder.position_at_end(block)
+            emit()
+            builder.branch(done)
+        builder.position_at_end(done)
+
+    def finish(
+        self,
+        activation: ir.Value,
+        sums: list[ir.Value],
+        biases: Callable[[], list[ir.Value]],
+        store: Callable[[list[ir.Value]], None],
+    ) -> None:
+        """Store the sums as `activation` (one of the codes above) says."""
+
+        def finished(function: Callable[[ir.Value], ir.Value] | None) -> None:
+            totals = [self.builder.fadd(total, bias) for total, bias in zip(sums, biases(), strict=True)]
+            store(totals if function is None else [function(total) for total in totals])
+
+        self.choose(
+            activation,
+            {
+                PARTIAL: lambda: store(sums),
+                IDENTITY: lambda: finished(None),
+                RELU: lambda: finished(self.relu),
+                GELU: lambda: finished(self.gelu),
+            },
+        )
+
+    def relu(self, x: ir.Value) -> ir.Value:
+        """max(x, 0), NaN for NaN: a comparison with NaN is false."""
+        zero = ir.Constant(self.vector, None)
+        return self.builder.select(self.builder.fcmp_ordered("<", x, zero), zero, x)
+
+    def gelu(self, x: ir.Value) -> ir.Value:
+        """x * Phi(x) of one vector: a call, because sixteen copies in line would only fill the instruction cache."""
+        module = self.builder.module
+        kind = ir.FunctionType(self.vector, [self.vector])
+        function = cgutils.get_or_insert_function(module, kind, f"sparse_kernels_gelu_{self.lanes}_{self.fused}")
+        if function.is_declaration:
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            builder = ir.IRBuilder(function.append_basic_block("entry"))
+            builder.ret(Emitter(builder, self.lanes, self.fused)._gelu(function.args[0]))
+        return self.builder.call(function, [x])
+
+    def _gelu(self, x: ir.Value) -> ir.Value:
+        """max(x, 0) - a*Q(a), a = |x| and Q the upper tail of the normal distribution; the limits at infinity."""
+        builder = self.builder
+        absolute = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(self.vector, [self.vector]), f"llvm.fabs.v{self.lanes}f32"
+        )
+        a = builder.call(absolute, [x])
+        flat = self.constant(GELU_FLAT)
+        a = builder.select(builder.fcmp_ordered(">", a, flat), flat, a)
+        p = self.constant(GELU_POLYNOMIAL[-1])
+        for coefficient in reversed(GELU_POLYNOMIAL[:-1]):
+            p = self.multiply_add(p, a, self.constant(coefficient))
+        for _ in range(2):
+            p = builder.fmul(p, p)
+        tail = builder.fdiv(builder.fmul(a, self.constant(0.5)), p)
+        return builder.fsub(self.relu(x), tail)
+
+    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
+        """The columns of a square tile: log2(lanes) rounds, each swaps the off-diagonal quarters of every block."""
+        span = 1
+        while span < self.lanes:
+            blocks = [(i // span) % 2 for i in range(self.lanes)]
+            upper = [i if not b else i - span + self.lanes for i, b in enumerate(blocks)]
+            lower = [i + span if not b else i + self.lanes for i, b in enumerate(blocks)]
+            swapped = list(rows)
+            for i, block in enumerate(blocks):
+                if not block:
+                    pair = rows[i], rows[i + span]
+                    swapped[i] = self._shuffle(*pair, upper)
+                    swapped[i + span] = self._shuffle(*pair, lower)
+            rows, span = swapped, 2 * span
+        return rows
+
+    def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, self.lanes), lanes))

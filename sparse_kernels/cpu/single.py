@@ -1,0 +1,339 @@
+"""Single rows: weights whose rows share no columns (unstructured, N:M). Tokens or image positions along the vector.
+
+What bounds it: a row has no companion, so each multiply-add loads its element of x. That keeps up, two a cycle, as
+long as x lies in the first-level cache, in whole cache lines, and little else is loaded:
+
+- The columns come in stages whose x fits the first-level cache. All rows pass over one stage before the next; their
+  sums wait in y meanwhile, and are added behind the loop over columns, which starts without them.
+- x and y are packed: the vectors of a tile of positions lie side by side, column after column (row after row). Where
+  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`).
+- A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load.
+- Weights, places of columns and what separates the rows are one stream, read from front to back by one pointer.
+- In a stage the rows of a bundle come in the order of their lengths, so that the ends of the loops are predicted.
+
+Registers: vectors x sets of sums (4 x 2, 3 x 3, 2 x 4, 1 x 4), four weights and their source: 14 at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu.emitter import I32, PARTIAL, Emitter, with_literals
+from sparse_kernels.cpu.micro import copy_columns, copy_rows
+from sparse_kernels.cpu.panels import PANEL_COST, Groups
+from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.split import share
+from sparse_kernels.cpu.target import VERSION
+from sparse_kernels.cpu.vectors import CACHED, Vectors
+from sparse_kernels.plan import Array
+
+# Vectors of positions in a tile, at most.
+MOST = 4
+
+# Columns that are worked on together: the floats in 128 bits.
+FOUR = 4
+
+# Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
+ENOUGH = 8
+
+# Rows that are sorted by length together, and that one thread computes.
+BUNDLE = 32
+
+# Elements of x that stay in the first-level cache while rows pass over them: 30 KB.
+CLOSE = 7_500
+
+# Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
+WORTHWHILE = 12
+
+
+@dataclass(frozen=True, eq=False)
+class SingleRows:
+    """Rows one by one, as the kernel reads them.
+
+    stride  elements of packed x from one column to the next, of packed y from one row to the next
+    m       rows
+    stream  int32. Stage by stage, row by row: count, row, then the row's `count` columns of that stage, four weights
+            and their four places as long as there are four, then weight and place one by one. Weights are the bits of
+            float32; a place says where in the packed x of its stage a column lies, in elements.
+    table   int64 (stages, bundles): where in the stream the rows of a bundle begin
+    work    int64 (bundles + 1): the cost of all bundles before each one, in columns
+    bounds  int64 (stages + 1): the first column of each stage, and the end
+    """
+
+    stride: int
+    m: int
+    stream: NDArray[np.int32]
+    table: NDArray[np.int64]
+    work: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """(stream, table, work, bounds), as the kernels take them."""
+        return self.stream, self.table, self.work, self.bounds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def copy(self) -> SingleRows:
+        """The same rows in memory of their own."""
+        stream, table, work, bounds = (array.copy() for array in self.arrays)
+        return replace(self, stream=stream, table=table, work=work, bounds=bounds)
+
+
+def single_rows(groups: Groups, k: int, stride: int) -> SingleRows:
+    """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
+
+    In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
+    outweigh fetching and storing the sums.
+    """
+    rows = groups.indptr.size - 1
+    stages = max(1, min(-(-k * stride // CLOSE), groups.columns.size // (WORTHWHILE * rows)))
+    bounds = k * np.arange(stages + 1) // stages
+    row = np.repeat(np.arange(rows), np.diff(groups.indptr))
+    stage = np.searchsorted(bounds, groups.columns, side="right") - 1
+    counts = np.bincount(stage * rows + row, minlength=stages * rows).reshape(stages, rows)
+    bundle = np.arange(rows) // BUNDLE
+    order = np.stack([np.lexsort((lengths, bundle)) for lengths in counts])
+    rank = np.argsort(order, axis=1)
+    elements = np.argsort(stage * rows + rank[stage, row], kind="stable")
+    ordered = np.take_along_axis(counts, order, axis=1).ravel()
+    heads, weights, places = _words(ordered)
+    stream = np.empty(2 * (heads.size + elements.size), np.int32)
+    stream[heads] = ordered
+    stream[heads + 1] = groups.row_ids[order].ravel()
+    stream[weights] = groups.values.ravel()[elements].view(np.int32)
+    stream[places] = ((groups.columns - bounds[stage]) * stride)[elements]
+    work = np.zeros(bundle[-1] + 2, np.int64)
+    np.cumsum(np.bincount(bundle, counts.sum(axis=0) + stages * PANEL_COST), out=work[1:])
+    return SingleRows(stride, rows, stream, heads.reshape(stages, rows)[:, ::BUNDLE].copy(), work, bounds)
+
+
+def _words(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Where in a stream the rows with these counts have their heads (rows), weights and places (columns)."""
+    heads = np.cumsum(2 + 2 * counts) - (2 + 2 * counts)
+    first = np.repeat(heads + 2, counts)
+    c = np.arange(first.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    in_four = c < np.repeat(counts // FOUR * FOUR, counts)
+    weights = first + np.where(in_four, c // FOUR * 2 * FOUR + c % FOUR, 2 * c)
+    return heads, weights, weights + np.where(in_four, FOUR, 1)
+
+
+@with_literals
+def pass_over(
+    typing_context: Any,
+    vectors: Any,
+    lanes: Any,
+    fused: Any,
+    version: Any,
+    width: Any,
+    stream: Any,
+    rows: Any,
+    x: Any,
+    y: Any,
+    bias: Any,
+    start: Any,
+    activation: Any,
+) -> Any:
+    """y[row, v] = activation(start + sum over c of weights[c] * x[places[c], v] + bias[row]) for rows of a stream.
+
+    width: how many vectors there are, 1 to `vectors`. stream: where the first of the `rows` rows begins. x, y: packed
+    columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero.
+    """
+    signature = types.void(*(vectors, lanes, fused, version), *([types.intp] * 8))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        most, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:4])
+        width, stream, rows, x, y, bias, start, activation = args[4:]
+        emit = Emitter(builder, n_lanes, bool(fuse))
+        x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(bias)
+
+        def pass_with(vectors: int) -> None:
+            # Columns take turns with sets of sums: a sum that is being added to cannot be added to again.
+            sets = min(FOUR, -(-ENOUGH // vectors))
+
+            def add(sums: list[ir.Value], turn: int, weight: ir.Value, place: ir.Value) -> None:
+                at = builder.gep(x_pointer, [place])
+                for v in range(vectors):
+                    index = turn % sets * vectors + v
+                    sums[index] = emit.multiply_add(weight, emit.load(at, v), sums[index])
+
+            def row(at: ir.Value) -> ir.Value:
+                count, number = emit.load_pair(at)
+                columns = builder.gep(at, [emit.integer(2)])
+                output = builder.gep(y_pointer, [builder.mul(number, emit.integer(most * n_lanes))])
+
+                def four(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                    sums, here = list(sums), builder.gep(columns, [word])
+                    places = [place for i in (4, 6) for place in emit.load_pair(builder.gep(here, [emit.integer(i)]))]
+                    for turn, (weight, place) in enumerate(zip(emit.splat_four(here), places, strict=True)):
+                        add(sums, turn, weight, place)
+                    return sums
+
+                def one(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                    sums, here = list(sums), builder.gep(columns, [word])
+                    weight, place = emit.splat(builder.load(here)), builder.gep(here, [emit.integer(1)])
+                    place = builder.load(builder.bitcast(place, I32.as_pointer()))
+                    add(sums, 0, weight, builder.zext(place, emit.integer(0).type))
+                    return sums
+
+                words = builder.mul(count, emit.integer(2))
+                whole = builder.and_(words, emit.integer(-2 * FOUR))
+                sums = emit.loop(whole, emit.zeros(sets * vectors), four, stride=2 * FOUR)
+                sums = emit.loop(words, sums, one, start=whole, stride=2)
+                for _ in range(sets - 1):
+                    pairs = zip(sums[:vectors], sums[-vectors:], strict=True)
+                    sums = [builder.fadd(a, b) for a, b in pairs] + sums[vectors:-vectors]
+                sums = emit.continued(start, sums, lambda: [emit.load(output, v) for v in range(vectors)])
+
+                def biases() -> list[ir.Value]:
+                    return [emit.splat(builder.load(builder.gep(bias_pointer, [number])))] * vectors
+
+                def store(sums: list[ir.Value]) -> None:
+                    for v, total in enumerate(sums):
+                        emit.store(total, output, v)
+
+                emit.finish(activation, sums, biases, store)
+                return builder.gep(columns, [words])
+
+            emit.walk(emit.pointer(stream), rows, row)
+
+        emit.choose(width, {n: partial(pass_with, n) for n in range(1, most + 1)})
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def multiply_packed(
+    rows: SingleRows, fused: bool, at: Vectors, x: Array, y: Array, bias: Array, activation: int
+) -> None:
+    """activation(w @ x + bias) from packed x to packed y (`vectors.in_tiles`), both flat. activation: its code."""
+    threads = numba.get_num_threads()
+    none = np.empty((1, 1), np.float32)
+    run = kernel(rows.stride // at.lanes, at.lanes, fused, False)
+    places = none.view(np.int32)[0], y, at.y_stride, at.y_starts
+    run(rows.arrays, rows.m, x, at.x_starts, *places, bias, activation, none, threads)
+
+
+def multiply_gathered(
+    rows: SingleRows,
+    fused: bool,
+    at: Vectors,
+    x: Array,
+    offsets: NDArray[np.int32],
+    y: Array,
+    bias: Array,
+    activation: int,
+    pool: Pool,
+) -> None:
+    """activation(w @ x + bias) from flat x to flat y; column c is offsets[c] behind the start of a vector in x."""
+    threads = numba.get_num_threads()
+    # Each thread packs its y, and the x of a stage.
+    elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
+    scratch = pool.take(threads * elements)
+    run = kernel(rows.stride // at.lanes, at.lanes, fused, True)
+    places = offsets, y, at.y_stride, at.y_starts
+    each = scratch.reshape(threads, elements)
+    run(rows.arrays, rows.m, x, at.x_starts, *places, bias, activation, each, threads)
+    pool.give_back(scratch)
+
+
+def _bundles_at_a_time(stride: int) -> int:
+    """How many bundles keep their y in the second-level cache."""
+    return max(1, CACHED // (BUNDLE * stride))
+
+
+@cache
+def kernel(vectors: int, lanes: int, fused: bool, gathers: bool) -> Callable[..., None]:
+    """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
+
+    Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
+    vectors in y, bias (m), activation code, scratch, parts). Starts: int64. A kernel that gathers finds column c of a
+    vector of x at its start plus offsets[c] (int32), and packs x and y in scratch (parts, elements). One that does
+    not gather takes them packed, and reads neither offsets nor scratch.
+    """
+    version = VERSION
+    fuse = int(fused)
+    unfinished = PARTIAL
+    bundle = BUNDLE
+    stride = vectors * lanes
+    most = _bundles_at_a_time(stride)
+
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def multiply(rows, m, x, x_starts, offsets, y, y_stride, y_starts, bias, activation, scratch, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+        stream, table, work, bounds = rows
+        stages, bundles = table.shape
+        total = x_starts.size
+        tiles = (total + vectors - 1) // vectors
+        stream_at, x_at, y_at, bias_at = stream.ctypes.data, x.ctypes.data, y.ctypes.data, bias.ctypes.data
+        x_starts_at, offsets_at, scratch_at = x_starts.ctypes.data, offsets.ctypes.data, scratch.ctypes.data
+        for part in prange(parts):
+            begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
+            while begin < end:
+                # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
+                tile = begin // bundles
+                first = begin - tile * bundles
+                stop = min(bundles, end - tile * bundles, first + most)
+                begin = tile * bundles + stop
+                row, end_row = first * bundle, min(stop * bundle, m)
+                v, end_v = total * tile // tiles, total * (tile + 1) // tiles
+                if gathers:
+                    # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
+                    y_here = scratch_at + (part * scratch.shape[1] - row * stride) * 4
+                    x_here = y_here + (row + min(most * bundle, m)) * stride * 4
+                else:
+                    y_here, x_here = y_at + y_starts[v] * 4, x_at + x_starts[v] * 4
+                for stage in range(stages):
+                    column = bounds[stage]
+                    if gathers:
+                        copy_columns(
+                            vectors,
+                            lanes,
+                            version,
+                            end_v - v,
+                            x_at,
+                            x_starts_at + v * 8,
+                            offsets_at + column * 4,
+                            bounds[stage + 1] - column,
+                            x_here,
+                        )
+                        column = 0
+                    pass_over(
+                        vectors,
+                        lanes,
+                        fuse,
+                        version,
+                        end_v - v,
+                        stream_at + table[stage, first] * 4,
+                        end_row - row,
+                        x_here + column * stride * 4,
+                        y_here,
+                        bias_at,
+                        min(stage, 1),
+                        activation if stage == stages - 1 else unfinished,
+                    )
+                if gathers:
+                    copy_rows(
+                        vectors,
+                        lanes,
+                        version,
+                        end_v - v,
+                        y_here + row * stride * 4,
+                        end_row - row,
+                        y_at + row * y_stride * 4,
+                        y_stride,
+                        y_starts.ctypes.data + v * 8,
+                    )
+
+    return multiply

@@ -1,0 +1,59 @@
+"""Where vectors of positions (tokens, pixels) lie in x and y, for the kernels with positions along the vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Elements that stay in the second-level cache beside the weights: 400 KB.
+CACHED = 100_000
+
+
+@dataclass(frozen=True, eq=False)
+class Vectors:
+    """Vectors of positions, everything in elements.
+
+    lanes: of a vector. x_starts, y_starts: int64 (vectors), where each one starts. x_stride: from one column of x to
+    the next, 1 where the weights hold offsets for columns. y_stride: from one row of y to the next.
+    """
+
+    lanes: int
+    x_starts: NDArray[np.int64]
+    x_stride: int
+    y_starts: NDArray[np.int64]
+    y_stride: int
+
+
+def tiles(total: int, vectors: int) -> NDArray[np.int64]:
+    """The first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
+    count = -(-total // vectors)
+    return total * np.arange(count + 1) // count
+
+
+@lru_cache(maxsize=256)
+def as_it_lies(n: int, lanes: int) -> Vectors:
+    """Feature-major x and y of n >= lanes tokens.
+
+    The last vector overlaps the one before it, so nothing beyond the end is touched.
+    """
+    starts = np.minimum(np.arange(-(-n // lanes), dtype=np.int64) * lanes, n - lanes)
+    return Vectors(lanes, starts, n, starts, n)
+
+
+@lru_cache(maxsize=64)
+def columns(k: int, stride: int) -> NDArray[np.int32]:
+    """The offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
+    return np.arange(k, dtype=np.int32) * np.int32(stride)
+
+
+@lru_cache(maxsize=256)
+def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> Vectors:
+    """n >= 1 tokens in tiles of vectors: x (tiles, k, vectors * lanes), y (tiles, m, vectors * lanes)."""
+    firsts = tiles(-(-n // lanes), vectors)
+    tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
+    inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
+    stride = vectors * lanes
+    return Vectors(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)
