@@ -1,9 +1,12 @@
 """Numba kernels for CPUs, float32, multi-threaded.
 
 linear, conv2d    the plans: which kernel runs, where everything lies
-panels            every format in the one form that kernels read
-tokens, rows      the two kernels: loops around a register tile
-micro             the register tiles, emitted as vector code
+panels            every format as rows that share their columns
+tokens, rows      the two kernels for panels: loops around a register tile
+single            rows that share no columns: their form, their tile, their kernel
+micro, emitter    the register tiles and copies, and the vector code they are emitted as
+vectors           where vectors of positions lie
 transpose, images x and y as the kernels want them, and back
+call              what a plan does with the arguments of a call
 target, split, threads, scratch   the vector unit, shares of work, Numba's threads, buffers
 """

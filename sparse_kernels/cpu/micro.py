@@ -1,16 +1,16 @@
-"""The innermost loops of every kernel, emitted as LLVM vector code: register tiles of multiply-adds, float32.
+"""The innermost loops, emitted as LLVM vector code: register tiles of multiply-adds, and copies, float32.
 
 Why emitted: the sums of a tile must stay in vector registers over the whole loop, and the tile must be as large as
 the registers allow, or each multiply-add waits for a load. A compiler does neither for loops over sparse columns.
 
-Two tiles cover every pattern (w: packed weights, c: kept column, c < count):
+Two tiles cover every pattern whose rows share columns (w: packed weights, c: kept column, c < count):
 
     token_tile   y[t, v] += x[t, column[c]] * w[c, v]        `tokens` rows of x   x  `vectors` vectors of outputs
     row_tile     y[r, p] += w[c, r] * x[offset[c] + p]       `rows` rows of y     x  `vectors` vectors of positions
 
 token_tile reads x token-major; the rows of a group that share their columns lie along the vector. row_tile reads x
 feature-major, or any other way in which an element offset stands for a column (a tap of a convolution); tokens or
-image positions lie along the vector, so a row needs no companions.
+image positions lie along the vector, so groups of a few rows will do. Rows that share no columns: see `single`.
 
 Registers: a tile holds tokens*vectors (rows*vectors) sums, the `vectors` vectors loaded for a column, and one
 broadcast. With 32 registers (AVX-512, NEON) that is 8 x 2 sums; with 16 (AVX2, SSE) 4 x 2. It needs at least
@@ -134,9 +134,8 @@ def row_tile(
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n_rows, n_vectors, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:5])
-        width, values, offsets, count, x, x_scale, x_starts, y, y_stride, y_starts, row_ids, bias, activation = args[
-            5:
-        ]
+        width, values, offsets, count, x, x_scale, x_starts, *args = args[5:]
+        y, y_stride, y_starts, row_ids, bias, activation = args
         emit = Emitter(builder, n_lanes, bool(fuse))
 
         def tile(n_vectors: int) -> None:

@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.emitter import I32, PARTIAL, Emitter, with_literals
+from sparse_kernels.cpu.emitter import I32, I64, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import copy_columns, copy_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.scratch import Pool
@@ -185,7 +185,7 @@ def pass_over(
                     sums, here = list(sums), builder.gep(columns, [word])
                     weight, place = emit.splat(builder.load(here)), builder.gep(here, [emit.integer(1)])
                     place = builder.load(builder.bitcast(place, I32.as_pointer()))
-                    add(sums, 0, weight, builder.zext(place, emit.integer(0).type))
+                    add(sums, 0, weight, builder.zext(place, I64))
                     return sums
 
                 words = builder.mul(count, emit.integer(2))
@@ -219,11 +219,7 @@ def multiply_packed(
     rows: SingleRows, fused: bool, at: Vectors, x: Array, y: Array, bias: Array, activation: int
 ) -> None:
     """activation(w @ x + bias) from packed x to packed y (`vectors.in_tiles`), both flat. activation: its code."""
-    threads = numba.get_num_threads()
-    none = np.empty((1, 1), np.float32)
-    run = kernel(rows.stride // at.lanes, at.lanes, fused, False)
-    places = none.view(np.int32)[0], y, at.y_stride, at.y_starts
-    run(rows.arrays, rows.m, x, at.x_starts, *places, bias, activation, none, threads)
+    _run(rows, fused, False, at, x, np.empty(1, np.int32), y, bias, activation, np.empty((1, 1), np.float32))
 
 
 def multiply_gathered(
@@ -242,11 +238,25 @@ def multiply_gathered(
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     scratch = pool.take(threads * elements)
-    run = kernel(rows.stride // at.lanes, at.lanes, fused, True)
-    places = offsets, y, at.y_stride, at.y_starts
-    each = scratch.reshape(threads, elements)
-    run(rows.arrays, rows.m, x, at.x_starts, *places, bias, activation, each, threads)
+    _run(rows, fused, True, at, x, offsets, y, bias, activation, scratch.reshape(threads, elements))
     pool.give_back(scratch)
+
+
+def _run(
+    rows: SingleRows,
+    fused: bool,
+    gathers: bool,
+    at: Vectors,
+    x: Array,
+    offsets: NDArray[np.int32],
+    y: Array,
+    bias: Array,
+    activation: int,
+    scratch: Array,
+) -> None:
+    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers)
+    where = x, at.x_starts, offsets, y, at.y_stride, at.y_starts
+    run(rows.arrays, rows.m, *where, bias, activation, scratch, numba.get_num_threads())
 
 
 def _bundles_at_a_time(stride: int) -> int:
