@@ -1,5 +1,7 @@
 """Swap sparse layers into a torch model and fold into them what follows: BatchNorm, bias, ReLU, GELU.
 
+On a CPU attention without a mask is swapped for `nn.attention` too: torch's own may take longer than all of the layers.
+
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
 cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it
 gives the same result as the original on the example inputs. Layers in parts that resist are swapped without folding.
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from sparse_kernels.nn import SparseConv2d, SparseLinear, refuses
+from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses
 from sparse_kernels.patterns import Pattern
 
 
@@ -168,7 +170,20 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -
             _erase(traced, reader, node)
     for name, choice in choices.items():
         traced.set_submodule(name, _sparse(modules[name], choice, activations.get(name), backend))
+    if choices and backend == "numba":
+        _swap_attention(traced)
     _tidy(traced)
+
+
+def _swap_attention(traced: fx.GraphModule) -> None:
+    """Let `attention` do what torch's function does, where it is called with q, k, v and at most a scale."""
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or node.target is not F.scaled_dot_product_attention or len(node.args) != 3:
+            continue
+        settings = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "enable_gqa": False, **node.kwargs}
+        scale = settings.pop("scale", None)
+        if list(settings.values()) == [None, 0.0, False, False] and (scale is None or isinstance(scale, float)):
+            node.target, node.kwargs = attention, {"scale": scale}
 
 
 def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str) -> nn.Module:

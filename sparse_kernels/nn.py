@@ -27,8 +27,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import numba
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels import prepare, prepare_conv2d
@@ -82,6 +84,13 @@ def refuses(module: nn.Module) -> str | None:
     if module.padding == "same" and any(odd_reach):
         return "padding 'same' around an even kernel is asymmetric: no sparse kernel has that"
     return None
+
+
+def _use_torchs_threads() -> None:
+    """As many of Numba's threads as torch uses: both count for the thread of the caller."""
+    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    if numba.get_num_threads() != wanted:
+        numba.set_num_threads(wanted)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -186,6 +195,7 @@ class _Sparse(nn.Module):
             x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
             result: Tensor = ready.plan(x, ready.bias, self.activation)
             return result
+        _use_torchs_threads()
         y = x.new_empty(tuple(y_shape))
         bias = None if ready.bias is None else ready.bias.numpy()
         ready.plan(x.detach().numpy(), bias=bias, activation=self.activation, out=y.numpy())
@@ -257,6 +267,45 @@ def multiply(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
 @multiply.register_fake
 def _(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
     return x.new_empty(y_shape)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """softmax(q @ k.T * scale) @ v for q (batch, heads, n, d), k and v (batch, heads, keys, d); by default 1/sqrt(d).
+
+    What stands in a converted model where torch.nn.functional.scaled_dot_product_attention stood, without a mask:
+    float32 on a CPU by `cpu.attention`, at the speed of the sparse layers around it; anything else by torch itself.
+    The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
+    """
+    if torch.compiler.is_compiling():
+        return attend(q, k, v, scale)
+    return _attend(q, k, v, scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    ours = all(t.ndim == 4 and t.dtype == torch.float32 and t.device.type == "cpu" for t in (q, k, v))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if not ours or needs_grad or not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] == 0:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    from sparse_kernels.cpu.attention import attention
+
+    q, k, v = (t.detach() if t.stride(-1) == 1 else t.detach().contiguous() for t in (q, k, v))
+    batch, heads, n, _ = q.shape
+    y = q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
+    _use_torchs_threads()
+    attention(q.numpy(), k.numpy(), v.numpy(), y.numpy(), scale)
+    return y
+
+
+@torch.library.custom_op("sparse_kernels::attention", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """`attention` as an operator, opaque to `torch.compile`."""
+    return _attend(q, k, v, scale)
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    batch, heads, n, _ = q.shape
+    return q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
 
 
 class SparseLinear(_Sparse):

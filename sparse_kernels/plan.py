@@ -1,6 +1,7 @@
 """A plan is a packed weight made ready to run: everything that can be done once is done in `prepare`.
 
-Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m). Convolutions: `nchw`
+Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m); on backend `numba` also
+`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t); see `cpu.transpose`. Convolutions: `nchw`
 x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
 Activations: None, `relu`, `gelu` (the exact form, with erf). Backends `reference` and `numba` take NumPy arrays of
 float32; `cupy` and `numba_cuda` take arrays on the GPU, as their own plans say.
@@ -20,8 +21,11 @@ from sparse_kernels.shapes import Conv2dShape
 Array = NDArray[np.float32]
 
 LAYOUTS = ("feature_major", "token_major")
+BLOCKED = "token_blocked"
 CONV2D_LAYOUTS = ("nchw", "chwn")
 ACTIVATIONS = (None, "relu", "gelu")
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 class Plan(Protocol):
@@ -33,7 +37,7 @@ class Plan(Protocol):
 
     @property
     def layout(self) -> str:
-        """How x and y lie: feature_major, token_major or nchw."""
+        """How x and y lie: feature_major, token_major, token_blocked or nchw."""
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +55,12 @@ class Plan(Protocol):
 def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
     """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
 
-    Raises ValueError for an unknown layout or backend.
+    Raises ValueError for an unknown layout or backend, and for a layout that the backend does not take.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join(LAYOUTS)}")
+    if layout not in (*LAYOUTS, BLOCKED):
+        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join((*LAYOUTS, BLOCKED))}")
+    if layout == BLOCKED and backend != "numba":
+        raise ValueError(f"layout {BLOCKED} is for backend numba, not {backend}")
     if n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
     return registry.find(packed.pattern.format, "linear", backend)(packed, layout, n)
@@ -95,14 +101,16 @@ def check_call(
     """Refuse what a plan cannot run, in a sentence.
 
     x_shape, y_shape: None stands for the free length (n tokens, batch), the same in both. features: the length of
-    the bias. x may have any strides; out must be C-contiguous, writable and no part of x. TypeError for another dtype
-    than float32.
+    the bias. x may have any strides; out must be C-contiguous, writable and no part of x or bias. TypeError for
+    another dtype than float32.
     """
-    for name, array in (("x", x), ("bias", bias), ("out", out)):
-        if array is not None and (not isinstance(array, np.ndarray) or array.dtype != np.float32):
-            found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
-            raise TypeError(f"{name} must be a float32 array, not {found}")
-    if x.ndim != len(x_shape) or any(want not in (None, got) for want, got in zip(x_shape, x.shape, strict=True)):
+    _check_float32("x", x)
+    if bias is not None:
+        _check_float32("bias", bias)
+    if out is not None:
+        _check_float32("out", out)
+    free = x.shape[x_shape.index(None)] if None in x_shape and x.ndim == len(x_shape) else None
+    if x.shape != _filled(x_shape, free):
         wanted = ", ".join("any" if want is None else str(want) for want in x_shape)
         raise ValueError(f"x must be of shape ({wanted}), not {x.shape}")
     if bias is not None and bias.shape != (features,):
@@ -110,11 +118,24 @@ def check_call(
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
     if out is not None:
-        free = x.shape[x_shape.index(None)] if None in x_shape else None
-        wanted_out = tuple(free if want is None else want for want in y_shape)
-        if out.shape != wanted_out:
-            raise ValueError(f"out must be of shape {wanted_out}, not {out.shape}")
+        if out.shape != _filled(y_shape, free):
+            raise ValueError(f"out must be of shape {_filled(y_shape, free)}, not {out.shape}")
         if not (out.flags.c_contiguous and out.flags.writeable):
             raise ValueError("out must be C-contiguous and writable")
-        if np.may_share_memory(out, x):
-            raise ValueError("out must not share memory with x")
+        for name, array in (("x", x), ("bias", bias)):
+            if array is not None and np.may_share_memory(out, array):
+                raise ValueError(f"out must not share memory with {name}")
+
+
+def _check_float32(name: str, array: Array) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != _FLOAT32:
+        found = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"{name} must be a float32 array, not {found}")
+
+
+def _filled(shape: tuple[int | None, ...], free: int | None) -> tuple[int | None, ...]:
+    """The shape with its free length written in."""
+    if None not in shape:
+        return shape
+    at = shape.index(None)
+    return (*shape[:at], free, *shape[at + 1 :])

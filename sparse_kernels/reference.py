@@ -156,7 +156,9 @@ def _nm(packed: NMWeight, x: Array) -> Array:
     for group in range(groups):
         for slot in range(keep):
             columns = group * packed.pattern.of + packed.offsets[:, group, slot].astype(np.int64)
-            y += packed.values[:, group, slot, None] * x[columns]
+            # A slot that holds nothing has value 0: it adds nothing, where x is infinite too.
+            values = packed.values[:, group, slot, None]
+            y += np.where(values == 0, np.float32(0), values * x[columns])
     return y
 
 

@@ -24,7 +24,7 @@ from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
-from sparse_kernels.cpu.vectors import Vectors, columns
+from sparse_kernels.cpu.vectors import TILE, Vectors, columns
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import Array
 from sparse_kernels.shapes import Conv2dShape
@@ -157,7 +157,8 @@ def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
     by_channel = _by_channel(groups(packed), shape)
     weights: Panels | SingleRows
     if height == 1:
-        tile_rows, vectors = 1, min(single.MOST, positions(shape, target, halves=False).x_starts.size)
+        some = replace(shape, batch=max(1, shape.batch))
+        tile_rows, vectors = 1, min(TILE, positions(some, target, halves=False).x_starts.size)
         weights = single_rows(by_channel, shape.k, vectors * target.lanes)
     else:
         tile_rows, vectors = rows.tile(height, target)

@@ -5,7 +5,7 @@ NaN and infinity go through as in dense code: no flag here allows the compiler t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -38,6 +38,17 @@ GELU_POLYNOMIAL = (
 )
 GELU_FLAT = 12.0  # from here on a*Q(a) is less than 1e-19
 
+# Cephes' expf: (exp(r) - 1 - r) / r**2 for |r| <= ln 2 / 2, from the highest power down; exp of less than this is 0.
+EXP_POLYNOMIAL = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+EXP_LEAST = -87.0
+
 
 class Emitter:
     """Vector code of one width, written with one builder."""
@@ -56,6 +67,18 @@ class Emitter:
         """A pointer to `kind` from an integer address, `offset` elements further."""
         at = self.builder.inttoptr(address, kind.as_pointer())
         return at if offset is None else self.builder.gep(at, [offset])
+
+    def address(self, address: ir.Value, offset: ir.Value) -> ir.Value:
+        """An integer address, `offset` floats further."""
+        return self.builder.add(address, self.builder.mul(offset, self.integer(4)))
+
+    def row(self, address: ir.Value, row: int, rows: ir.Value | None, stride: ir.Value) -> ir.Value:
+        """A pointer to a row of floats; where there are only `rows` (>= 1) of them, to the last one at most."""
+        number: ir.Value = self.integer(row)
+        if rows is not None:
+            last = self.builder.sub(rows, self.integer(1))
+            number = self.builder.select(self.builder.icmp_signed("<", last, number), last, number)
+        return self.pointer(address, self.builder.mul(number, stride))
 
     def load_integers(self, address: ir.Value, count: int, kind: ir.IntType) -> list[ir.Value]:
         """`count` integers of this kind at an address, as int64."""
@@ -96,10 +119,17 @@ class Emitter:
 
     def will_store(self, at: ir.Value) -> None:
         """Fetch the cache line at a pointer, which may point anywhere, because it will be written soon."""
+        self._prefetch(at, 1)
+
+    def will_load(self, at: ir.Value) -> None:
+        """Fetch the cache line at a pointer, which may point anywhere, because it will be read soon."""
+        self._prefetch(at, 0)
+
+    def _prefetch(self, at: ir.Value, write: int) -> None:
         kind = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        write, near, data = ir.Constant(I32, 1), ir.Constant(I32, 2), ir.Constant(I32, 1)
-        self.builder.call(prefetch, [at, write, near, data])
+        near, data = ir.Constant(I32, 2), ir.Constant(I32, 1)
+        self.builder.call(prefetch, [at, ir.Constant(I32, write), near, data])
 
     def splat(self, value: ir.Value) -> ir.Value:
         """A scalar in all lanes of a vector."""
@@ -193,6 +223,19 @@ class Emitter:
         builder.position_at_end(after)
         return list(carried)
 
+    def in_tiles(self, length: ir.Value, tile: Callable[[ir.Value, ir.Value | None], None]) -> None:
+        """tile(first, None) for every whole vector of 0 .. length - 1, and tile(first, rest) for what is left."""
+        builder = self.builder
+        whole = builder.and_(length, self.integer(-self.lanes))
+
+        def step(first: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            tile(first, None)
+            return []
+
+        self.loop(whole, [], step, stride=self.lanes)
+        with builder.if_then(builder.icmp_signed("<", whole, length)):
+            tile(whole, builder.sub(length, whole))
+
     def walk(self, first: ir.Value, count: ir.Value, step: Callable[[ir.Value], ir.Value]) -> None:
         """at = step(at), `count` times, from the pointer `first` on."""
         builder = self.builder
@@ -281,21 +324,84 @@ class Emitter:
         tail = builder.fdiv(builder.fmul(a, self.constant(0.5)), p)
         return builder.fsub(self.relu(x), tail)
 
-    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """The columns of a square tile: log2(lanes) rounds, each swaps the off-diagonal quarters of every block."""
+    def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """The larger of a and b, lane by lane; a where one is NaN."""
+        return self.builder.select(self.builder.fcmp_ordered("<", a, b), b, a)
+
+    def over_lanes(self, x: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """All lanes of x joined by an operation, in all lanes."""
         span = 1
         while span < self.lanes:
-            blocks = [(i // span) % 2 for i in range(self.lanes)]
-            upper = [i if not b else i - span + self.lanes for i, b in enumerate(blocks)]
-            lower = [i + span if not b else i + self.lanes for i, b in enumerate(blocks)]
-            swapped = list(rows)
-            for i, block in enumerate(blocks):
-                if not block:
-                    pair = rows[i], rows[i + span]
-                    swapped[i] = self._shuffle(*pair, upper)
-                    swapped[i + span] = self._shuffle(*pair, lower)
-            rows, span = swapped, 2 * span
-        return rows
+            x = join(x, self._shuffle(x, x, [i ^ span for i in range(self.lanes)]))
+            span *= 2
+        return x
+
+    def exp(self, x: ir.Value) -> ir.Value:
+        """exp(x) for x <= 0, within 2e-7 of it; 0 below -87, NaN for NaN.
+
+        exp(x) = 2**n * exp(r) with n = x / ln 2 rounded, by adding and subtracting 1.5 * 2**23: then its last bits are n.
+        The polynomial for exp(r), |r| <= ln 2 / 2, is that of Cephes (Moshier 1984), expf.
+        """
+        builder = self.builder
+        least = self.constant(EXP_LEAST)
+        clamped = builder.select(builder.fcmp_ordered(">", x, least), x, least)
+        magic = self.constant(12582912.0)
+        shifted = self.multiply_add(clamped, self.constant(1.4426950408889634), magic)
+        n = builder.fsub(shifted, magic)
+        r = self.multiply_add(n, self.constant(-0.693359375), clamped)
+        r = self.multiply_add(n, self.constant(2.12194440e-4), r)
+        p = self.constant(EXP_POLYNOMIAL[0])
+        for coefficient in EXP_POLYNOMIAL[1:]:
+            p = self.multiply_add(p, r, self.constant(coefficient))
+        p = builder.fadd(self.multiply_add(p, builder.fmul(r, r), r), self.constant(1.0))
+        integers = ir.VectorType(I32, self.lanes)
+        bits = builder.bitcast(shifted, integers)
+        # The exponent's bits: n + 127, from the place that it has in `shifted` to its own.
+        bias = ir.Constant(integers, [(127 - 0x4B400000) % 2**32] * self.lanes)
+        power = builder.shl(builder.add(bits, bias), ir.Constant(integers, [23] * self.lanes))
+        result = builder.fmul(p, builder.bitcast(power, self.vector))
+        result = builder.select(builder.fcmp_ordered("<", x, least), self.constant(0.0), result)
+        return builder.select(builder.fcmp_unordered("uno", x, x), x, result)
+
+    def transpose(self, rows: list[ir.Value]) -> list[ir.Value]:
+        """The columns of a square tile, by shuffles that vector units do in one step.
+
+        First four rows at a time, inside of each 128 bits; then those 128 bits between the groups of four rows.
+        """
+        n = self.lanes
+        quarters = range(0, n, 4)
+        low = [i for q in quarters for i in (q, n + q, q + 1, n + q + 1)]
+        high = [i + 2 for i in low]
+        lows = [i for q in quarters for i in (q, q + 1, n + q, n + q + 1)]
+        highs = [i + 2 for i in lows]
+        # inside[j][g]: in its 128 bits number q, column 4 * q + j of rows 4 * g to 4 * g + 3.
+        inside: list[list[ir.Value]] = [[], [], [], []]
+        for g in quarters:
+            a, b, c, d = rows[g : g + 4]
+            for pattern, columns in ((low, inside[:2]), (high, inside[2:])):
+                first, second = self._shuffle(a, b, pattern), self._shuffle(c, d, pattern)
+                columns[0].append(self._shuffle(first, second, lows))
+                columns[1].append(self._shuffle(first, second, highs))
+        between = [self._transpose_quarters(vectors) for vectors in inside]
+        return [between[column % 4][column // 4] for column in range(n)]
+
+    def _transpose_quarters(self, vectors: list[ir.Value]) -> list[ir.Value]:
+        """out[q] = 128 bits number q of every vector, in their order; of 1, 2 or 4 vectors of as many quarters."""
+        count = len(vectors)
+
+        def joined(a: ir.Value, b: ir.Value, quarters: Sequence[int]) -> ir.Value:
+            return self._shuffle(a, b, [4 * q + j for q in quarters for j in range(4)])
+
+        if count == 1:
+            return vectors
+        if count == 2:
+            return [joined(*vectors, (q, 2 + q)) for q in (0, 1)]
+        a, b, c, d = vectors
+        out = []
+        for halves in ((0, 1, 4, 5), (2, 3, 6, 7)):
+            ab, cd = joined(a, b, halves), joined(c, d, halves)
+            out += [joined(ab, cd, quarters) for quarters in ((0, 2, 4, 6), (1, 3, 5, 7))]
+        return out
 
     def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, self.lanes), lanes))

@@ -1,8 +1,8 @@
-"""Linear layers on the CPU: any pattern, both layouts, one of three kernels.
+"""Linear layers on the CPU: any pattern, all layouts.
 
 tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector.
-rows     tokens along the vector, panels of rows. x feature-major as it lies, or any x packed into vectors of tokens
-         (`transpose`), both ways counted in the plan's time.
+rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so, block by
+         block where every thread gets tokens (`blocks`), else in a pass of its own (`transpose`).
 single   the same for rows that share no columns.
 """
 
@@ -13,24 +13,21 @@ from dataclasses import dataclass, field, replace
 import numba
 import numpy as np
 
-from sparse_kernels.cpu import rows, single, tokens, transpose
+from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
-from sparse_kernels.cpu.vectors import CACHED, as_it_lies, columns, in_tiles
+from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed
 from sparse_kernels.plan import Array
-
-# From this many columns on, the rows of x that a tile of tokens reads crowd the first-level cache: blocks are faster.
-LONG_COLUMNS = 2048
 
 
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
-    """Token-major x read as it lies. Permuted rows (Shfl-BW) are computed in packed order, then put in place."""
+    """Token-major x read as it lies, y written as it lies: also where its rows are permuted (Shfl-BW)."""
 
     shape: tuple[int, int]
     panels: Panels
@@ -52,35 +49,24 @@ class TokenPlan:
         m, k = self.shape
         x, y, bias, code = arguments(x, (None, k), bias, activation, out, (None, m), m)
         n = x.shape[0]
-        if n == 0:
-            return y
-        step = _tokens_at_a_time(self.tile, n)
-        chunk = min(-(-n // step), max(1, CACHED // (k * step))) * step
-        rows_of_y = self.panels.row_ids[:m]
-        result = np.empty((n, m), np.float32) if self.permuted else y
-        run = tokens.kernel(step, *self.tile[1:], self.fused)
-        with exclusive():
-            run(
-                self.panels.arrays,
-                x,
-                result,
-                bias[rows_of_y] if self.permuted else bias,
-                code,
-                chunk,
-                numba.get_num_threads(),
-            )
-        if self.permuted:
-            y[:, rows_of_y] = result
+        if n:
+            step = _tokens_at_a_time(self.tile, n)
+            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted)
+            with exclusive():
+                run(self.panels.arrays, x, y, bias, code, *self._order(step), numba.get_num_threads())
         return y
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
 
+    def _order(self, step: int) -> tuple[int, int]:
+        return tokens.order(step, self.shape[1], self.panels)
+
 
 @dataclass(frozen=True, eq=False)
 class RowPlan:
-    """Tokens along the vector: x feature-major as it lies, or any x packed."""
+    """Tokens along the vector: x feature-major or blocked as it lies, or any x laid out so."""
 
     shape: tuple[int, int]
     panels: Panels | SingleRows
@@ -100,17 +86,28 @@ class RowPlan:
     ) -> Array:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
         m, k = self.shape
-        tokens_first = self.layout == "token_major"
-        shapes = ((None, k), (None, m)) if tokens_first else ((k, None), (m, None))
+        if self.layout == "token_blocked":
+            size = TILE * self.target.lanes
+            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (None, m, size), m)
+            if len(x):
+                with exclusive():
+                    self._run_tiles(whole_tiles(len(x), self.target.lanes, k, m), x, y, bias, code)
+            return y
+        token_major = self.layout == "token_major"
+        shapes = ((None, k), (None, m)) if token_major else ((k, None), (m, None))
         x, y, bias, code = arguments(x, shapes[0], bias, activation, out, shapes[1], m)
-        n = x.shape[0 if tokens_first else 1]
+        n = x.shape[0 if token_major else 1]
         if n == 0:
             return y
+        threads = numba.get_num_threads()
         with exclusive():
-            if tokens_first or not self.target.lanes <= n < 2**31 // k:
-                self._run_packed(x, n, bias, code, y)
-            else:
+            if not token_major and self.target.lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
+            elif blocks.enough(n, self.target.lanes, threads):
+                vectors, pool = self.tile[1], self._pool
+                blocks.multiply(self.panels, vectors, self.target, token_major, x, y, bias, code, pool, threads)
+            else:
+                self._run_packed(x, n, bias, code, y, threads)
         return y
 
     def copy(self) -> RowPlan:
@@ -125,21 +122,24 @@ class RowPlan:
         else:
             rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, k)
 
-    def _run_packed(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
-        (m, k), lanes, vectors, fused = self.shape, self.target.lanes, self.tile[1], self.target.fused
-        pack, unpack = getattr(transpose, self.layout)(lanes)
-        threads = numba.get_num_threads()
+    def _run_packed(self, x: Array, n: int, bias: Array, code: int, y: Array, threads: int) -> None:
+        (m, k), lanes, vectors = self.shape, self.target.lanes, self.tile[1]
+        pack, unpack = transpose.kernels(lanes, self.layout == "token_major")
         at = in_tiles(n, vectors, lanes, k, m)
         size = -(-at.x_starts.size // vectors) * vectors * lanes
         buffer = self._pool.take(size * (k + m))
         x_packed, y_packed = buffer[: size * k], buffer[size * k :]
-        pack(x, x_packed, at.x_starts, at.x_stride, threads)
-        if isinstance(self.panels, SingleRows):
-            single.multiply_packed(self.panels, fused, at, x_packed, y_packed, bias, code)
-        else:
-            rows.multiply(self.panels, vectors, fused, at, x_packed, y_packed, bias, code, k)
-        unpack(y_packed, at.y_starts, at.y_stride, y, threads)
+        pack(x, x_packed, at.x_starts, at.x_stride, n, k, threads)
+        self._run_tiles(at, x_packed, y_packed, bias, code)
+        unpack(y, y_packed, at.y_starts, at.y_stride, n, m, threads)
         self._pool.give_back(buffer)
+
+    def _run_tiles(self, at: Vectors, x: Array, y: Array, bias: Array, code: int) -> None:
+        x, y, fused = x.ravel(), y.ravel(), self.target.fused
+        if isinstance(self.panels, SingleRows):
+            single.multiply_packed(self.panels, fused, at, x, y, bias, code)
+        else:
+            rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, self.shape[1])
 
 
 def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
@@ -147,11 +147,11 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
     target = host()
     height = group_height(packed)
     name = f"numba.{packed.pattern.format}"
-    if layout == "token_major" and (n < target.lanes or packed.shape[1] < LONG_COLUMNS):
+    if layout == "token_major":
         # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
         whole = 2 * target.lanes if height > target.lanes else target.lanes
         tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
-        # Permuted rows are scattered one by one, but from a block for nothing: blocks, unless tokens are few.
+        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, unless tokens are few.
         permuted = packed.pattern.format == "shflbw"
         if tile is not None and (n <= target.lanes or not permuted):
             cut = panels(groups(packed), tile[1] * tile[2])
@@ -159,7 +159,8 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
             return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
     weights: Panels | SingleRows
     if height == 1:
-        tile_rows, vectors = 1, max(1, min(single.MOST, -(-n // target.lanes)))
+        most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
+        tile_rows, vectors = 1, max(1, most)
         weights = single_rows(groups(packed), packed.shape[1], vectors * target.lanes)
     else:
         tile_rows, vectors = rows.tile(height, target)

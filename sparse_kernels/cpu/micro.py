@@ -179,33 +179,82 @@ def row_tile(
 
 
 @with_literals
-def transpose_tile(
+def tokens_to_lanes(
     typing_context: Any,
     lanes: Any,
     version: Any,
     source: Any,
     source_stride: Any,
-    rows: Any,
+    tokens: Any,
+    features: Any,
     target: Any,
-    stride: Any,
+    target_stride: Any,
 ) -> Any:
-    """target[j, i] = source[i, j] for a lanes x lanes tile, both float32 with their row strides.
+    """target[f, t] = source[t, f] for `lanes` tokens, both float32 with their row strides.
 
-    Of the source only the first `rows` (>= 1) rows are read, the last of them again for those beyond.
+    Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond.
     """
-    signature = types.void(lanes, version, *([types.intp] * 5))
+    signature = types.void(lanes, version, *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
-        source, source_stride, rows, target, stride = args[2:]
+        source, source_stride, tokens, features, target, target_stride = args[2:]
         emit = Emitter(builder, n, False)
-        last = builder.sub(rows, emit.integer(1))
-        tile = []
-        for i in range(n):
-            row = builder.select(builder.icmp_signed("<", last, emit.integer(i)), last, emit.integer(i))
-            tile.append(emit.load(emit.pointer(source, builder.mul(row, source_stride)), 0))
-        for j, column in enumerate(emit.transpose(tile)):
-            emit.store(column, emit.pointer(target, builder.mul(emit.integer(j), stride)), 0)
+        sources = [emit.row(source, t, tokens, source_stride) for t in range(n)]
+
+        def tile(first: ir.Value, features: ir.Value | None) -> None:
+            rows = [builder.gep(row, [first]) for row in sources]
+            if features is None:
+                loaded = [emit.load(row, 0) for row in rows]
+            else:
+                mask = emit.mask(features)
+                loaded = [emit.load_masked(row, 0, mask) for row in rows]
+            at = emit.address(target, builder.mul(first, target_stride))
+            columns = emit.transpose(loaded)
+            # From the last to the first: those beyond are written to the last one, and then overwritten.
+            for f in reversed(range(n)):
+                emit.store(columns[f], emit.row(at, f, features, target_stride), 0)
+
+        emit.in_tiles(features, tile)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def lanes_to_tokens(
+    typing_context: Any,
+    lanes: Any,
+    version: Any,
+    source: Any,
+    source_stride: Any,
+    tokens: Any,
+    features: Any,
+    target: Any,
+    target_stride: Any,
+) -> Any:
+    """target[t, f] = source[f, t] for the first `tokens` (>= 1) of `lanes` tokens, both float32 with row strides."""
+    signature = types.void(lanes, version, *([types.intp] * 6))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n = int(signature.args[0].literal_value)
+        source, source_stride, tokens, features, target, target_stride = args[2:]
+        emit = Emitter(builder, n, False)
+        targets = [emit.row(target, t, tokens, target_stride) for t in range(n)]
+
+        def tile(first: ir.Value, features: ir.Value | None) -> None:
+            at = emit.address(source, builder.mul(first, source_stride))
+            rows = emit.transpose([emit.load(emit.row(at, f, features, source_stride), 0) for f in range(n)])
+            mask = None if features is None else emit.mask(features)
+            # From the last to the first, as above.
+            for t in reversed(range(n)):
+                place = builder.gep(targets[t], [first])
+                if mask is None:
+                    emit.store(rows[t], place, 0)
+                else:
+                    emit.store_masked(rows[t], place, 0, mask)
+
+        emit.in_tiles(features, tile)
         return context.get_dummy_value()
 
     return signature, generate

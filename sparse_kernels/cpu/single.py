@@ -36,9 +36,6 @@ from sparse_kernels.cpu.target import VERSION
 from sparse_kernels.cpu.vectors import CACHED, Vectors
 from sparse_kernels.plan import Array
 
-# Vectors of positions in a tile, at most.
-MOST = 4
-
 # Columns that are worked on together: the floats in 128 bits.
 FOUR = 4
 

@@ -1,9 +1,7 @@
-"""Activations as vectors of tokens, and back, vectorised, threads included.
+"""Activations as tiles of tokens, and back, for kernels with tokens along the vector; threads included.
 
-In a buffer, vector v of tokens, those from v * lanes on, starts at starts[v]: feature c of them lies at
-starts[v] + c * stride, one token after the other (`vectors.in_tiles`). Lanes beyond n mean nothing.
-
-A layout is two functions: pack(x, buffer, starts, stride, parts) and unpack(buffer, starts, stride, y, parts).
+A tile holds a few vectors of tokens side by side, feature after feature: vector v, the tokens from v * lanes on,
+starts at starts[v], and its feature f lies `stride` * f behind that. Lanes beyond the last token mean nothing.
 """
 
 from __future__ import annotations
@@ -11,78 +9,83 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numba
+import numpy as np
 from numba import njit, prange
 
-from sparse_kernels.cpu.micro import copy_run, transpose_tile
-from sparse_kernels.cpu.target import VERSION
+from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.target import VERSION, host
+from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.vectors import TILE, whole_tiles
+from sparse_kernels.plan import Array
+
+
+def tokens_in_tile() -> int:
+    """Tokens of a tile of layout token_blocked on this machine."""
+    return TILE * host().lanes
+
+
+def blocked(x: Array) -> Array:
+    """Token-major x (n, features) as tiles of tokens (tiles, features, tokens of a tile); what is beyond n is 0."""
+    (n, features), tokens = x.shape, tokens_in_tile()
+    tiles = np.zeros((-(-n // tokens), features, tokens), np.float32)
+    if tiles.size:
+        lanes, x = host().lanes, np.ascontiguousarray(x, np.float32)
+        at = whole_tiles(len(tiles), lanes, features, features)
+        starts = at.x_starts[: -(-n // lanes)]
+        with exclusive():
+            kernels(lanes, True)[0](x, tiles, starts, at.x_stride, n, features, numba.get_num_threads())
+        tiles[-1, :, n - (len(tiles) - 1) * tokens :] = 0
+    return tiles
+
+
+def unblocked(tiles: Array, n: int) -> Array:
+    """The first n tokens of tiles of tokens (tiles, features, tokens of a tile), token-major (n, features)."""
+    features = tiles.shape[1]
+    y = np.empty((n, features), np.float32)
+    if y.size:
+        lanes, tiles = host().lanes, np.ascontiguousarray(tiles, np.float32)
+        at = whole_tiles(len(tiles), lanes, features, features)
+        starts = at.x_starts[: -(-n // lanes)]
+        with exclusive():
+            kernels(lanes, True)[1](y, tiles, starts, at.x_stride, n, features, numba.get_num_threads())
+    return y
 
 
 @cache
-def token_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The layout x (n, k), y (n, m)."""
+def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    """(pack, unpack), compiled, called with (matrix, buffer, starts, stride, n, features, parts).
+
+    The matrix is (n, features) where token_major, else (features, n). Threads share vectors.
+    """
     version = VERSION
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def pack(x, buffer, starts, stride, parts):  # type: ignore[no-untyped-def]
-        n, k = x.shape
-        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
+    def pack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
+        matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
             for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
-                token, start = v * lanes, starts[v]
-                source, target = x_at + token * k * 4, buffer_at + start * 4
-                if k >= lanes:
-                    for tile in range((k + lanes - 1) // lanes):
-                        c = min(tile * lanes, k - lanes)
-                        transpose_tile(lanes, version, source + c * 4, k, n - token, target + c * stride * 4, stride)
+                token, here = v * lanes, buffer_at + starts[v] * 4
+                if token_major:
+                    there = matrix_at + token * features * 4
+                    tokens_to_lanes(lanes, version, there, features, n - token, features, here, stride)
                 else:
-                    for c in range(k):
-                        for i in range(min(lanes, n - token)):
-                            buffer[start + c * stride + i] = x[token + i, c]
+                    for f in range(features):
+                        there = matrix_at + (f * n + token) * 4
+                        copy_run(lanes, version, there, here + f * stride * 4, min(lanes, n - token))
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def unpack(buffer, starts, stride, y, parts):  # type: ignore[no-untyped-def]
-        n, m = y.shape
-        y_at, buffer_at = y.ctypes.data, buffer.ctypes.data
+    def unpack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
+        matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
             for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
-                token, start = v * lanes, starts[v]
-                source, target = buffer_at + start * 4, y_at + token * m * 4
-                if m >= lanes and token + lanes <= n:
-                    for tile in range((m + lanes - 1) // lanes):
-                        r = min(tile * lanes, m - lanes)
-                        transpose_tile(lanes, version, source + r * stride * 4, stride, lanes, target + r * 4, m)
+                token, here = v * lanes, buffer_at + starts[v] * 4
+                if token_major:
+                    there = matrix_at + token * features * 4
+                    lanes_to_tokens(lanes, version, here, stride, n - token, features, there, features)
                 else:
-                    for i in range(min(lanes, n - token)):
-                        for r in range(m):
-                            y[token + i, r] = buffer[start + r * stride + i]
-
-    return pack, unpack
-
-
-@cache
-def feature_major(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The layout x (k, n), y (m, n)."""
-    version = VERSION
-
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def pack(x, buffer, starts, stride, parts):  # type: ignore[no-untyped-def]
-        k, n = x.shape
-        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
-        for part in prange(parts):
-            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
-                width = min(lanes, n - v * lanes)
-                for c in range(k):
-                    source, target = x_at + (c * n + v * lanes) * 4, buffer_at + (starts[v] + c * stride) * 4
-                    copy_run(lanes, version, source, target, width)
-
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def unpack(buffer, starts, stride, y, parts):  # type: ignore[no-untyped-def]
-        m, n = y.shape
-        y_at, buffer_at = y.ctypes.data, buffer.ctypes.data
-        for part in prange(parts):
-            for r in range(m * part // parts, m * (part + 1) // parts):
-                for v in range(starts.size):
-                    source, target = buffer_at + (starts[v] + r * stride) * 4, y_at + (r * n + v * lanes) * 4
-                    copy_run(lanes, version, source, target, min(lanes, n - v * lanes))
+                    for f in range(features):
+                        there = matrix_at + (f * n + token) * 4
+                        copy_run(lanes, version, here + f * stride * 4, there, min(lanes, n - token))
 
     return pack, unpack

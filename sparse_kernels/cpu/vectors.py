@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 # Elements that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
+# Vectors of a tile: what a kernel for single rows can hold at once.
+TILE = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Vectors:
@@ -56,4 +59,12 @@ def in_tiles(n: int, vectors: int, lanes: int, k: int, m: int) -> Vectors:
     tile = np.repeat(np.arange(firsts.size - 1), np.diff(firsts))
     inside = (np.arange(firsts[-1]) - firsts[tile]) * lanes
     stride = vectors * lanes
+    return Vectors(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)
+
+
+@lru_cache(maxsize=256)
+def whole_tiles(count: int, lanes: int, k: int, m: int) -> Vectors:
+    """Token-blocked x (count, k, TILE * lanes) and y (count, m, TILE * lanes)."""
+    vector = np.arange(count * TILE)
+    tile, inside, stride = vector // TILE, vector % TILE * lanes, TILE * lanes
     return Vectors(lanes, tile * (k * stride) + inside, stride, tile * (m * stride) + inside, stride)

@@ -13,10 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import linear, panels, rows, single, target, vectors
+from sparse_kernels.cpu import linear, panels, rows, single, target, transpose, vectors
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import LAYOUTS, prepare
+from sparse_kernels.plan import BLOCKED, LAYOUTS, prepare
+
+ALL_LAYOUTS = (*LAYOUTS, BLOCKED)
 
 PATTERNS = [
     Dense(),
@@ -64,10 +66,12 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None):
     plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n)
     if layout == "feature_major":
         return plan(x, bias, activation, out)
+    if layout == BLOCKED:
+        return transpose.unblocked(plan(transpose.blocked(x.T), bias, activation, out), x.shape[1]).T
     return plan(np.ascontiguousarray(x.T), bias, activation, out).T
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("size", [(1, 1), (33, 17), (100, 131)], ids=str)
 def test_nothing_is_dropped_repeated_or_rounded(rng, size, pattern, layout):
@@ -81,7 +85,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, size, pattern, layout):
             np.testing.assert_array_equal(run(packed, x[:, :n].copy(), layout), expected[:, :n])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
 def test_bias_and_activation_are_those_of_the_oracle(rng, activation, pattern, layout):
@@ -103,7 +107,7 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, activation, pattern, l
     n=st.integers(0, 70),
     hint=st.sampled_from([0, 1, 64]),
     pattern=st.sampled_from(PATTERNS),
-    layout=st.sampled_from(LAYOUTS),
+    layout=st.sampled_from(ALL_LAYOUTS),
     sparsity=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
 )
 def test_any_shape(m, k, n, hint, pattern, layout, sparsity):
@@ -114,21 +118,21 @@ def test_any_shape(m, k, n, hint, pattern, layout, sparsity):
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(1, 4), VectorWise(32), ShflBW(32)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_columns_in_several_stages_and_chunks(rng, layout, pattern):
     weight, x = oracle.exact_operands(rng, 40, 2500, 150)
     packed = packed_of(pattern, weight)
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_more_rows_than_keep_their_sums_in_the_cache(rng, layout):
     weight, x = oracle.exact_operands(rng, 1700, 60, 100)
     packed = packed_of(Unstructured(), weight)
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 @pytest.mark.parametrize("pattern", [Dense(), Unstructured(), NM(2, 4), VectorWise(32), ShflBW(8)], ids=str)
 def test_nan_and_infinity_reach_exactly_the_outputs_that_read_them(rng, pattern, layout):
     weight = np.abs(rng.standard_normal((64, 40))).astype(np.float32) + 1
@@ -158,6 +162,22 @@ def test_nothing_outside_out_is_written(rng, pattern, layout):
     np.testing.assert_array_equal(y, unpack(packed).astype(float) @ x)
     assert (guarded[: m * n] == -7).all()
     assert (guarded[2 * m * n :] == -7).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
+def test_tiles_of_tokens_are_the_tokens(rng, n):
+    x = rng.standard_normal((n, 37)).astype(np.float32)
+    tiles, tokens = transpose.blocked(x), transpose.tokens_in_tile()
+    assert tiles.shape == (-(-n // tokens), 37, tokens)
+    np.testing.assert_array_equal(tiles.swapaxes(1, 2).reshape(-1, 37)[:n], x)
+    assert (tiles.swapaxes(1, 2).reshape(-1, 37)[n:] == 0).all()
+    np.testing.assert_array_equal(transpose.unblocked(tiles, n), x)
+
+
+def test_only_numba_takes_tiles_of_tokens():
+    packed = packed_of(VectorWise(32), np.ones((32, 4), np.float32))
+    with pytest.raises(ValueError, match="layout token_blocked is for backend numba, not reference"):
+        prepare(packed, "reference", BLOCKED, 64)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from numba import njit
 
-from sparse_kernels.cpu.micro import copy_run, transpose_tile
+from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import VERSION, host
 from sparse_kernels.formats import pack
@@ -41,22 +41,37 @@ def test_special_values_of_the_activations(layout):
     np.testing.assert_allclose(gelu[2:], 0, atol=1e-19)  # the limit at -inf, where dense code may say NaN
 
 
-@pytest.mark.parametrize("lanes", [4, host().lanes])
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_a_transposed_tile_repeats_the_last_row(lanes, rows):
+@pytest.mark.parametrize("lanes", sorted({4, 8, 16, host().lanes}))
+@pytest.mark.parametrize("features", [1, 3, 16, 37])
+def test_tokens_go_to_lanes_and_back(lanes, features):
     version = VERSION
 
     @njit
-    def transpose(source, target, rows):
-        transpose_tile(lanes, version, source.ctypes.data, source.shape[1], rows, target.ctypes.data, target.shape[1])
+    def to_lanes(source, tokens, target):
+        features = source.shape[1]
+        tokens_to_lanes(
+            lanes, version, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1]
+        )
 
-    source = np.arange(lanes * (lanes + 3), dtype=np.float32).reshape(lanes, lanes + 3)
-    target = np.full((lanes + 1, lanes + 2), np.float32(-1))
-    transpose(source, target, rows)
-    used = np.minimum(np.arange(lanes), rows - 1)
-    np.testing.assert_array_equal(target[:lanes, :lanes], source[used][:, :lanes].T)
-    assert (target[lanes] == -1).all()
-    assert (target[:, lanes:] == -1).all()
+    @njit
+    def to_tokens(source, tokens, target):
+        features = target.shape[1]
+        lanes_to_tokens(
+            lanes, version, source.ctypes.data, source.shape[1], tokens, features, target.ctypes.data, features
+        )
+
+    for tokens in (1, 3, lanes):
+        source = np.arange(tokens * features, dtype=np.float32).reshape(tokens, features)
+        target = np.full((features + 1, lanes + 2), np.float32(-1))
+        to_lanes(source, tokens, target)
+        repeated = source[np.minimum(np.arange(lanes), tokens - 1)]
+        np.testing.assert_array_equal(target[:features, :lanes], repeated.T)
+        assert (target[features] == -1).all()
+        assert (target[:, lanes:] == -1).all()
+        back = np.full((lanes + 1, features), np.float32(-1))
+        to_tokens(target, tokens, back)
+        np.testing.assert_array_equal(back[:tokens], source)
+        assert (back[tokens:] == -1).all()
 
 
 def test_copied_runs_end_where_they_must():

@@ -1,0 +1,170 @@
+"""Linear layers a block of tokens at a time: laid out, multiplied and put back by one thread, in its own caches.
+
+Where each thread has tokens enough, only x, y and the weights come from memory: a block's x is laid out with tokens
+along the vector, the weights pass over it, and its y is put in its place. The same in three passes over all tokens
+would cost more than the multiplication saves, and lines that another core has just written are slow to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from numba import njit, prange
+
+from sparse_kernels.cpu.emitter import PARTIAL
+from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.panels import Panels
+from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.single import SingleRows, pass_over
+from sparse_kernels.cpu.target import VERSION, Target
+from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles
+from sparse_kernels.plan import Array
+
+
+def enough(n: int, lanes: int, threads: int) -> bool:
+    """Whether n tokens give every thread some, in nearly equal shares of whole vectors."""
+    vectors = -(-n // lanes)
+    return 4 * threads * -(-vectors // threads) <= 5 * vectors
+
+
+def multiply(
+    weights: Panels | SingleRows,
+    vectors: int,
+    target: Target,
+    token_major: bool,
+    x: Array,
+    y: Array,
+    bias: Array,
+    activation: int,
+    pool: Pool,
+    threads: int,
+) -> None:
+    """activation(w @ x + bias) for w (m, k), by register tiles of `vectors` vectors. activation: its code.
+
+    x (n, k) and y (n, m) where token_major, else x (k, n) and y (m, n).
+    """
+    (n, k), m = x.shape if token_major else x.shape[::-1], bias.size
+    lanes = target.lanes
+    single = isinstance(weights, SingleRows)
+    if isinstance(weights, SingleRows):
+        rows, tile = 1, weights.stride // lanes
+        block = tile
+    else:
+        rows, tile = weights.width, TILE
+        block = min(-(-n // lanes), max(vectors, CACHED // ((k + m) * lanes)))
+    at = in_tiles(block * lanes, tile, lanes, k, m)
+    tokens = -(-block // tile) * tile * lanes
+    scratch = pool.take(threads * tokens * (k + m))
+    run = kernel(single, rows, vectors, lanes, target.fused, token_major)
+    run(
+        weights.arrays,
+        x,
+        y,
+        n,
+        k,
+        m,
+        bias,
+        activation,
+        scratch,
+        at.x_starts,
+        at.y_starts,
+        tokens,
+        at.x_stride,
+        threads,
+    )
+    pool.give_back(scratch)
+
+
+@cache
+def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token_major: bool) -> Callable[..., None]:
+    """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
+
+    Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where in the x and in the y of a
+    block the vectors start (int64), tokens that there is room for in a block, elements from one column to the next
+    there, parts). scratch: (parts, x and y).
+    """
+    version = VERSION
+    fuse = int(fused)
+    unfinished = PARTIAL
+
+    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    def multiply(weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, tokens, stride, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+        total = (n + lanes - 1) // lanes
+        most = x_starts.size
+        x_at, y_at, bias_at, scratch_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data, scratch.ctypes.data
+        x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
+        for part in prange(parts):
+            begin, end = total * part // parts, total * (part + 1) // parts
+            x_here = scratch_at + part * tokens * (k + m) * 4
+            y_here = x_here + tokens * k * 4
+            blocks = (end - begin + most - 1) // most
+            for block in range(blocks):
+                first = begin + (end - begin) * block // blocks
+                width = begin + (end - begin) * (block + 1) // blocks - first
+                for v in range(width):
+                    token, there = (first + v) * lanes, x_here + x_starts[v] * 4
+                    if token_major:
+                        source = x_at + token * k * 4
+                        tokens_to_lanes(lanes, version, source, k, n - token, k, there, stride)
+                    else:
+                        for c in range(k):
+                            source = x_at + (c * n + token) * 4
+                            copy_run(lanes, version, source, there + c * stride * 4, min(lanes, n - token))
+                if single:
+                    stream, table, work, bounds = weights
+                    stages = table.shape[0]
+                    for stage in range(stages):
+                        pass_over(
+                            vectors,
+                            lanes,
+                            fuse,
+                            version,
+                            width,
+                            stream.ctypes.data + table[stage, 0] * 4,
+                            m,
+                            x_here + bounds[stage] * stride * 4,
+                            y_here,
+                            bias_at,
+                            min(stage, 1),
+                            activation if stage == stages - 1 else unfinished,
+                        )
+                else:
+                    table, values, columns, work, row_ids = weights
+                    panels = table.shape[0]
+                    for panel in range(panels):
+                        v = 0
+                        while v < width:
+                            together = vectors if v + vectors <= width else 1
+                            row_tile(
+                                rows,
+                                vectors,
+                                lanes,
+                                fuse,
+                                version,
+                                together,
+                                values.ctypes.data + table[panel, 0] * 4,
+                                columns.ctypes.data + table[panel, 1] * 4,
+                                table[panel, 2],
+                                x_here,
+                                stride,
+                                x_starts_at + v * 8,
+                                y_here,
+                                stride,
+                                y_starts_at + v * 8,
+                                row_ids.ctypes.data + panel * rows * 4,
+                                bias_at,
+                                activation,
+                            )
+                            v += together
+                for v in range(width):
+                    token, there = (first + v) * lanes, y_here + y_starts[v] * 4
+                    if token_major:
+                        target = y_at + token * m * 4
+                        lanes_to_tokens(lanes, version, there, stride, n - token, m, target, m)
+                    else:
+                        for r in range(m):
+                            target = y_at + (r * n + token) * 4
+                            copy_run(lanes, version, there + r * stride * 4, target, min(lanes, n - token))
+
+    return multiply
