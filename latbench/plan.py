@@ -18,19 +18,34 @@ from sparse_kernels import patterns
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
-# The kernels that each engine is asked for, by operation; all of them run dense layers, only numba the sparse ones.
+# The kernels that each engine is asked for, by operation.
 KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
-    "torch": {"linear": ("linear", "mkldnn"), "conv2d": ("conv2d", "mkldnn")},
+    "torch": {"linear": ("linear", "mkldnn", "prepacked"), "conv2d": ("conv2d", "mkldnn", "prepacked")},
     "onnxruntime": {"linear": ("auto",), "conv2d": ("auto",)},
+    "openvino": {"linear": ("auto",), "conv2d": ("auto",)},
     "numba": {"linear": ("auto",), "conv2d": ("auto",)},
+    "torch_sparse_cpu": {"linear": ("auto",), "conv2d": ()},
+    "scipy": {"linear": ("auto",), "conv2d": ()},
 }
-SPARSE_BACKENDS = ("numba",)
+STANDARD = ("torch", "onnxruntime", "openvino", "numba")
+"""The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
+
+_COMPRESSED = ("unstructured", "nm", "block")
+# The formats of weights that each engine multiplies; numba alone all of them.
+_FORMATS = {
+    "torch": ("dense",), "onnxruntime": ("dense",), "openvino": ("dense",),
+    "torch_sparse_cpu": _COMPRESSED, "scipy": _COMPRESSED,
+}  # fmt: skip
+# Where activations lie in another way than models have them by default: oneDNN's convolutions like channels last.
+_LAYOUTS = {("torch", "conv2d", "prepacked"): "nhwc", ("openvino", "conv2d", "auto"): "nhwc"}
 
 # Anchors first: a look-up that interpolates over sparsity needs them, the others make it sharper.
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 
 # What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
-_PREPARE_SECONDS = {"torch": 0.1, "onnxruntime": 0.15, "numba": 0.3}
+_PREPARE_SECONDS = {
+    "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
+}  # fmt: skip
 _TIMING_SECONDS = 0.25
 _ROW_BYTES, _PART_BYTES = 1_500, 22_000  # a part is mostly the description of its columns
 
@@ -119,7 +134,7 @@ def points(
     *,
     device: str,
     threads: int,
-    backends: Sequence[str] = tuple(KERNELS),
+    backends: Sequence[str] = STANDARD,
     wanted: Sequence[Pattern] | None = None,
     sparsities: Sequence[float] = SPARSITIES,
     seed: int = 0,
@@ -132,11 +147,13 @@ def points(
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
         for pattern in default_patterns(shape) if wanted is None else wanted:
-            engines = [name for name in backends if isinstance(pattern, Dense) or name in SPARSE_BACKENDS]
+            engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
                 for kernel in KERNELS[backend][shape.op]:
+                    layout = _LAYOUTS.get((backend, shape.op, kernel), "")
                     for sparsity in sparsities_of(pattern, sparsities):
-                        found[Point(device, backend, kernel, shape, pattern, sparsity, threads, seed)] = None
+                        point = Point(device, backend, kernel, shape, pattern, sparsity, threads, seed, layout=layout)
+                        found[point] = None
     return list(found)
 
 
@@ -213,7 +230,7 @@ def select(
     *,
     device: str,
     threads: int,
-    backends: Sequence[str] = tuple(KERNELS),
+    backends: Sequence[str] = STANDARD,
     seed: int = 0,
 ) -> list[Point]:
     """The points that a command line asks for; where it is silent, all bundled workloads and the defaults.

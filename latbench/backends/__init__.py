@@ -29,7 +29,10 @@ from sparse_kernels.shapes import Conv2dShape, Shape
 BACKENDS = {
     "torch": ("latbench.backends.torch", ("torch",)),
     "onnxruntime": ("latbench.backends.onnxruntime", ("onnxruntime", "onnx")),
+    "openvino": ("latbench.backends.openvino", ("openvino",)),
     "numba": ("latbench.backends.numba", ("numba",)),
+    "torch_sparse_cpu": ("latbench.backends.torch_sparse_cpu", ("torch",)),
+    "scipy": ("latbench.backends.scipy", ("scipy",)),
 }
 
 ROTATED_BYTES = 32 * 2**20

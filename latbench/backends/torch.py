@@ -1,7 +1,9 @@
-"""torch: `linear` is torch.nn.functional (linear and conv2d), `mkldnn` the modules of torch.utils.mkldnn.
+"""torch, dense: `linear` and `conv2d` are torch.nn.functional's, `mkldnn` the modules of torch.utils.mkldnn, and
+`prepacked` the operators of oneDNN that torch.compile calls in a frozen model.
 
-The mkldnn modules hold their weights in oneDNN's blocked order; plain tensors go in and come out, so their time has
-the conversion of the activations in it, as it has in a model where only some layers run this way.
+The last two hold their weights in oneDNN's blocked order. Plain tensors go into the mkldnn modules and come out, so
+their time has the conversion of the activations in it, as it has in a model where only some layers run this way. The
+prepacked ones take plain activations: a convolution is fastest with channels last, so that is how it is planned.
 """
 
 from __future__ import annotations
@@ -9,30 +11,47 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.plan import Point
+from latbench.plan import KERNELS, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
 
+Run = Callable[[torch.Tensor], torch.Tensor]
+
 
 def prepare(point: Point, layer: Layer) -> Engine:
-    """The dense layer in torch; Unsupported for any other pattern."""
+    """The dense layer in torch; Unsupported for any other pattern, and for what this build of torch lacks."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
+    kind, known = point.shape.op, KERNELS["torch"][point.shape.op]
+    if point.kernel not in known:
+        raise Unsupported(f"torch has no dense {kind} kernel {point.kernel}: known are {', '.join(known)}")
+    if point.kernel != kind and not torch.backends.mkldnn.is_available():
+        raise Unsupported(f"torch's {point.kernel} kernel is oneDNN's, and this build of torch has none")
     torch.set_num_threads(point.threads)
-    x = torch.from_numpy(layer.x)
-    copies = copies_for(layer.weight.nbytes)
-    modules = [_module(point.shape, layer) for _ in range(copies)]
+    memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
+    x = torch.from_numpy(layer.x).contiguous(memory_format=memory)
+    modules = [_module(point.shape, layer) for _ in range(copies_for(layer.weight.nbytes))]
     if point.kernel == "mkldnn":
-        calls = [_inference(module, x) for module in _to_mkldnn(modules)]
+        runs: list[Run] = [*_to_mkldnn(modules)]
     else:
-        calls = [_inference(_functional(module), x) for module in modules]
-    kind = "conv2d" if isinstance(point.shape, Conv2dShape) else "linear"
-    return Engine(f"torch.{'mkldnn.' if point.kernel == 'mkldnn' else ''}{kind}", layer.weight.nbytes, calls, _array)
+        runs = [(_prepacked if point.kernel == "prepacked" else _functional)(module, x) for module in modules]
+    calls = [inference(_ending_in(memory, run), x) for run in runs]
+    name = f"torch.{kind}" if point.kernel == kind else f"torch.{point.kernel}.{kind}"
+    return Engine(name, layer.weight.nbytes, calls, torch.Tensor.numpy)
+
+
+def inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A call of `run` on x in inference mode."""
+
+    def call() -> torch.Tensor:
+        with torch.inference_mode():
+            return run(x)
+
+    return call
 
 
 def _module(shape: Shape, layer: Layer) -> torch.nn.Linear | torch.nn.Conv2d:
@@ -58,7 +77,7 @@ def _to_mkldnn(modules: list[torch.nn.Linear | torch.nn.Conv2d]) -> list[torch.n
         return [mkldnn.to_mkldnn(module) for module in modules]
 
 
-def _functional(module: torch.nn.Linear | torch.nn.Conv2d) -> Callable[[torch.Tensor], torch.Tensor]:
+def _functional(module: torch.nn.Linear | torch.nn.Conv2d, _: torch.Tensor) -> Run:
     weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
     if isinstance(module, torch.nn.Linear):
         return lambda x: F.linear(x, weight, bias)
@@ -66,13 +85,18 @@ def _functional(module: torch.nn.Linear | torch.nn.Conv2d) -> Callable[[torch.Te
     return lambda x: F.conv2d(x, weight, bias, stride, padding, dilation)
 
 
-def _inference(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    def call() -> torch.Tensor:
-        with torch.inference_mode():
-            return run(x)
+def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor) -> Run:
+    """The layer with its weight in the order that oneDNN likes best for activations like `example`."""
+    onednn = torch.ops.mkldnn
+    weight, bias = module.weight.detach(), module.bias.detach() if module.bias is not None else None
+    if isinstance(module, torch.nn.Linear):
+        packed = onednn._reorder_linear_weight(weight, len(example))
+        return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
+    how = (module.padding, module.stride, module.dilation, module.groups)
+    packed = onednn._reorder_convolution_weight(weight, *how, example.shape)
+    return lambda x: onednn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
 
-    return call
 
-
-def _array(y: torch.Tensor) -> np.ndarray:
-    return y.numpy()
+def _ending_in(memory: torch.memory_format, run: Run) -> Run:
+    """`run`, its result in this order of memory, whichever it comes in."""
+    return lambda x: run(x).contiguous(memory_format=memory)

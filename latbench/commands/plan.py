@@ -6,11 +6,14 @@ from typing import Annotated
 
 import typer
 
+from latbench.commands.sweep import BACKENDS_HELP, cpu_backends, duration
+
 
 def plan(
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
+    backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -21,13 +24,13 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
-    from latbench import backends, devices, workloads
+    from latbench import devices, workloads
     from latbench import plan as planning
-    from latbench.commands.sweep import duration, installed_backends
+    from latbench.backends import available
 
     device, threads = devices.cpu_device(), threads or devices.cores()
     names = workload or workloads.bundled()
-    engines = installed_backends()
+    engines = cpu_backends(backends or [])
 
     def select(chosen: list[str]) -> list[planning.Point]:
         return planning.select(
@@ -41,7 +44,7 @@ def plan(
         document = {
             "device": device,
             "threads": threads,
-            "backends": {name: version for name, version in backends.available().items() if version},
+            "backends": {name: version for name, version in available().items() if name in engines},
             "points": len(every),
             "shapes": len({point.shape for point in every}),
             "estimated_seconds": round(seconds),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import pandas as pd
     from rich.table import Table
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from latbench.commands.live import Tell
     from latbench.plan import Point
     from latbench.sweep import Machine, Progress, Settings
+
+BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
 def sweep(
@@ -29,6 +31,7 @@ def sweep(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
+    backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
 ) -> None:
@@ -43,7 +46,7 @@ def sweep(
         from latbench.gpu.machine import SETTINGS, GpuMachine
 
         device = GpuMachine(devices.demand_gpu(gpu))
-        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], seed)
+        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], backends or [], seed)
         _run(output, wanted, device, SETTINGS, seed, time_budget, dry_run)
         return
     if not cpu:
@@ -51,21 +54,25 @@ def sweep(
     machine = sweeping.Cpu(threads or devices.cores())
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
-        device=machine.device, threads=machine.threads, backends=installed_backends(), seed=seed,
+        device=machine.device, threads=machine.threads, backends=cpu_backends(backends or []), seed=seed,
     )  # fmt: skip
     _run(output, points, machine, sweeping.Settings(), seed, time_budget, dry_run)
 
 
-def _gpu_points(device: str, names: list[str], specs: list[str], texts: list[str], seed: int) -> list[Point]:
+def _gpu_points(
+    device: str, names: list[str], specs: list[str], texts: list[str], backends: list[str], seed: int
+) -> list[Point]:
     from latbench import plan, workloads
+    from latbench.backends import on_gpu
     from latbench.gpu import points as gpu_points
     from latbench.gpu.machine import installed
 
+    needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
     return gpu_points.points(
         shapes,
         device,
-        backends=list(installed()),
+        backends=_named(backends or ["all"], needed, installed()),
         patterns=plan.parse_patterns(specs) if specs else None,
         sparsities=plan.parse_sparsities(texts) if texts else gpu_points.SPARSITIES,
         seed=seed,
@@ -81,6 +88,10 @@ def _run(
     time_budget: float | None,
     dry_run: bool,
 ) -> None:
+    from latbench.errors import UsageError
+
+    if not points:
+        raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
     if dry_run:
         for point in points:
             typer.echo(str(point))
@@ -88,16 +99,37 @@ def _run(
     _measure(output or Path("latbench-tables") / machine.device, points, machine, settings, seed, time_budget)
 
 
-def installed_backends() -> list[str]:
-    """The engines that can run here; stderr hears of those that cannot, because the fastest dense may be one."""
-    from latbench import backends
+def cpu_backends(given: Sequence[str]) -> list[str]:
+    """The engines that are `given`, several in one text separated by commas; by default the standard ones of a CPU.
 
-    versions = backends.available()
-    for name, version in versions.items():
-        if version is None:
-            needed = " ".join(backends.BACKENDS[name][1])
-            typer.echo(f"latbench: {name} is left out, it is not installed here: pip install {needed}", err=True)
-    return [name for name, version in versions.items() if version is not None]
+    stderr hears of standard ones that are not installed, because the fastest dense may be among them.
+    """
+    from latbench import backends, plan
+
+    needed = {name: packages for name, (_, packages) in backends.BACKENDS.items()}
+    installed = [name for name, version in backends.available().items() if version is not None]
+    if given:
+        return _named(given, needed, installed)
+    for name in plan.STANDARD:
+        if name not in installed:
+            advice = f"pip install {' '.join(needed[name])}"
+            typer.echo(f"latbench: {name} is left out, it is not installed here: {advice}", err=True)
+    return [name for name in plan.STANDARD if name in installed]
+
+
+def _named(given: Sequence[str], needed: Mapping[str, Sequence[str]], installed: Collection[str]) -> list[str]:
+    """Backends by name, or all that are installed; `needed` says of each known one which packages it takes."""
+    from latbench.errors import EnvironmentUnusable, UsageError
+
+    names = dict.fromkeys(name.strip() for text in given for name in text.split(","))
+    if "all" in names:
+        return [name for name in needed if name in installed]
+    for name in names:
+        if name not in needed:
+            raise UsageError(f"unknown backend {name!r}: known are {', '.join(needed)}, and all")
+        if name not in installed:
+            raise EnvironmentUnusable(f"{name} is not installed here: pip install {' '.join(needed[name])}")
+    return list(names)
 
 
 def duration(seconds: float) -> str:
@@ -153,37 +185,50 @@ def _measure(
             console.print(f"{count} points {what} ({load})", highlight=False, soft_wrap=True)
     speedups = speedup_table(frame[frame["point_id"].isin(keys)])
     if speedups is not None:
-        console.print("\nspeedup over the fastest dense engine, median of layers:")
-        console.print(speedups)
+        heading, table = speedups
+        console.print(f"\n{heading}", highlight=False, soft_wrap=True)
+        console.print(table)
 
 
-def speedup_table(frame: pd.DataFrame) -> Table | None:
-    """Rows patterns, columns sparsities: the median over layer shapes of the speedup over the fastest dense engine.
+def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
+    """A heading that names the fastest dense engines, and a table: rows patterns and engines, columns sparsities, the
+    median over layer shapes of the speedup over the fastest dense engine of each.
 
     None where no sparse point has a dense one beside it.
     """
     from rich.table import Table
 
     from latbench import tables
+    from latbench.report.data import engine_name
 
     timed = tables.timed(frame)
+    names = zip(timed["backend"], timed["kernel_requested"], strict=True)
+    timed = timed.assign(engine=[engine_name(*pair) for pair in names])
     layer = [
         "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw",
         "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w", "threads",
     ]  # fmt: skip
-    fastest = timed[timed["pattern"] == "dense"].groupby(layer, dropna=False)["median_seconds"].min()
-    sparse = timed[timed["pattern"] != "dense"].join(fastest.rename("dense_seconds"), on=layer)
-    sparse = sparse.assign(speedup=sparse["dense_seconds"] / sparse["median_seconds"]).dropna(subset="speedup")
+    dense = timed[timed["pattern"] == "dense"]
+    fastest = dense.loc[dense.groupby(layer, dropna=False)["median_seconds"].idxmin()].set_index(layer)
+    fastest = fastest[["median_seconds", "engine"]].add_prefix("dense_")
+    sparse = timed[timed["pattern"] != "dense"].join(fastest, on=layer)
+    sparse = sparse.assign(speedup=sparse["dense_median_seconds"] / sparse["median_seconds"]).dropna(subset="speedup")
     if sparse.empty:
         return None
-    medians = sparse.pivot_table(index="pattern", columns="sparsity_target", values="speedup", aggfunc="median")
-    table = Table(box=None, pad_edge=False)
-    table.add_column("pattern")
+    counts = sparse.drop_duplicates(layer)["dense_engine"].value_counts()
+    engines = ", ".join(
+        f"{name} in {counts[name]}" for name in sorted(counts.index, key=lambda name: (-counts[name], name))
+    )
+    medians = sparse.pivot_table(
+        index=["pattern", "engine"], columns="sparsity_target", values="speedup", aggfunc="median"
+    )
+    heading = f"speedup over the fastest dense engine ({engines} of {counts.sum()} layers), median of layers:"
+    table = Table("pattern", "engine", box=None, pad_edge=False)
     for sparsity in medians.columns:
         table.add_column(f"{sparsity:.0%}", justify="right")
-    for pattern, row in medians.sort_index().iterrows():
-        table.add_row(str(pattern), *("" if value != value else f"{value:.2f}x" for value in row))
-    return table
+    for (pattern, engine), row in medians.sort_index().iterrows():
+        table.add_row(pattern, engine, *("" if value != value else f"{value:.2f}x" for value in row))
+    return heading, table
 
 
 def _with_time_left(tell: Tell) -> Callable[[Progress], None]:

@@ -2,7 +2,8 @@
 
 A point is one timed row, the latest of its key. Its `shape` and `setting` are labels that stand for the layer's
 shape columns and for how it was measured (device, threads, dtype, cache mode, ...): two times are compared only
-within one setting and one shape. Times are in seconds, `low` and `high` bound the 95% interval of the median.
+within one setting and one shape. How activations lie is a kernel's choice: the fastest dense one may have another.
+Times are in seconds, `low` and `high` bound the 95% interval of the median.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ SHAPE = [
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
 ]  # fmt: skip
 SETTING = [
-    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "layout", "epilogue", "context", "cache_mode",
-    "launch_mode",
+    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "epilogue", "context", "cache_mode", "launch_mode",
 ]  # fmt: skip
 Label = Callable[[Mapping[Any, Any]], str]
 
@@ -66,9 +66,11 @@ def engine_name(backend: str, kernel_requested: str) -> str:
 
 
 def settings(table: pd.DataFrame) -> dict[str, str]:
-    """How every layer row was measured: setting column -> its value, or its values joined by commas."""
+    """How every layer row was measured: column -> its value, or its values joined by commas."""
     rows = layer_rows(table)
-    return {name: ", ".join(sorted(str(value) for value in rows[name].dropna().unique())) for name in SETTING}
+    return {
+        name: ", ".join(sorted(str(value) for value in rows[name].dropna().unique())) for name in [*SETTING, "layout"]
+    }
 
 
 def fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
@@ -246,9 +248,8 @@ def _shape_label(row: Mapping[Any, Any]) -> str:
 
 
 def _setting_label(rows: pd.DataFrame) -> Label:
-    """A function that names what differs between the settings of `rows`; the layout that follows from op does not."""
-    distinct = rows.groupby("op")[SETTING].nunique(dropna=False)
-    differing = [name for name in SETTING if len(distinct) and distinct[name].max() > 1]
+    """A function that names what differs between the settings of `rows`."""
+    differing = [name for name in SETTING if rows[name].nunique(dropna=False) > 1]
 
     def label(row: Mapping[Any, Any]) -> str:
         return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in differing)

@@ -1,11 +1,16 @@
 """Engines: each computes what the oracle says, on odd shapes too, and a wrong one is caught before it is timed."""
 
+import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from latbench import backends
 from latbench.backends import Engine, Layer, Rotation, Unsupported
@@ -23,12 +28,23 @@ SHAPES: list[Shape] = [
 ]
 
 
-def point(backend: str, kernel: str, shape: Shape, pattern: Pattern | None = None, sparsity: float = 0.0) -> Point:
-    return Point("cpu", backend, kernel, shape, pattern or Dense(), sparsity, threads=2)
+def point(
+    backend: str,
+    kernel: str,
+    shape: Shape,
+    pattern: Pattern | None = None,
+    sparsity: float = 0.0,
+    threads: int = 2,
+    layout: str = "",
+) -> Point:
+    return Point("cpu", backend, kernel, shape, pattern or Dense(), sparsity, threads=threads, layout=layout)
+
+
+DENSE = [("torch", 0), ("torch", 1), ("torch", 2), ("onnxruntime", 0), ("openvino", 0), ("numba", 0)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("backend", "position"), [("torch", 0), ("torch", 1), ("onnxruntime", 0), ("numba", 0)])
+@pytest.mark.parametrize(("backend", "position"), DENSE)
 def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int, shape: Shape) -> None:
     rotation = backends.prepare(point(backend, KERNELS[backend][shape.op][position], shape))
     assert rotation.facts["max_rel_err"] < 1e-5
@@ -45,7 +61,162 @@ def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
     assert rotation.facts["flop_nnz"] == 2 * rotation.facts["nnz"] * 3
 
 
-@pytest.mark.parametrize("backend", ["torch", "onnxruntime"])
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("kernel", KERNELS["torch"]["conv2d"])
+def test_a_convolution_by_torch_ends_in_the_order_of_memory_that_its_row_names(kernel: str, layout: str) -> None:
+    y = backends.prepare(point("torch", kernel, Conv2dShape(2, 5, 9, 7, 6, 3, 3), layout=layout))()
+    assert y.is_contiguous(memory_format=torch.channels_last) == (layout == "nhwc")
+    assert y.is_contiguous() == (layout == "nchw")
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("shape", SHAPES[2:], ids=str)
+def test_openvino_takes_and_gives_images_in_the_order_that_the_row_names(shape: Conv2dShape, layout: str) -> None:
+    rotation = backends.prepare(point("openvino", "auto", shape, layout=layout))
+    size = (shape.c_out, shape.out_h, shape.out_w) if layout == "nchw" else (shape.out_h, shape.out_w, shape.c_out)
+    assert rotation()[0].shape == (shape.batch, *size)
+
+
+# What becomes CSR, and what BSR: odd sizes, and next to nothing kept.
+COMPRESSED = [
+    (LinearShape(17, 13, 5), Unstructured(), 0.5, "csr"),
+    (LinearShape(1, 1, 1), Unstructured(), 0.5, "csr"),
+    (LinearShape(9, 31, 1), Unstructured(), 0.999, "csr"),
+    (LinearShape(7, 11, 3), NM(2, 4), 0.5, "csr"),
+    (LinearShape(35, 21, 11), BlockWise(7, 7), 0.6, "bsr"),
+    (LinearShape(24, 16, 3), BlockWise(8, 8), 0.95, "bsr"),
+]
+
+
+@pytest.mark.parametrize(("shape", "pattern", "sparsity", "format"), COMPRESSED, ids=str)
+@pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
+def test_libraries_of_sparse_matrices_are_right(
+    backend: str, shape: Shape, pattern: Pattern, sparsity: float, format: str
+) -> None:
+    wanted = point(backend, "auto", shape, pattern, sparsity, threads=1)
+    rotation = backends.prepare(wanted)
+    assert rotation.facts["kernel_used"] == f"{backend}.{format}"
+    assert rotation.facts["max_rel_err"] < 1e-5
+    assert rotation.facts["nnz"] == np.count_nonzero(backends.synthetic_layer(wanted).weight)
+    y = np.asarray(rotation())
+    assert y.flags.c_contiguous and y.shape == (shape.n, shape.m)
+
+
+def test_scipy_has_blocks_that_are_not_square_and_torch_has_not() -> None:
+    wanted = point("scipy", "auto", LinearShape(24, 15, 2), BlockWise(8, 3), 0.5, threads=1)
+    assert backends.prepare(wanted).facts["kernel_used"] == "scipy.bsr"
+    with pytest.raises(Unsupported, match="takes square ones, not block:8x3"):
+        backends.prepare(replace(wanted, backend="torch_sparse_cpu"))
+
+
+@pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
+@pytest.mark.parametrize(
+    ("shape", "pattern", "said"),
+    [
+        (LinearShape(24, 16, 3), VectorWise(8), "runs unstructured, N:M and block-wise linear layers, not vector:8"),
+        (LinearShape(24, 16, 3), Dense(), "not dense"),
+        (LinearShape(20, 16, 3), BlockWise(8, 8), "needs whole blocks, and block:8x8 does not divide 20 x 16"),
+        (Conv2dShape(1, 8, 5, 5, 8, 3, 3), Unstructured(), "has no sparse convolutions"),
+    ],
+    ids=str,
+)
+def test_libraries_of_sparse_matrices_refuse_the_rest(
+    backend: str, shape: Shape, pattern: Pattern, said: str
+) -> None:
+    sparsity = 0.0 if isinstance(pattern, Dense) else 0.5
+    with pytest.raises(Unsupported, match=f"{backend} .*{said}"):
+        backends.prepare(point(backend, "auto", shape, pattern, sparsity, threads=1))
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), BlockWise(4, 4)], ids=str)
+@pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
+def test_a_lost_weight_of_a_sparse_matrix_is_caught(
+    monkeypatch: pytest.MonkeyPatch, backend: str, pattern: Pattern
+) -> None:
+    module = importlib.import_module(f"latbench.backends.{backend}")
+    whole = module.compressed
+
+    def without_the_last(*arguments: Any) -> Any:
+        packed = whole(*arguments)
+        values = packed.values.copy()
+        values.flat[-1] = 0
+        return replace(packed, values=values)
+
+    monkeypatch.setattr(module, "compressed", without_the_last)
+    with pytest.raises(WrongResult, match="results are wrong"):
+        backends.prepare(point(backend, "auto", LinearShape(12, 8, 3), pattern, 0.5, threads=1))
+
+
+def test_torch_without_mkl_has_no_sparse_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mkl.is_available", lambda: False)
+    with pytest.raises(Unsupported, match="this build of torch has none"):
+        backends.prepare(point("torch_sparse_cpu", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5))
+
+
+def test_torch_without_onednn_has_its_own_kernels_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    with pytest.raises(Unsupported, match="prepacked kernel is oneDNN's, and this build of torch has none"):
+        backends.prepare(point("torch", "prepacked", LinearShape(8, 8, 1)))
+    assert backends.prepare(point("torch", "linear", LinearShape(8, 8, 1))).facts["kernel_used"] == "torch.linear"
+
+
+def test_an_unknown_kernel_of_torch_is_refused() -> None:
+    with pytest.raises(Unsupported, match="no dense conv2d kernel linear: known are conv2d, mkldnn, prepacked"):
+        backends.prepare(point("torch", "linear", Conv2dShape(1, 4, 5, 5, 8, 1, 1)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("backend", "kernel"), [("torch", "prepacked"), ("torch_sparse_cpu", "auto")])
+def test_torch_has_as_many_threads_as_its_row_says(backend: str, kernel: str, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pattern = Dense() if backend == "torch" else Unstructured()
+        backends.prepare(point(backend, kernel, LinearShape(8, 8, 1), pattern, 0.0, threads))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_openvino_has_as_many_threads_as_its_row_says(threads: int) -> None:
+    from latbench.backends import openvino
+
+    wanted = point("openvino", "auto", LinearShape(8, 8, 1), threads=threads)
+    model = openvino.compiled(wanted, backends.synthetic_layer(wanted))
+    assert model.get_property("INFERENCE_NUM_THREADS") == threads and model.get_property("NUM_STREAMS") == 1
+
+
+def test_scipy_refuses_threads_that_it_would_not_use() -> None:
+    with pytest.raises(Unsupported, match="scipy multiplies with one thread, not 2"):
+        backends.prepare(point("scipy", "auto", LinearShape(8, 8, 1), Unstructured(), 0.5, threads=2))
+
+
+def test_openvino_in_bfloat16_gives_no_float32_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from latbench.backends import openvino
+
+    wanted = point("openvino", "auto", LinearShape(64, 4096, 8))
+    assert backends.prepare(wanted).facts["kernel_used"].endswith("f32")
+    if "BF16" not in openvino.openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        pytest.skip("this processor has no bfloat16")
+    monkeypatch.setattr(openvino, "compiled", partial(openvino.compiled, precision="bf16"))
+    with pytest.raises(Unsupported, match="computes this layer in bf16 here"):
+        backends.prepare(wanted)
+
+
+def test_openvino_reports_to_nobody() -> None:
+    code = (
+        "import socket, sys\n"
+        "def refuse(*_): raise AssertionError('a connection was tried')\n"
+        "socket.socket.connect = socket.getaddrinfo = refuse\n"
+        "import latbench.backends.openvino\n"
+        "print([name for name in sys.modules if name.startswith('openvino_telemetry.')])\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n" and ran.stderr == ""
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnxruntime", "openvino"])
 def test_a_dense_engine_refuses_a_sparse_point(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"{backend} runs dense layers, not vector:8"):
         backends.prepare(point(backend, "auto", LinearShape(8, 8, 1), VectorWise(8), 0.5))
@@ -82,6 +253,20 @@ def test_a_wrong_engine_is_caught_in_any_copy(
     monkeypatch.setattr("latbench.backends.torch.prepare", prepare)
     with pytest.raises(WrongResult):
         backends.prepare(point("torch", "linear", LinearShape(8, 16, 4)))
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_calls_keep_what_they_read(backend: str) -> None:
+    pattern = Unstructured() if backend in ("torch_sparse_cpu", "scipy") else Dense()
+    for kernel in KERNELS[backend]["linear"]:
+        wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=1)
+        layer = backends.synthetic_layer(wanted)
+        rotation = backends.prepare(wanted)
+        others = [np.full_like(it, 7) for it in (layer.x, layer.weight, layer.bias) for _ in range(100)]
+        y = rotation()
+        y = np.asarray(y[0] if backend in ("onnxruntime", "openvino") else y)
+        np.testing.assert_allclose(y, layer.x @ layer.weight.T + layer.bias, atol=1e-5)
+        del others
 
 
 def test_copies_take_turns() -> None:

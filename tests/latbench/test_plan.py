@@ -24,11 +24,37 @@ def test_equal_shapes_are_measured_once() -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_dense_runs_on_every_engine_and_sparse_where_there_are_kernels() -> None:
+def test_by_default_dense_runs_on_every_engine_that_can_and_sparse_on_ours() -> None:
     points = some_points(LINEAR)
     dense = {(point.backend, point.kernel) for point in points if point.pattern == Dense()}
-    assert dense == {("torch", "linear"), ("torch", "mkldnn"), ("onnxruntime", "auto"), ("numba", "auto")}
+    assert dense == {
+        ("torch", "linear"), ("torch", "mkldnn"), ("torch", "prepacked"), ("onnxruntime", "auto"),
+        ("openvino", "auto"), ("numba", "auto"),
+    }  # fmt: skip
     assert {point.backend for point in points if point.pattern != Dense()} == {"numba"}
+    assert dense == {(backend, kernel) for backend in plan.STANDARD for kernel in plan.KERNELS[backend]["linear"]}
+
+
+@pytest.mark.parametrize("backend", ["torch_sparse_cpu", "scipy"])
+def test_libraries_of_sparse_matrices_are_asked_for_what_they_have(backend: str) -> None:
+    assert {point.pattern for point in some_points(LINEAR, backends=[backend])} == {
+        Unstructured(), NM(2, 4), NM(1, 4), BlockWise(32, 32),
+    }  # fmt: skip
+    assert some_points(CONV, backends=[backend]) == []
+
+
+def test_convolutions_by_onednn_have_their_channels_last_and_say_so() -> None:
+    last = {(point.backend, point.kernel) for point in some_points(CONV) if point.layout == "nhwc"}
+    assert last == {("torch", "prepacked"), ("openvino", "auto")}
+    assert {point.layout for point in some_points(CONV)} == {"nchw", "nhwc"}
+    assert {point.layout for point in some_points(LINEAR)} == {"token_major"}
+
+
+def test_every_backend_has_a_plan() -> None:
+    from latbench import backends
+
+    assert set(plan.KERNELS) == set(backends.BACKENDS)
+    assert plan.estimated_seconds(some_points(LINEAR, backends=list(plan.KERNELS))) > 0
 
 
 def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> None:

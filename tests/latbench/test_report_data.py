@@ -56,6 +56,17 @@ def test_speedup_is_over_the_fastest_dense_by_the_fastest_kernel() -> None:
     assert gains.loc[("vector:2", 0.75), "kernel"] == "numba.wide"
 
 
+def test_the_fastest_dense_may_have_its_activations_in_another_order() -> None:
+    rows = frame(
+        row("dense", 0.0, 8.0, "openvino"),
+        row("dense", 0.0, 6.0, "torch", kernel_requested="prepacked", layout="nhwc"),
+        row("vector:2", 0.75, 2.0),
+    )
+    [gain] = data.speedup(data.points(rows)).to_dict("records")
+    assert (gain["dense_engine"], gain["speedup"]) == ("torch prepacked", 3.0)
+    assert data.settings(rows)["layout"] == "nhwc, token_major"
+
+
 def test_speedup_interval_takes_both_times_at_their_worst_and_best() -> None:
     gain = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"]).loc[("unstructured", 0.75)]
     assert gain["speedup_low"] == pytest.approx((0.9 * 8) / (1.2 * 4))

@@ -60,8 +60,8 @@ def test_plan_needs_no_argument(latbench: Any) -> None:
 def test_plan_as_json_counts_what_a_sweep_would_measure(latbench: Any, tiny: Path) -> None:
     document = json.loads(latbench("plan", "--workload", tiny, "--patterns", "dense,vector:8", "--json").out)
     points = latbench("sweep", "--cpu", "--workload", tiny, "--patterns", "dense,vector:8", "--dry-run").out
-    assert document["points"] == len(points.splitlines()) == 7 * (4 + 6)
-    assert document["shapes"] == 7 and document["patterns"] == {"dense": 28, "vector:8": 42}
+    assert document["points"] == len(points.splitlines()) == 7 * (6 + 6)
+    assert document["shapes"] == 7 and document["patterns"] == {"dense": 42, "vector:8": 42}
     assert document["estimated_seconds"] > 0 and document["estimated_bytes"] > 0
 
 
@@ -111,6 +111,8 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
     ).out  # fmt: skip
     assert "torch_gpu cublas dense 0 linear 16x24 on 5" in points
     assert "torch_sparse cusparselt nm:2:4 0.5 linear 16x24 on 5" in points
+    points = latbench("sweep", "--gpu", "h200", "--workload", tiny, "--backends", "torch_gpu", "--dry-run").out
+    assert {line.split()[0] for line in points.splitlines()} == {"torch_gpu"}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,11 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
         (["sweep", "--cpu", "--patterns", "checkers"], "unknown pattern 'checkers'"),
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
+        (
+            ["sweep", "--cpu", "--backends", "numba,tensorrt"],
+            "unknown backend 'tensorrt': known are torch, onnxruntime",
+        ),
+        (["sweep", "--cpu", "--backends", "scipy", "--patterns", "dense"], "nothing to measure"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[str], words: str) -> None:
@@ -134,6 +141,27 @@ def test_an_engine_that_is_not_installed_is_named(latbench: Any, tiny: Path, mon
     ran = latbench("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--dry-run")
     assert ran.code == 0 and "onnxruntime" not in ran.out
     assert "onnxruntime is left out, it is not installed here: pip install onnxruntime no-such-package" in ran.err
+
+
+def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def used(*given: str) -> set[str]:
+        ran = latbench("sweep", "--cpu", "--workload", tiny, "--dry-run", "--sparsities", "0.5", *given)
+        assert ran.code == 0 and ran.err == ""
+        return {line.split()[0] for line in ran.out.splitlines()}
+
+    assert used() == {"torch", "onnxruntime", "openvino", "numba"}
+    assert used("--backends", "scipy, numba", "--backends", "torch_sparse_cpu") == {
+        "scipy",
+        "numba",
+        "torch_sparse_cpu",
+    }
+    assert used("--backends", "all") == set(backends.BACKENDS)
+    monkeypatch.setitem(backends.BACKENDS, "openvino", ("x", ("no-such-package",)))
+    assert "openvino" not in used("--backends", "all")
+    refused = latbench("sweep", "--cpu", "--workload", tiny, "--backends", "openvino", "--dry-run").refused(3)
+    assert refused == "latbench: openvino is not installed here: pip install no-such-package"
+    document = json.loads(latbench("plan", "--workload", tiny, "--backends", "scipy", "--json").out)
+    assert list(document["backends"]) == ["scipy"] and "dense" not in document["patterns"]
 
 
 def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, Any], tmp_path: Path) -> None:
@@ -148,16 +176,25 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
     tables.write_part(
         tmp_path,
         [
-            timed(8.0, **dense, backend="torch"), timed(6.0, **dense, backend="onnxruntime"), timed(3.0),
-            timed(2.0, m=8, **dense), timed(1.0, m=8, sparsity_target=0.9),
+            timed(8.0, **dense, backend="torch", kernel_requested="mkldnn"), timed(3.0), timed(12.0, backend="scipy"),
+            timed(6.0, **dense, backend="torch", kernel_requested="prepacked", layout="nhwc"),
+            timed(1.0, **dense, threads=7),  # of another number of threads
+            timed(2.0, m=8, **dense, backend="openvino"), timed(1.0, m=8, sparsity_target=0.9),
             timed(1.0, m=9),  # without a dense time it says nothing
         ],
     )  # fmt: skip
+    found = speedup_table(tables.read(tmp_path))
+    assert found is not None
+    heading, table = found
+    assert "fastest dense engine (openvino in 1, torch prepacked in 1 of 2 layers)" in heading
     console = Console(width=80)
     with console.capture() as captured:
-        console.print(speedup_table(tables.read(tmp_path)))
-    heading, cells = captured.get().splitlines()
-    assert heading.split() == ["pattern", "75%", "90%"] and cells.split() == ["vector:32", "2.00x", "2.00x"]
+        console.print(table)
+    assert [line.split() for line in captured.get().splitlines()] == [
+        ["pattern", "engine", "75%", "90%"],
+        ["vector:32", "numba", "2.00x", "2.00x"],
+        ["vector:32", "scipy", "0.50x"],
+    ]
 
 
 def test_validate_praises_a_whole_table(latbench: Any, two_tables: tuple[Path, Path]) -> None:

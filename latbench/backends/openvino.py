@@ -1,0 +1,101 @@
+"""OpenVINO: a model of one matrix product or convolution and its bias, on its CPU plugin, dense.
+
+Left to itself it computes float32 models in bfloat16 where the processor can: here it is told not to, and what it
+then runs is looked up. What it has for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works for int8 ones on
+processors with AMX alone: zeros of float32 ones are multiplied like any number. The request reads x where it lies
+and y is read where the request keeps it, as in a pipeline that copies nothing. Convolutions are planned with channels
+last: in any other order each layer would be turned to that and back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.plan import Point
+from sparse_kernels.shapes import Conv2dShape
+
+# With this package openvino reports every import to a web service; without it, it does not.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
+import openvino  # noqa: E402
+from openvino import opset13 as operators  # noqa: E402
+
+PRECISION = "f32"
+_LAYERS = ("FullyConnected", "MatMul", "Convolution")
+_TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels, height, width
+
+
+def prepare(point: Point, layer: Layer) -> Engine:
+    """The dense layer in OpenVINO; Unsupported for any other pattern, and where it would not compute in float32."""
+    if str(point.pattern) != "dense":
+        raise Unsupported(
+            f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
+            "numbers, it has a sparse format for int8 alone"
+        )
+    copies = [compiled(point, layer) for _ in range(copies_for(layer.weight.nbytes))]
+    kernel, precision = executed(copies[0])
+    if precision != PRECISION:
+        raise Unsupported(f"openvino computes this layer in {precision} here, and a float32 time is wanted")
+    last = point.layout == "nhwc"
+    x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
+    output: Callable[[Any], np.ndarray] = lambda y: y[0].transpose(_FROM_LAST) if last else y[0]  # noqa: E731
+    return Engine(f"openvino.{kernel}", layer.weight.nbytes, [_call(each, x) for each in copies], output)
+
+
+def compiled(point: Point, layer: Layer, precision: str = PRECISION) -> openvino.CompiledModel:
+    """The layer as a model ready to run on the point's threads, with weights of its own."""
+    shape = point.shape
+    if isinstance(shape, Conv2dShape):
+        x, y = _convolution(shape, layer, last=point.layout == "nhwc")
+    else:
+        x = operators.parameter(layer.x.shape, np.float32)
+        y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
+    settings = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": point.threads,
+        "NUM_STREAMS": 1,
+        "PERFORMANCE_HINT": "LATENCY",
+        "ENABLE_CPU_PINNING": False,
+    }
+    return openvino.Core().compile_model(openvino.Model([y], [x], "layer"), "CPU", settings)
+
+
+def _convolution(shape: Conv2dShape, layer: Layer, last: bool) -> tuple[openvino.Node, openvino.Node]:
+    """The model's x and y; with channels last in both it has two transpositions, which cost nothing once compiled."""
+    size = tuple(layer.x.shape[axis] for axis in _TO_LAST) if last else layer.x.shape
+    x = operators.parameter(size, np.float32)
+    filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
+    y = operators.convolution(
+        operators.transpose(x, _FROM_LAST) if last else x, np.ascontiguousarray(filters),
+        shape.stride, shape.padding, shape.padding, shape.dilation,
+    )  # fmt: skip
+    y = operators.add(y, layer.bias.reshape(1, -1, 1, 1))
+    return x, operators.transpose(y, _TO_LAST) if last else y
+
+
+def executed(model: openvino.CompiledModel) -> tuple[str, str]:
+    """What a compiled model runs for its layer: OpenVINO's name of the kernel, and the type it computes in."""
+    nodes = [node.rt_info for node in model.get_runtime_model().get_ordered_ops()]
+    layers = [node for node in nodes if node["layerType"].astype(str) in _LAYERS]
+
+    def said(name: str) -> str:
+        return "+".join(dict.fromkeys(node[name].astype(str) for node in layers))
+
+    return said("primitiveType"), said("runtimePrecision")
+
+
+def _call(model: openvino.CompiledModel, x: np.ndarray) -> Callable[[], Any]:
+    request = model.create_infer_request()
+    request.set_input_tensor(openvino.Tensor(x, shared_memory=True))
+    return partial(_infer, request, x)
+
+
+def _infer(request: openvino.InferRequest, _: np.ndarray) -> Any:
+    """Run it; the array is what it reads, which it does not keep alive itself."""
+    return request.infer(share_outputs=True)

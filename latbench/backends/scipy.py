@@ -1,0 +1,45 @@
+"""SciPy: CSR for unstructured and N:M weights, BSR for block-wise ones, multiplied by one thread, as it always does.
+
+It takes x feature-major: turning x and the result is in the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy import sparse
+
+from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.backends.compressed import compressed
+from latbench.plan import Point
+from sparse_kernels.formats import BlockWeight, CSRWeight
+
+
+def prepare(point: Point, layer: Layer) -> Engine:
+    """The sparse linear layer in SciPy; Unsupported for more than one thread, and where `compressed` says so."""
+    packed = compressed(point, layer)
+    if point.threads != 1:
+        raise Unsupported(f"scipy multiplies with one thread, not {point.threads}: measure it with --threads 1")
+    weights = [_matrix(packed)]
+    weight_bytes = sum(part.nbytes for part in (weights[0].data, weights[0].indices, weights[0].indptr))
+    weights += [_matrix(packed) for _ in range(copies_for(weight_bytes) - 1)]
+    kernel = "scipy.bsr" if isinstance(packed, BlockWeight) else "scipy.csr"
+    return Engine(kernel, weight_bytes, [_call(weight, layer) for weight in weights])
+
+
+def _matrix(packed: CSRWeight | BlockWeight) -> sparse.sparray:
+    kind = sparse.bsr_array if isinstance(packed, BlockWeight) else sparse.csr_array
+    # It multiplies by indices of 64 bits if either array of them has these.
+    return kind((packed.values, packed.indices, packed.indptr.astype(np.int32)), packed.shape, copy=True)
+
+
+def _call(weight: sparse.sparray, layer: Layer) -> Callable[[], np.ndarray]:
+    x, bias = layer.x, layer.bias
+
+    def call() -> np.ndarray:
+        y = np.ascontiguousarray((weight @ x.T).T)
+        y += bias
+        return y
+
+    return call
