@@ -1,6 +1,6 @@
 """Swap sparse layers into a torch model and fold into them what follows: BatchNorm, bias, ReLU, GELU.
 
-On a CPU attention without a mask is swapped for `nn.attention` too: torch's own may take longer than all of the layers.
+On a CPU attention without a mask is swapped for `nn.attention` too: torch's may take as long as all of the layers.
 
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
 cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it

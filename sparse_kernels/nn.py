@@ -47,6 +47,8 @@ GPU_BACKENDS = ("cupy",)
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
 
+_NUMBA_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
 
 def weight_matrix(module: nn.Module) -> Tensor:
     """The layer's weight as the matrix that is pruned and multiplied, (m, k).
@@ -88,7 +90,7 @@ def refuses(module: nn.Module) -> str | None:
 
 def _use_torchs_threads() -> None:
     """As many of Numba's threads as torch uses: both count for the thread of the caller."""
-    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    wanted = min(torch.get_num_threads(), _NUMBA_THREADS)
     if numba.get_num_threads() != wanted:
         numba.set_num_threads(wanted)
 
@@ -109,10 +111,14 @@ def _machine(device: torch.device) -> Machine:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A plan, and the bias as it takes it."""
+    """A plan, and the bias as it takes it: a tensor on a GPU, an array that shares its memory on a CPU."""
 
     plan: Any
     bias: Tensor | None
+
+    @functools.cached_property
+    def bias_array(self) -> np.ndarray | None:
+        return None if self.bias is None else self.bias.numpy()
 
 
 class _Sparse(nn.Module):
@@ -197,8 +203,8 @@ class _Sparse(nn.Module):
             return result
         _use_torchs_threads()
         y = x.new_empty(tuple(y_shape))
-        bias = None if ready.bias is None else ready.bias.numpy()
-        ready.plan(x.detach().numpy(), bias=bias, activation=self.activation, out=y.numpy())
+        x = x.detach() if x.requires_grad else x
+        ready.plan(x.numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
         return y
 
     def _prepared(self, x: Tensor) -> _Ready:
@@ -330,7 +336,7 @@ class SparseLinear(_Sparse):
         m, k = self.shape
         if x.shape[-1] != k:
             raise ValueError(f"this layer takes {k} features, the input has {x.shape[-1]}: {tuple(x.shape)}")
-        rows = x.reshape(-1, k)
+        rows = x if x.ndim == 2 else x.reshape(-1, k)
         n = rows.shape[0]
         if self._on_gpu:
             y = self._product(rows.t().contiguous(), (m, n)).t()

@@ -1,8 +1,8 @@
 """A plan is a packed weight made ready to run: everything that can be done once is done in `prepare`.
 
 Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m); on backend `numba` also
-`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t); see `cpu.transpose`. Convolutions: `nchw`
-x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
+`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t); see `cpu.transpose`. Convolutions:
+`nchw` x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
 Activations: None, `relu`, `gelu` (the exact form, with erf). Backends `reference` and `numba` take NumPy arrays of
 float32; `cupy` and `numba_cuda` take arrays on the GPU, as their own plans say.
 """

@@ -1,4 +1,4 @@
-"""Attention of a converted model: softmax(q @ k.T * scale) @ v for every head, dense, on the register tile of `tokens`.
+"""Attention of a converted model: softmax(q @ k.T * scale) @ v for every head, dense, by the tile of `tokens`.
 
 A model whose linear layers are sparse spends much of its time here, so this is as fast as they are. Each head's keys
 and values are laid out as panels once; then 8 queries at a time go all the way: their scores, softmax and result stay

@@ -112,7 +112,7 @@ def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token
                             source = x_at + (c * n + token) * 4
                             copy_run(lanes, version, source, there + c * stride * 4, min(lanes, n - token))
                 if single:
-                    stream, table, work, bounds = weights
+                    stream, table, _, bounds = weights
                     stages = table.shape[0]
                     for stage in range(stages):
                         pass_over(
@@ -130,7 +130,7 @@ def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token
                             activation if stage == stages - 1 else unfinished,
                         )
                 else:
-                    table, values, columns, work, row_ids = weights
+                    table, values, columns, _, row_ids = weights
                     panels = table.shape[0]
                     for panel in range(panels):
                         v = 0

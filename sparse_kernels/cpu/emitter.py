@@ -339,7 +339,7 @@ class Emitter:
     def exp(self, x: ir.Value) -> ir.Value:
         """exp(x) for x <= 0, within 2e-7 of it; 0 below -87, NaN for NaN.
 
-        exp(x) = 2**n * exp(r) with n = x / ln 2 rounded, by adding and subtracting 1.5 * 2**23: then its last bits are n.
+        exp(x) = 2**n * exp(r) with n = x / ln 2 rounded by adding 1.5 * 2**23, whose last bits then are n.
         The polynomial for exp(r), |r| <= ln 2 / 2, is that of Cephes (Moshier 1984), expf.
         """
         builder = self.builder
@@ -395,7 +395,8 @@ class Emitter:
         if count == 1:
             return vectors
         if count == 2:
-            return [joined(*vectors, (q, 2 + q)) for q in (0, 1)]
+            a, b = vectors
+            return [joined(a, b, (q, 2 + q)) for q in (0, 1)]
         a, b, c, d = vectors
         out = []
         for halves in ((0, 1, 4, 5), (2, 3, 6, 7)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numba
-import numpy as np
 
 from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import arguments
@@ -151,7 +150,7 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
         # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
         whole = 2 * target.lanes if height > target.lanes else target.lanes
         tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, unless tokens are few.
+        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, but for few tokens.
         permuted = packed.pattern.format == "shflbw"
         if tile is not None and (n <= target.lanes or not permuted):
             cut = panels(groups(packed), tile[1] * tile[2])

@@ -1,0 +1,138 @@
+"""A model with one pattern at one sparsity in all of its layers, beside every dense engine: prints a table.
+
+    python tests/benchmarks/whole_model.py tests/tasks/bert_base.py [--pattern shflbw:32] [--sparsity 0.9] [--batch 8]
+
+Masks are random: they take the time that others take. Engines are timed as `latbench verify` does it: each in a
+process of its own, in turns, built anew three times. DeepSparse, where `latbench setup deepsparse` has put it, runs
+the model dense, and with as many zeros anywhere (unstructured).
+
+The last lines compare the pruned model with the sum of its parts: its layers one by one, each with the activations
+that it gets and cold weights, and what is left of the model when its layers do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from search import task as tasks
+from search.end_to_end import Engine, time_engines
+from search.engines import DENSE_ENGINES, random_pruned
+from search.job import prunable_layers
+from sparse_kernels import nn as sparse
+
+PRUNED, NOTHING = "pruned", "pruned, layers do nothing"
+COVERAGE = 0.9
+REPEATED = """
+from search.task import load
+base = load({reference!r})
+name = base.name
+model, calibration, loss, score = base.model, base.calibration, base.loss, base.score
+def example():
+    return tuple(x.repeat({batch}, *[1] * (x.ndim - 1)) for x in base.example())
+"""
+
+
+def layers_do_nothing(reference: str, threads: int, choices: dict[str, tuple[str, float]]) -> Callable[[], object]:
+    """The pruned model whose sparse layers return what they once computed."""
+    kept: dict[int, Tensor] = {}
+    compute = sparse._Sparse._multiply
+
+    def remembered(layer: sparse._Sparse, x: Tensor, y_shape: tuple[int, ...]) -> Tensor:
+        if id(layer) not in kept:
+            kept[id(layer)] = compute(layer, x, y_shape)
+        return kept[id(layer)]
+
+    sparse._Sparse._multiply = remembered  # type: ignore[method-assign, assignment]
+    return random_pruned(reference, threads, "numba", choices)  # type: ignore[return-value]
+
+
+def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
+    """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
+    torch.set_num_threads(threads)
+    task = tasks.load(reference)
+    calls: list[tuple[sparse._Sparse, Tensor]] = []
+    build = sparse._Sparse.__call__
+    run = random_pruned(reference, threads, "numba", choices)
+    assert callable(run)
+
+    def noted(layer: nn.Module, x: Tensor) -> Tensor:
+        calls.append((layer, x))  # type: ignore[arg-type]
+        return build(layer, x)
+
+    for kind in (sparse.SparseLinear, sparse.SparseConv2d):
+        kind.__call__ = noted  # type: ignore[method-assign, assignment]
+    run()
+    for kind in (sparse.SparseLinear, sparse.SparseConv2d):
+        del kind.__call__
+    del task
+    rounds = []
+    with torch.inference_mode():
+        for _ in range(40):
+            seconds = []
+            for layer, x in calls:
+                start = time.perf_counter()
+                layer(x)
+                seconds.append(time.perf_counter() - start)
+            rounds.append(seconds)
+    return float(np.median(np.array(rounds), axis=0).sum())
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", help="as for latbench search")
+    parser.add_argument("--pattern", default="shflbw:32")
+    parser.add_argument("--sparsity", type=float, default=0.9)
+    parser.add_argument("--batch", type=int, default=1, help="how often the task's inputs are repeated")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=18)
+    parser.add_argument("--processes", type=int, default=3, help="how often each engine is built anew")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "repeated.py"
+        reference = tasks.load(arguments.task).reference
+        path.write_text(REPEATED.format(reference=reference, batch=arguments.batch))
+        task = tasks.load(str(path))
+        layers = prunable_layers(task, task.model())
+        report(task, [*layers], arguments)
+
+
+def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -> None:
+    """Time and print."""
+    threads, reference = arguments.threads, task.reference
+    choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
+    zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
+    engines = {name: Engine(name, function, (reference, threads)) for name, function in DENSE_ENGINES.items()}
+    engines[PRUNED] = Engine(PRUNED, "search.engines:random_pruned", (reference, threads, "numba", choices))
+    engines["deepsparse, pruned"] = Engine(
+        "deepsparse, pruned", "search.engines:random_pruned", (reference, threads, "deepsparse", zeros)
+    )
+    engines[NOTHING] = Engine(NOTHING, f"{Path(__file__).stem}:layers_do_nothing", (reference, threads, choices))
+    timings = time_engines(
+        engines, threads=threads, required=[PRUNED], processes=arguments.processes, rounds=arguments.rounds
+    )
+    fastest = timings.fastest([*DENSE_ENGINES])
+    print(f"{task.name}, {len(layers)} layers {arguments.pattern} at {arguments.sparsity:.0%}, {threads} threads")
+    for name in sorted(timings.blocks, key=lambda name: -timings.seconds(name, COVERAGE).value):
+        seconds, ratio = timings.seconds(name, COVERAGE), timings.speedup(name, fastest, COVERAGE)
+        print(
+            f"  {name:26} {seconds.value * 1e3:8.2f} ms ({seconds.low * 1e3:.2f}-{seconds.high * 1e3:.2f})"
+            f" {ratio.value:6.2f}x ({ratio.low:.2f}-{ratio.high:.2f}) of {fastest}"
+        )
+    for name, reason in timings.left_out.items():
+        print(f"  {name:26} left out: {reason}")
+    alone, rest = sum_of_layers(reference, choices, threads), timings.seconds(NOTHING, COVERAGE).value
+    whole = timings.seconds(PRUNED, COVERAGE).value
+    print(f"  layers one by one {alone * 1e3:.2f} ms + rest {rest * 1e3:.2f} ms = {(alone + rest) / whole - 1:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
