@@ -35,6 +35,9 @@ from numba import types
 
 from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
 
+# Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
+ENOUGH = 8
+
 # How far ahead weights are fetched, in elements: 4 KB. In a model they come from beyond the second-level cache, where
 # each was last read a whole network ago; the hardware alone stays too close behind and stops at the end of each page.
 AHEAD = 1024
@@ -151,6 +154,10 @@ def row_tile(
             written = [builder.icmp_signed(">=", row, emit.integer(0)) for row in ids]
             values_pointer, offsets_pointer = emit.pointer(values), emit.pointer(offsets, kind=I32)
 
+            # Columns take turns with sets of sums, as many as keep the unit busy.
+            size = n_rows * n_vectors
+            sets = -(-ENOUGH // size)
+
             def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
                 offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
                 offset = builder.mul(offset, x_scale)
@@ -161,7 +168,18 @@ def row_tile(
                 pairs = [(weight, element) for weight in weights for element in elements]
                 return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
 
-            sums = emit.loop(count, emit.zeros(n_rows * n_vectors), column)
+            def columns(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                each = [
+                    column(builder.add(c, emit.integer(i)), sums[i * size : i * size + size]) for i in range(sets)
+                ]
+                return [total for some in each for total in some]
+
+            whole = builder.and_(count, emit.integer(-sets))
+            sums = emit.loop(whole, emit.zeros(sets * size), columns, stride=sets)
+            first, *others = (sums[i * size : i * size + size] for i in range(sets))
+            sums = emit.loop(count, first, column, start=whole) if others else first
+            for other in others:
+                sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
             # A row that is not written stands for row 0 where its bias is read.
             known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
             bias_pointer = emit.pointer(bias)

@@ -28,7 +28,7 @@ from numba import njit, prange, types
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.emitter import I32, I64, PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import copy_columns, copy_rows
+from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.split import share
@@ -38,9 +38,6 @@ from sparse_kernels.plan import Array
 
 # Columns that are worked on together: the floats in 128 bits.
 FOUR = 4
-
-# Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
-ENOUGH = 8
 
 # Rows that are sorted by length together, and that one thread computes.
 BUNDLE = 32

@@ -1,16 +1,22 @@
 """How fast the CPU kernels are beside the fastest dense engine: prints one table a shape, in half a minute.
 
     python tests/benchmarks/cpu_kernels.py [--all] [--only linear|conv] [--threads 2] [--shape 768x768x128]
+    python tests/benchmarks/cpu_kernels.py --workload resnet50 --patterns vector:32,shflbw:32
+    python tests/benchmarks/cpu_kernels.py --shape 768x3072x1 --cold
 
-Dense is the faster of onnxruntime and torch's oneDNN layers, which the table names. Both run in processes of their
-own, onnxruntime without spinning threads; blocks of calls alternate between the engines, and the least time of all
-blocks counts, so that other people's load falls out. On a machine that is busy all the time use one thread: then the
-clock is that of the process, which stands still while others run. Weights and activations are warm.
+Dense is the fastest of onnxruntime, torch's oneDNN modules and oneDNN's prepacked layers, which the table names. They
+run in processes of their own, onnxruntime without spinning threads; blocks of calls alternate between the engines,
+and the least time of all blocks counts, so that other people's load falls out. On a machine that is busy all the time
+use one thread: then the clock is that of the process, which stands still while others run.
+
+Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
+sparse and dense ones alike, and what is read a second is compared with a sum over an array as large.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +25,12 @@ from multiprocessing.connection import Connection
 import numba
 import numpy as np
 
+from latbench import workloads
+from latbench.backends import copies_for
+from sparse_kernels.cpu.transpose import blocked
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, parse
-from sparse_kernels.plan import Plan, prepare, prepare_conv2d
+from sparse_kernels.plan import BLOCKED, LAYOUTS, Plan, prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 LINEAR = [LinearShape(m, k, n) for m, k, n in ((768, 768, 128), (2048, 512, 128), (512, 2048, 128))]
@@ -39,16 +48,22 @@ ALL_PATTERNS = ("dense", *PATTERNS, "vector:8", "vector:4", "shflbw:32", "shflbw
 SPARSITIES = (0.5, 0.75, 0.9)
 BLOCK_SECONDS = 0.02
 
+Calls = Sequence[Callable[[], object]]
 
-def least(run: Callable[[], object], seconds: float, threads: int) -> float:
-    """The least time of one call, over at least three calls, and more until they take `seconds` together."""
+
+def least(calls: Calls, seconds: float, threads: int) -> float:
+    """The least time of one call, over at least three, and more until they take `seconds` together.
+
+    Of several calls, which take turns, the least mean of a whole turn.
+    """
     clock = time.process_time if threads == 1 else time.perf_counter
-    run()
+    calls[0]()
     times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
+    while len(times) < 3 or sum(times) * len(calls) < seconds:
         start = clock()
-        run()
-        times.append(clock() - start)
+        for run in calls:
+            run()
+        times.append((clock() - start) / len(calls))
     return min(times)
 
 
@@ -102,21 +117,56 @@ def torch_layer(shape: Shape, threads: int) -> Callable[[], object]:
     return lambda: fast(packed)
 
 
-ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer}
+def prepacked_layer(shape: Shape, threads: int) -> Callable[[], object]:
+    """A call of the dense layer by oneDNN, its weight packed once, convolutions with channels last."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    onednn = torch.ops.mkldnn
+    if isinstance(shape, LinearShape):
+        layer, x = torch.nn.Linear(shape.k, shape.m), torch.randn(shape.n, shape.k)
+        weight = onednn._reorder_linear_weight(layer.weight.detach(), shape.n)
+        return lambda: onednn._linear_pointwise(x, weight, layer.bias, "none", [], "")
+    c = shape
+    conv = torch.nn.Conv2d(c.c_in, c.c_out, (c.kh, c.kw), c.stride, c.padding)
+    image = torch.randn(c.batch, c.c_in, c.h, c.w).contiguous(memory_format=torch.channels_last)
+    how = (c.padding, c.stride, (1, 1), 1)
+    weight = onednn._reorder_convolution_weight(conv.weight.detach(), *how, image.shape)
+    return lambda: onednn._convolution_pointwise(image, weight, conv.bias, *how, "none", [], "")
+
+
+ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer, "oneDNN prepacked": prepacked_layer}
 
 
 def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
-    """Take a shape, then numbers of seconds, each answered with the least time of a call of its layer, until 0."""
-    while (shape := pipe.recv()) is not None:
-        call = ENGINES[engine](shape, threads)
+    """Take shapes and numbers of copies, then seconds, each answered with the least time of a call, until 0."""
+    while (asked := pipe.recv()) is not None:
+        shape, copies = asked
+        calls = [ENGINES[engine](shape, threads) for _ in range(copies)]
         while seconds := pipe.recv():
-            pipe.send(least(call, seconds, threads))
+            pipe.send(least(calls, seconds, threads))
+
+
+def read_seconds(size: int, threads: int) -> float:
+    """Seconds that summing up `size` bytes takes, out of as many as pass the caches."""
+
+    @numba.njit(parallel=True, fastmath=True)
+    def total(array):  # type: ignore[no-untyped-def]
+        result = np.float32(0)
+        for i in numba.prange(array.size):
+            result += array[i]
+        return result
+
+    copies = copies_for(size)
+    arrays = [np.ones(max(1, size // 4), np.float32) for _ in range(copies)]
+    return least([lambda array=array: total(array) for array in arrays], 0.1, threads)
 
 
 def numba_cases(
-    shape: Shape, specs: Sequence[str]
-) -> dict[tuple[str, float], tuple[Plan, Callable[[], object], int]]:
-    """(plan, call, kept weights) for every pattern and sparsity this shape can have."""
+    shape: Shape, specs: Sequence[str], layout: str, cold: bool
+) -> dict[tuple[str, float], tuple[Plan, Calls, int]]:
+    """(plan, calls, kept weights) for every pattern and sparsity this shape can have."""
     rng = np.random.default_rng(1)
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(np.sqrt(shape.k))
     bias = np.zeros(shape.m, np.float32)
@@ -133,29 +183,35 @@ def numba_cases(
                 x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w), np.float32)
                 y = np.empty((shape.batch, shape.c_out, shape.out_h, shape.out_w), np.float32)
             else:
-                plan = prepare(packed, "numba", "token_major", shape.n)
+                plan = prepare(packed, "numba", layout, shape.n)
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
-                y = np.empty((shape.n, shape.m), np.float32)
-            cases[spec, sparsity] = (plan, lambda plan=plan, x=x, y=y: plan(x, bias, "relu", y), packed.nnz)
+                x = blocked(x) if layout == BLOCKED else x if layout == "token_major" else np.ascontiguousarray(x.T)
+                y = np.empty_like(plan(x))
+            plans = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
+            calls = [lambda plan=each, x=x, y=y: plan(x, bias, "relu", y) for each in plans]
+            cases[spec, sparsity] = (plan, calls, packed.nnz)
     return cases
 
 
-def report(shape: Shape, pipes: dict[str, Connection], rounds: int, threads: int, specs: Sequence[str]) -> None:
-    """Print the table of one shape."""
-    cases = numba_cases(shape, specs)
+def report(
+    shape: Shape, pipes: dict[str, Connection], specs: Sequence[str], arguments: argparse.Namespace
+) -> dict[tuple[str, float], float]:
+    """Print the table of one shape; returns the speedups by pattern and sparsity."""
+    threads, cold = arguments.threads, arguments.cold
+    cases = numba_cases(shape, specs, arguments.layout, cold)
     start = time.perf_counter()
-    for _, call, _ in cases.values():
-        call()
+    for _, calls, _ in cases.values():
+        calls[0]()
     first = time.perf_counter() - start
     for pipe in pipes.values():
-        pipe.send(shape)
+        pipe.send((shape, copies_for(4 * shape.m * shape.k) if cold else 1))
     dense, times = dict.fromkeys(pipes, float("inf")), dict.fromkeys(cases, float("inf"))
-    for _ in range(rounds):
+    for _ in range(arguments.rounds):
         for engine, pipe in pipes.items():
             pipe.send(BLOCK_SECONDS)
             dense[engine] = min(dense[engine], pipe.recv())
-        for key, (_, call, _) in cases.items():
-            times[key] = min(times[key], least(call, BLOCK_SECONDS, threads))
+        for key, (_, calls, _) in cases.items():
+            times[key] = min(times[key], least(calls, BLOCK_SECONDS, threads))
     for pipe in pipes.values():
         pipe.send(0.0)
     print(f"\n{shape}\n  first calls {first:.2f} s")
@@ -165,10 +221,15 @@ def report(shape: Shape, pipes: dict[str, Connection], rounds: int, threads: int
     for (spec, sparsity), (plan, _, nnz) in cases.items():
         seconds = times[spec, sparsity]
         rate = shape.flop * nnz / (shape.m * shape.k) / seconds / 1e9
+        read = ""
+        if cold:
+            size = plan.nbytes + 4 * shape.k * shape.n
+            read = f" {read_seconds(size, threads) / seconds:4.0%} of reading {size} bytes "
         print(
             f"  {spec:14} {sparsity:4.0%} {seconds * 1e6:8.1f} us {best / seconds:6.2f}x"
-            f" {rate:5.0f} GFLOP/s on non-zeros  {plan.kernel}"
+            f" {rate:5.0f} GFLOP/s on non-zeros {read} {plan.kernel}"
         )
+    return {key: best / seconds for key, seconds in times.items()}
 
 
 def main() -> None:
@@ -178,7 +239,10 @@ def main() -> None:
     parser.add_argument("--only", choices=("linear", "conv"))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shape", help="MxKxN of one linear layer instead of the list")
+    parser.add_argument("--shape", help="MxKxN of a linear layer instead of the list; several separated by commas")
+    parser.add_argument("--workload", help="the layers of a bundled workload instead of the list")
+    parser.add_argument("--layout", choices=(*LAYOUTS, BLOCKED), default="token_major", help="of linear layers")
+    parser.add_argument("--cold", action="store_true", help="weights come from memory")
     parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
@@ -187,19 +251,27 @@ def main() -> None:
         *(linear if arguments.only != "conv" else []),
         *(conv if arguments.only != "linear" else []),
     ]
+    if arguments.workload:
+        found = dict.fromkeys(layer.shape for layer in workloads.load(arguments.workload).layers)
+        kinds = {"conv": Conv2dShape, "linear": LinearShape}
+        shapes = [shape for shape in found if arguments.only is None or isinstance(shape, kinds[arguments.only])]
     if arguments.shape:
-        m, k, n = (int(number) for number in arguments.shape.split("x"))
-        shapes = [LinearShape(m, k, n)]
+        shapes = [LinearShape(*(int(number) for number in text.split("x"))) for text in arguments.shape.split(",")]
     specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
     context = multiprocessing.get_context("spawn")
     pipes = {}
     for engine in ENGINES:
         pipes[engine], far = context.Pipe()
         context.Process(target=dense_worker, args=(far, engine, arguments.threads), daemon=True).start()
-    for shape in shapes:
-        report(shape, pipes, arguments.rounds, arguments.threads, specs)
+    speedups = [report(shape, pipes, specs, arguments) for shape in shapes]
     for pipe in pipes.values():
         pipe.send(None)
+    print(
+        f"\nspeedup over the fastest dense engine, {arguments.threads} threads: median of {len(shapes)} (least-most)"
+    )
+    for spec, sparsity in dict.fromkeys(itertools.chain(*speedups)):
+        known = [found[spec, sparsity] for found in speedups if (spec, sparsity) in found]
+        print(f"  {spec:14} {sparsity:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
 
 
 if __name__ == "__main__":
