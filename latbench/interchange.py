@@ -151,7 +151,8 @@ def spdy_timings(frame: pd.DataFrame, network: str) -> SpdyTimings:
 
     A layer that has no dense time is left out. Raises BadData where no layer has one, or the whole network has none.
     """
-    rows = frame[frame["context"] == "network"]
+    # The whole model by the clock that timed its layers; baselines and verifications are of another.
+    rows = frame[(frame["context"] == "network") & frame["purpose"].isin(("sweep", "import"))]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["pattern"] == "dense")]
     prefix = f"{network}:"
     layers: dict[str, tuple[tuple[float, float], ...]] = {}

@@ -2,8 +2,8 @@
 
 A builder gets the task's reference and the number of threads, and returns a callable that runs the model once on the
 task's example inputs. Dense engines are what a pruned model must beat: torch as it is, torch with every Linear and
-Conv2d through oneDNN (on some machines twice as fast), and ONNX Runtime. Imports torch: only for worker processes and
-functions that need it anyway.
+Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, and DeepSparse where the pruned model runs
+there. Imports torch: only for worker processes and functions that need it anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from search.onnx_export import export
 from search.pruning.folder import load_pruned
 from search.task import load
 from sparse_kernels.convert import Choice, convert
-from sparse_kernels.nn import weight_matrix
+from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import Dense, parse
 
@@ -41,7 +41,10 @@ DENSE_ENGINES = {
     "torch": "search.engines:dense_torch",
     "torch-mkldnn": "search.engines:dense_mkldnn",
     "onnxruntime": "search.engines:dense_onnxruntime",
+    "deepsparse": "search.engines:dense_deepsparse",
 }
+BACKENDS = ("numba", "deepsparse")
+"""What runs a pruned model: latbench's own kernels, or DeepSparse."""
 
 
 def dense_torch(reference: str, threads: int) -> Run:
@@ -89,23 +92,28 @@ def dense_onnxruntime(reference: str, threads: int) -> Run:
     return lambda: session.run(None, feed)
 
 
-def random_converted(reference: str, threads: int, choices: Choices) -> Run:
-    """The model converted with random masks of these patterns and sparsities: what counts for its time."""
+def random_pruned(reference: str, threads: int, backend: str, choices: Choices) -> Run | deepsparse.Model:
+    """The model on `backend` with random masks of these patterns and sparsities: what counts for its time."""
     task = load(reference)
     model = task.model()
     rng = np.random.default_rng(0)
     swapped = {}
     for name, (spec, sparsity) in choices.items():
-        matrix = weight_matrix(model.get_submodule(name))
+        module = model.get_submodule(name)
+        matrix = weight_matrix(module)
         pattern = parse(spec)
-        dense = isinstance(pattern, Dense)
-        mask = None if dense else synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+        mask = None
+        if not isinstance(pattern, Dense):
+            mask = synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+            set_weight_matrix(module, matrix * torch.from_numpy(mask))
         swapped[name] = Choice(pattern, mask)
-    return _inference(convert(model, swapped, task.example()), task.example(), threads)
+    return _on(backend, model, swapped, task.example(), threads)
 
 
-def database_converted(reference: str, threads: int, folder: str, model_hash: str, choices: Choices) -> Run:
-    """The model converted with the weights and masks that the layer database has for these choices."""
+def database_pruned(
+    reference: str, threads: int, backend: str, folder: str, model_hash: str, choices: Choices
+) -> Run | deepsparse.Model:
+    """The model on `backend` with the weights and masks that the layer database has for these choices."""
     from search.pruning.apply import stitch
 
     task = load(reference)
@@ -115,31 +123,23 @@ def database_converted(reference: str, threads: int, folder: str, model_hash: st
         name: Choice(parse(spec), masks[name].numpy() if name in masks else None)
         for name, (spec, _) in choices.items()
     }
-    return _inference(convert(model, swapped, task.example()), task.example(), threads)
+    return _on(backend, model, swapped, task.example(), threads)
 
 
-def pruned_converted(reference: str, threads: int, folder: str) -> Run:
-    """The pruned model in `folder`, converted as it is deployed."""
+def folder_pruned(reference: str, threads: int, backend: str, folder: str, exported: str) -> Run | deepsparse.Model:
+    """The pruned model in `folder` on `backend`; for DeepSparse it is written to the ONNX file `exported` first."""
     task = load(reference)
     model, choices = load_pruned(Path(folder), task.model())
-    return _inference(convert(model, choices, task.example()), task.example(), threads)
+    return _on(backend, model, choices, task.example(), threads, Path(exported))
 
 
 def dense_deepsparse(reference: str, threads: int) -> deepsparse.Model:
     """The model exported to ONNX, on DeepSparse."""
     task = load(reference)
-    with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
-        return _on_deepsparse(task.model(), task.example(), Path(folder) / "model.onnx", threads)
+    return _on_deepsparse(task.model(), task.example(), threads)
 
 
-def pruned_deepsparse(reference: str, threads: int, folder: str, exported: str) -> deepsparse.Model:
-    """The pruned model in `folder` on DeepSparse, from the ONNX file `exported`, which is written first."""
-    task = load(reference)
-    model, _ = load_pruned(Path(folder), task.model())
-    return _on_deepsparse(model, task.example(), Path(exported), threads)
-
-
-def scores(reference: str, threads: int, folder: str, backend: str) -> tuple[float, float]:
+def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[float, float]:
     """The task's score of the dense model, and of the pruned model in `folder` as it is deployed on `backend`.
 
     DeepSparse takes batches of one size only: there it is torch that runs the pruned weights, with the same results.
@@ -152,11 +152,29 @@ def scores(reference: str, threads: int, folder: str, backend: str) -> tuple[flo
         return task.score(task.model()), task.score(pruned)
 
 
-def _on_deepsparse(model: nn.Module, inputs: tuple[torch.Tensor, ...], path: Path, threads: int) -> deepsparse.Model:
-    """The model compiled by DeepSparse from its export in `path`; checked once against what torch computes."""
-    export(model, inputs, path)
-    arrays = [x.numpy() for x in inputs]
-    compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
+def _on(
+    backend: str,
+    model: nn.Module,
+    choices: Mapping[str, Choice],
+    inputs: tuple[torch.Tensor, ...],
+    threads: int,
+    exported: Path | None = None,
+) -> Run | deepsparse.Model:
+    """The pruned model as `backend` runs it: its layers converted to `choices`, or as it is."""
+    if backend == "deepsparse":
+        return _on_deepsparse(model, inputs, threads, exported)
+    return _inference(convert(model, choices, inputs), inputs, threads)
+
+
+def _on_deepsparse(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int, exported: Path | None = None
+) -> deepsparse.Model:
+    """The model on DeepSparse, its ONNX file kept as `exported`; checked once against what torch computes."""
+    with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
+        path = exported or Path(folder) / "model.onnx"
+        export(model, inputs, path)
+        arrays = [x.numpy() for x in inputs]
+        compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
     with torch.inference_mode():
         check_outputs(compiled.outputs(), tensors(model(*inputs)))
     return compiled

@@ -1,6 +1,9 @@
-"""The search as a user asks for it: from a task, a table and a cost model to a profile whose promise was measured.
+"""The search as a user asks for it: from a task and a table to a profile whose promise was measured.
 
-1. The converted model is timed whole at a few profiles, beside the dense engines (kept for the next search).
+For latbench's own kernels a cost model predicts each layer's seconds from its shape. For DeepSparse the table holds
+the layer's own, taken inside the network (`latbench layers`): there a layer's place counts, and nothing is predicted.
+
+1. The pruned model is timed whole at a few profiles, beside the dense engines (kept for the next search).
 2. Every option that may pay is pruned into the layer database (kept, too).
 3. The profile of least summed error that should fit is timed end to end, and the prediction corrected by that.
 4. The coefficient search finds the profile of least calibration loss whose predicted seconds fit. Where it looked at
@@ -33,7 +36,7 @@ from search.database import Database, model_hash
 from search.end_to_end import PROCESSES, Engine, Progress, Timings, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
-from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, predicted_layers
+from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, measured_layers, predicted_layers
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.solve import Infeasible
@@ -71,12 +74,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The task's model and what was measured for its layers, with the hashes that say which they are."""
+    """The task's model and what was measured for its layers, with the hashes that say which they are.
+
+    There is no cost model where the table holds the layers' own times.
+    """
 
     task: Task
     model: Any
     table: Path
-    cost_model: Path
+    cost_model: Path | None
     database: Path
     model_hash: str
     table_hash: str
@@ -85,7 +91,8 @@ class Inputs:
     def key(self, settings: Settings) -> dict[str, Any]:
         """What the whole-model times depend on."""
         return {
-            "model_hash": self.model_hash, "table_hash": self.table_hash, "cost_model": sha256(self.cost_model)[:16],
+            "model_hash": self.model_hash, "table_hash": self.table_hash,
+            "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
             "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
             "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
             "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
@@ -97,7 +104,7 @@ class Inputs:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Path, cost_model: Path, database: Path) -> Inputs:
+def read_inputs(task: Task, table: Path, cost_model: Path | None, database: Path) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
     return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
@@ -119,10 +126,7 @@ def search(
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
-    layers = predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), tables.read(inputs.table), shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
-    )  # fmt: skip
+    layers = timed_layers(inputs, settings, shapes)
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
     problem = whole.problem(layers).without_hopeless()
@@ -148,6 +152,20 @@ def search(
     return _profile(inputs, settings, shapes, whole, kept)
 
 
+def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
+    """The layers with their options' seconds on the backend. Raises BadData where the table has none for a layer."""
+    table = tables.read(inputs.table)
+    if inputs.cost_model is None:
+        return measured_layers(
+            table, inputs.task.name, shapes,
+            threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=settings.risk,
+        )  # fmt: skip
+    return predicted_layers(
+        cost_models.load(inputs.cost_model, inputs.table), table, shapes,
+        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
+    )  # fmt: skip
+
+
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
     """The layers to choose for, by name: what can be pruned, but for the task's `excluded`. Raises UsageError."""
     traced, skipped = workloads.trace(model, task.example())
@@ -170,7 +188,7 @@ class Measured:
 
     @property
     def seconds(self) -> Interval:
-        """The converted model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
+        """The pruned model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
         dense = self.dense.value
         return Interval(dense / self.speedup.value, dense / self.speedup.high, dense / self.speedup.low)
 
@@ -300,13 +318,14 @@ def time_profiles(
     known: Mapping[str, float],
     progress: Progress,
 ) -> Timings:
-    """Time the converted model with these options of the database against the dense engines, as `verify` will."""
+    """Time the model with these options of the database against the dense engines, as `verify` will."""
     task = inputs.task
-    engines = overhead.dense_engines(task, settings.threads)
+    engines = overhead.dense_engines(task, settings.threads, settings.backend)
+    database = str(inputs.database.resolve())
     for choice in choices:
         chosen = overhead.by_name(layers, choice)
-        arguments = (task.reference, settings.threads, str(inputs.database.resolve()), inputs.model_hash, chosen)
-        engines[str(choice)] = Engine("converted", "search.engines:database_converted", arguments)
+        arguments = (task.reference, settings.threads, settings.backend, database, inputs.model_hash, chosen)
+        engines[str(choice)] = Engine("pruned", "search.engines:database_pruned", arguments)
     progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
         required = ["torch", *map(str, choices)]
@@ -334,8 +353,9 @@ def _whole_model(
     progress(f"waiting for {devices.cpu_device()}", None, None)
     with device_lock(devices.cpu_device()):
         whole = overhead.measure_whole_model(
-            inputs.task, layers, threads=settings.threads, coverage=settings.risk, progress=progress
-        )
+            inputs.task, layers,
+            threads=settings.threads, backend=settings.backend, coverage=settings.risk, progress=progress,
+        )  # fmt: skip
     overhead.save(whole, inputs.key(settings), path)
     return whole
 

@@ -7,6 +7,7 @@ how long each layer took. Such rows have the context `network` and name their la
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+import pandas as pd
 
 from latbench import devices, tables
 from latbench.backends import deepsparse
@@ -25,19 +28,24 @@ from latbench.runners.local import device_lock
 from search.end_to_end import Progress
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values
+from search.problem import network_rows
 from search.task import Task
 from sparse_kernels.shapes import Shape
 
 # SPDY's (Frantar & Alistarh 2022): each level keeps the same share of the one before, from 40% pruned to 99%.
 SPDY_LEVELS = tuple(round(1 - 0.6 * (0.01 / 0.6) ** (i / 40), 4) for i in range(41))
 
+END_TO_END_SECONDS = 0.5
+ANALYSED_SECONDS = (
+    0.5  # at least: the engine tells means, and one disturbance in a few milliseconds makes these useless
+)
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Threads of the engine; how often each sparsity is run; the seed of the order in which they take turns."""
+    """Threads of the engine; the seed of the order in which sparsities take turns."""
 
     threads: int
-    repeats: int = 3
     seed: int = 0
 
 
@@ -46,70 +54,92 @@ def measure(
     folder: Path,
     environment: Environment,
     settings: Settings,
-    sparsities: Sequence[float],
+    runs: Mapping[float, int],
     *,
+    anew: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> list[str]:
-    """Time the layers of the task's model dense and at `sparsities`, and add rows to the table in `folder`.
+    """Time the layers of the task's model dense and at sparsities, so many `runs` each, into the table in `folder`.
 
-    All sparsities take turns, `settings.repeats` times in a random order; each analysis is a process of its own and
-    gives one sample, a mean of calls. Where it is interrupted, whole rounds are kept. Returns the layers that got no
-    time at some sparsity, because DeepSparse ran them together with others; raises EnvironmentUnusable if those are
-    all, or where DeepSparse cannot run the model.
+    They take turns in a random order; each run is an analysis in a process of its own and gives one sample, a mean of
+    calls. Every round begins with the dense model end to end and has a run of it. Samples that the table has already
+    are kept beside the new ones, unless it is done `anew`; where it is interrupted, what was run is kept. Returns the
+    layers that got no time at some sparsity, because DeepSparse ran them together with others; raises
+    EnvironmentUnusable if those are all, or where DeepSparse cannot run the model.
     """
     model, inputs = task.model(), task.example()
+    threads, batch = settings.threads, len(inputs[0])
     shapes = prunable_layers(task, model)
-    levels = [0.0, *sparsities]
-    rounds: list[dict[float, list[Operation]]] = []
+    analyses: dict[float, list[list[Operation]]] = {}
+    end_to_end: list[float] = []
+    calls = 0
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as temporary:
         path = Path(temporary) / "model.onnx"
         export(model, inputs, path)
         values = layer_values(model, inputs, path)
         arrays = [x.numpy() for x in inputs]
-        order = random.Random(settings.seed)
-
-        def analysed(sparsity: float, done: int) -> list[Operation]:
-            progress("running the model at imposed sparsities", done, settings.repeats * len(levels))
-            return deepsparse.analyse(
-                path, arrays, threads=settings.threads, environment=environment, sparsity=sparsity or None
-            )
-
         progress(f"waiting for {devices.cpu_device()}", None, None)
         with device_lock(devices.cpu_device()):
             try:
-                for number in range(settings.repeats):
-                    order.shuffle(levels)
-                    start = number * len(levels)
-                    rounds.append({sparsity: analysed(sparsity, start + i) for i, sparsity in enumerate(levels)})
+                turns = _turns(runs, settings.seed)
+                for done, sparsity in enumerate(turns):
+                    progress("running the model at imposed sparsities", done, len(turns))
+                    if sparsity is None:
+                        with deepsparse.load(path, arrays, threads=threads, environment=environment) as whole:
+                            end_to_end += whole.burst(END_TO_END_SECONDS).samples
+                        calls = max(deepsparse.ANALYSED_CALLS, math.ceil(ANALYSED_SECONDS / min(end_to_end)))
+                        continue
+                    operations = deepsparse.analyse(
+                        path, arrays, threads=threads, environment=environment, sparsity=sparsity or None, calls=calls
+                    )
+                    analyses.setdefault(sparsity, []).append(operations)
             finally:
-                if rounds:
-                    analyses = {level: [taken[level] for taken in rounds] for level in sorted(levels)}
-                    found = rows(task.name, shapes, values, analyses, threads=settings.threads, batch=len(inputs[0]))
-                    _write(folder, found, settings.threads)
+                if analyses:
+                    found = rows(task.name, shapes, values, analyses, threads=threads, batch=batch, calls=calls)
+                    found.append(end_to_end_row(task.name, end_to_end, threads=threads, batch=batch))
+                    _write(folder, found, threads, anew)
     timed = {(row["model"], row["sparsity_target"]) for row in found}
-    untimed = [name for name in shapes if any((f"{task.name}:{name}", level) not in timed for level in levels)]
+    untimed = [name for name in shapes if any((f"{task.name}:{name}", level) not in timed for level in analyses)]
     if len(untimed) == len(shapes):
         raise EnvironmentUnusable(f"DeepSparse runs no layer of task {task.name} by itself: there are no layer times")
     return untimed
 
 
-def missing_levels(task: Task, folder: Path, settings: Settings, sparsities: Sequence[float]) -> list[float]:
-    """Those of `sparsities` at which the table in `folder` lacks the task's model, run as often as asked for.
+def of_task(task: Task, folder: Path, settings: Settings) -> pd.DataFrame:
+    """The rows of the table in `folder` that are of the task's model as it is now, with these threads.
 
     Raises BadData for a folder that is no table.
     """
-    if not folder.exists() or not any(folder.iterdir()):
-        return list(sparsities)
-    table = tables.timed(tables.read(folder))
-    wanted = {
-        "op": "model", "model": task.name, "backend": "deepsparse", "purpose": "sweep", "threads": settings.threads,
-        "device": devices.cpu_device(), "batch": len(task.example()[0]),
-    }  # fmt: skip
-    for column, value in wanted.items():
-        table = table[table[column] == value]
-    known = set(table.loc[table["sample_count"] >= settings.repeats, "sparsity_target"])
-    return [sparsity for sparsity in sparsities if sparsity not in known]
+    inputs = task.example()
+    shapes = prunable_layers(task, task.model())
+    return network_rows(tables.read(folder), task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
+
+
+def missing_runs(
+    task: Task, folder: Path, settings: Settings, sparsities: Sequence[float], repeats: int
+) -> dict[float, int]:
+    """{sparsity: runs} that the table in `folder` lacks for `repeats` of each, of the task's model as it is now.
+
+    Raises BadData for a folder that is no table.
+    """
+    known: dict[float, int] = {}
+    if folder.exists() and any(folder.iterdir()):
+        table = of_task(task, folder, settings)
+        whole = table[(table["op"] == "model") & (table["purpose"] == "sweep")]
+        known = dict(zip(whole["sparsity_target"], whole["sample_count"], strict=True))
+    return {sparsity: repeats - known.get(sparsity, 0) for sparsity in sparsities if known.get(sparsity, 0) < repeats}
+
+
+def _turns(runs: Mapping[float, int], seed: int) -> list[float | None]:
+    """Sparsities in the order of their runs; each round begins with the model end to end (None) and has dense (0)."""
+    order = random.Random(seed)
+    turns: list[float | None] = []
+    for number in range(max(runs.values())):
+        one = [0.0, *(sparsity for sparsity, wanted in runs.items() if wanted > number)]
+        order.shuffle(one)
+        turns += [None, *one]
+    return turns
 
 
 def rows(
@@ -120,20 +150,18 @@ def rows(
     *,
     threads: int,
     batch: int,
+    calls: int,
 ) -> list[dict[str, Any]]:
     """Table rows of analyses by sparsity (0: dense): the whole model's and, of those in `shapes`, each layer's.
 
-    `values` says which layer computes which ONNX value. A layer has no row at a sparsity where an analysis lacks it.
+    `values` says which layer computes which ONNX value; each analysis took the mean of `calls` calls. A layer has no
+    row at a sparsity where an analysis lacks it.
     """
-    constant = {
-        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "backend_version": VERSION,
-        "pattern_seed": 0, "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32",
-        "kernel_requested": "auto", "context": "network", "cache_mode": "warm", "launch_mode": "call",
-        "threads": threads, "timer": "deepsparse", "pinning": "none", "inner_loops": deepsparse.ANALYSED_CALLS,
-        "status": "ok", "stop_reason": "budget",
+    constant = _constant(threads) | {
+        "purpose": "sweep", "timer": "deepsparse", "inner_loops": calls,
     }  # fmt: skip
     found: list[dict[str, Any]] = []
-    for sparsity, runs in analyses.items():
+    for sparsity, runs in sorted(analyses.items()):
         level = constant | {"pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity}
         totals = [sum(operation.seconds for operation in operations) for operations in runs]
         found.append(level | {"op": "model", "model": network, "batch": batch, "samples_seconds": totals})
@@ -159,6 +187,23 @@ def rows(
     return found
 
 
+def end_to_end_row(network: str, samples: Sequence[float], *, threads: int, batch: int) -> dict[str, Any]:
+    """The row of the dense model called as a whole, as DeepSparse runs it when it is not analysed."""
+    return _constant(threads) | {
+        "purpose": "baseline", "op": "model", "model": network, "batch": batch, "pattern": "dense",
+        "sparsity_target": 0.0, "timer": "perf_counter", "samples_seconds": list(samples),
+    }  # fmt: skip
+
+
+def _constant(threads: int) -> dict[str, Any]:
+    return {
+        "device": devices.cpu_device(), "backend": "deepsparse", "backend_version": VERSION, "pattern_seed": 0,
+        "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32", "kernel_requested": "auto",
+        "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": threads, "pinning": "none",
+        "status": "ok", "stop_reason": "budget",
+    }  # fmt: skip
+
+
 def by_layer(operations: Iterable[Operation], values: Mapping[str, str]) -> dict[str, Operation]:
     """The operation of each layer; those that DeepSparse ran as one with another layer, or in parts, are left out."""
     found: dict[str, list[Operation]] = {}
@@ -172,7 +217,14 @@ def by_layer(operations: Iterable[Operation], values: Mapping[str, str]) -> dict
     return {layer: them[0] for layer, them in found.items() if len(them) == 1 and layer not in shared}
 
 
-def _write(folder: Path, found: Sequence[Mapping[str, Any]], threads: int) -> None:
+def _write(folder: Path, found: Sequence[Mapping[str, Any]], threads: int, anew: bool) -> None:
+    """Add `found` to the table, and to their samples those that it has of the same points, unless done `anew`."""
+    earlier: dict[str, Any] = {}
+    if not anew and folder.exists() and any(folder.iterdir()):
+        earlier = tables.timed(tables.read(folder)).set_index("point_id")["samples_seconds"].to_dict()
+    found = [
+        {**row, "samples_seconds": [*earlier.get(tables.point_id(row), ()), *row["samples_seconds"]]} for row in found
+    ]
     environment = devices.environment(threads)
     run = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     tables.write_environment(folder, environment)

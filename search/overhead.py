@@ -1,8 +1,8 @@
-"""What a converted model takes beyond its searched layers, found by timing it whole at a few profiles.
+"""What a pruned model takes beyond its searched layers, found by timing it whole at a few profiles.
 
 The first layer, norms, activations that could not be folded, calls between layers: none of them is in the table of
 layers, all of them are in the user's time. And layers on their own are not layers in a network: caches and threads
-are shared. So the converted model is timed at profiles of very unlike speed, all dense to very sparse, and
+are shared. So the pruned model is timed at profiles of very unlike speed, all dense to very sparse, and
 
     seconds of the model = fixed + scale * sum of the layers' predicted seconds
 
@@ -31,7 +31,7 @@ from search.task import Task
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Whole-model seconds: the dense engines', and fixed + scale * layers for the converted model.
+    """Whole-model seconds: the dense engines', and fixed + scale * layers for the pruned model.
 
     `left_out` names dense engines that could not run, with the reason.
     """
@@ -57,22 +57,27 @@ def measure_whole_model(
     layers: Sequence[Layer],
     *,
     threads: int,
+    backend: str,
     coverage: float,
     progress: Progress = lambda what, done, total: None,
 ) -> WholeModel:
-    """Time the dense engines and the converted model at a few profiles, and fit `fixed` and `scale`."""
-    profiles = {f"converted, {label}": choice for label, choice in probe_profiles(layers).items()}
-    engines = dense_engines(task, threads)
+    """Time the dense engines and the pruned model on `backend` at a few profiles, and fit `fixed` and `scale`."""
+    profiles = {f"pruned, {label}": choice for label, choice in probe_profiles(layers).items()}
+    engines = dense_engines(task, threads, backend)
     for name, choice in profiles.items():
-        arguments = (task.reference, threads, by_name(layers, choice))
-        engines[name] = Engine("converted", "search.engines:random_converted", arguments)
+        arguments = (task.reference, threads, backend, by_name(layers, choice))
+        engines[name] = Engine("pruned", "search.engines:random_pruned", arguments)
     timings = time_engines(engines, threads=threads, required=["torch", *profiles], progress=progress)
     return whole_model(layers, profiles, timings, coverage)
 
 
-def dense_engines(task: Task, threads: int) -> dict[str, Engine]:
-    """The dense engines that a pruned model is compared with."""
-    return {name: Engine(name, function, (task.reference, threads)) for name, function in DENSE_ENGINES.items()}
+def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
+    """The dense engines that a pruned model on `backend` is compared with; DeepSparse is one where it runs there."""
+    return {
+        name: Engine(name, function, (task.reference, threads))
+        for name, function in DENSE_ENGINES.items()
+        if name != "deepsparse" or backend == "deepsparse"
+    }
 
 
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
@@ -101,7 +106,7 @@ def seconds_of(layers: Sequence[Layer], choice: Choice) -> float:
 def whole_model(
     layers: Sequence[Layer], profiles: Mapping[str, Choice], timings: Timings, coverage: float
 ) -> WholeModel:
-    """Fit the timings of the converted model at `profiles` (names in `timings`)."""
+    """Fit the timings of the pruned model at `profiles` (names in `timings`)."""
     measured = [timings.seconds(name, coverage) for name in profiles]
     alone = [seconds_of(layers, choice) for choice in profiles.values()]
     fixed, scale = fit_line(alone, [interval.value for interval in measured])

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import pandas as pd
 
-from latbench import tables
+from latbench import devices, tables
 from latbench.errors import BadData
 from latbench.plan import describe, shape_columns
 from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
@@ -293,6 +293,53 @@ def predicted_layers(
                 model, _of_shape(rows, shape), name, shape, threads, backend, patterns, coverage
             )
     return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
+
+
+def network_rows(
+    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
+) -> pd.DataFrame:
+    """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
+    rows = tables.timed(table)
+    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
+    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
+    whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
+    layers = [_of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
+    return pd.concat([whole, *layers])
+
+
+def measured_layers(
+    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
+) -> tuple[Layer, ...]:
+    """Each layer with every sparsity that the table holds for it inside the network, dense first; errors are NaN yet.
+
+    Its seconds are measured, not predicted: a layer's place counts. Intervals hold one more run with probability
+    `coverage`, from how far each run of any layer was from the median of its others; without width where nothing was
+    run twice. Raises BadData where a layer has no dense time.
+    """
+    rows = network_rows(table, network, shapes, threads=threads, batch=batch)
+    again = [
+        samples[i] / np.median(np.delete(samples, i))
+        for samples in rows.loc[(rows["op"] != "model") & (rows["sample_count"] > 1), "samples_seconds"]
+        for i in range(len(samples))
+    ]
+    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
+    low, high = min(low, 1.0), max(high, 1.0)
+    found = []
+    for name in shapes:
+        own = rows[rows["model"] == f"{network}:{name}"]
+        if DENSE not in set(own["pattern"]):
+            raise BadData(
+                f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
+                f"threads and batch {batch}: `latbench layers` measures it; a layer that DeepSparse never runs by "
+                "itself must be one that the task excludes"
+            )
+        seconds = own["median_seconds"].to_numpy(float)
+        options = tuple(
+            Option(str(pattern), float(sparsity))
+            for pattern, sparsity in zip(own["pattern"], own["sparsity_target"], strict=True)
+        )
+        found.append(Layer(name, options, seconds, seconds * low, seconds * high, np.full(len(options), np.nan)))
+    return tuple(found)
 
 
 def _of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:

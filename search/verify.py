@@ -39,8 +39,6 @@ COLUMNS = {
     "deepsparse": ("deepsparse", "auto"),
 }
 
-BACKENDS = ("numba", "deepsparse")
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -96,28 +94,26 @@ def verify(
     folder: Path,
     output: Path,
     *,
-    backend: str = "numba",
+    backend: str | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> Verdict:
     """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
 
-    On deepsparse the dense model is timed there too, and the pruned one is left in `output` as pruned.onnx.
-    Raises BadData for a folder that is no pruned model of this task, UsageError when the task fails, and
-    EnvironmentUnusable where `backend` cannot be had.
+    It runs on `backend`, by default the one that it was searched for. On deepsparse the dense model is timed there
+    too, and the pruned one is left in `output` as pruned.onnx. Raises BadData for a folder that is no pruned model of
+    this task, UsageError when the task fails, and EnvironmentUnusable where `backend` cannot be had.
     """
     inputs = manifest_hash(folder)
     profile = load_profile(folder / "profile.json")
     if profile.task != task.name:
         raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
-    engines = dense_engines(task, profile.threads)
-    arguments = (task.reference, profile.threads, str(folder.resolve()))
+    backend = backend or profile.backend
     if backend == "deepsparse":
         deepsparse_environment.find()
-        exported = str((output / "pruned.onnx").resolve())
-        engines["deepsparse"] = Engine("deepsparse", "search.engines:dense_deepsparse", arguments[:2])
-        engines[PRUNED] = Engine(PRUNED, "search.engines:pruned_deepsparse", (*arguments, exported))
-    else:
-        engines[PRUNED] = Engine("converted", "search.engines:pruned_converted", arguments)
+    engines = dense_engines(task, profile.threads, backend)
+    arguments = (task.reference, profile.threads, backend, str(folder.resolve()))
+    exported = str((output / "pruned.onnx").resolve())
+    engines[PRUNED] = Engine(PRUNED, "search.engines:folder_pruned", (*arguments, exported))
     progress(f"waiting for {devices.cpu_device()}", None, None)
     before, started = devices.cpu_times(), datetime.now(UTC)
     with device_lock(devices.cpu_device()):
@@ -129,7 +125,7 @@ def verify(
     progress("scoring", None, None)
     with Worker(threads=profile.threads, name="score") as worker:
         try:
-            score_dense, score_pruned = worker.call("search.engines:scores", *arguments, backend, timeout=3600.0)
+            score_dense, score_pruned = worker.call("search.engines:scores", *arguments, timeout=3600.0)
         except TaskFailed as error:
             raise BadData(f"the pruned model in {folder} cannot be scored: {error}") from error
     verdict = conclude(task, profile, backend, timings, (score_dense, score_pruned), inputs)

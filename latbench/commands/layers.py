@@ -10,6 +10,10 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import pandas as pd
+
+    from latbench.interchange import SpdyTimings
+
 
 def layers(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
@@ -18,7 +22,9 @@ def layers(
         list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9; or spdy, the 41 levels of that paper.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine; by default all cores.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each sparsity is run, in turns.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How often each sparsity is run, in turns; runs in the table count.")
+    ] = 3,
     spdy: Annotated[Path | None, typer.Option(help="Also write the times as a SPDY timing file.")] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time again what is in the table.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the order in which sparsities take turns.")] = 0,
@@ -28,7 +34,7 @@ def layers(
 
     environment = deepsparse_environment.find()  # before anything that takes a while to load
 
-    from latbench import devices, interchange, plan, tables
+    from latbench import devices, interchange, plan
     from latbench.commands.live import live
     from search import layer_times
     from search import task as tasks
@@ -37,17 +43,35 @@ def layers(
     wanted: Sequence[float] = plan.SPARSITIES
     if sparsities:
         wanted = layer_times.SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
-    settings = layer_times.Settings(threads or devices.cores(), repeats, seed)
-    missing = wanted if remeasure else layer_times.missing_levels(loaded, output, settings, wanted)
+    settings = layer_times.Settings(threads or devices.cores(), seed)
+    runs = dict.fromkeys(wanted, repeats)
+    if not remeasure:
+        runs = layer_times.missing_runs(loaded, output, settings, wanted, repeats)
     typer.echo(deepsparse_environment.LICENCE)
-    if missing:
+    if runs:
         with live() as tell:
-            untimed = layer_times.measure(loaded, output, environment, settings, missing, progress=tell)
+            untimed = layer_times.measure(loaded, output, environment, settings, runs, anew=remeasure, progress=tell)
         if untimed:
             typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
+    frame = layer_times.of_task(loaded, output, settings)
+    timings = interchange.spdy_timings(frame, loaded.name)
     if spdy is not None:
-        frame = tables.timed(tables.read(output))
-        interchange.write_spdy(interchange.spdy_timings(frame, loaded.name), spdy)
+        interchange.write_spdy(timings, spdy)
         typer.echo(f"{spdy} is written")
-    known = f"; {len(wanted) - len(missing)} were there already" if len(missing) < len(wanted) else ""
+    typer.echo(_dense_times(frame, timings))
+    known = f"; {len(wanted) - len(runs)} were there already" if len(runs) < len(wanted) else ""
     typer.echo(f"{output}: layers of {loaded.name}, dense and {len(wanted)} times sparse{known}")
+
+
+def _dense_times(frame: pd.DataFrame, timings: SpdyTimings) -> str:
+    """How far the layers add up to the network."""
+    from latbench.report.units import seconds
+
+    sentence = (
+        f"dense, {len(timings.layers)} layers take {seconds(timings.prunable)} of the {seconds(timings.base)} that "
+        "DeepSparse's analysis adds up to"
+    )
+    whole = frame[frame["purpose"] == "baseline"]
+    if whole.empty:
+        return sentence
+    return f"{sentence}; called as a whole, the model takes {seconds(whole['median_seconds'].iloc[-1])}"

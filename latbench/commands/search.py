@@ -14,10 +14,15 @@ if TYPE_CHECKING:
 def search(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
     target: Annotated[float, typer.Option(min=1.0, help="The speedup to promise over the fastest dense engine.")],
-    table: Annotated[Path, typer.Option(help="The table that latbench sweep measured on this machine.")],
-    model: Annotated[Path, typer.Option(help="The cost model that latbench fit wrote.")],
+    table: Annotated[
+        Path, typer.Option(help="What latbench sweep, or for deepsparse latbench layers, measured on this machine.")
+    ],
     database: Annotated[Path, typer.Option(help="Folder for pruned layers; what is there is used again.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
+    model: Annotated[Path | None, typer.Option(help="The cost model that latbench fit wrote; for numba.")] = None,
+    backend: Annotated[
+        str, typer.Option(help="What shall run the pruned model: numba, latbench's own kernels, or deepsparse.")
+    ] = "numba",
     patterns: Annotated[
         list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
     ] = None,
@@ -42,15 +47,15 @@ def search(
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
     from latbench import devices
     from latbench.commands.live import live
-    from latbench.errors import UsageError
     from latbench.plan import parse_patterns
     from search import job
     from search import task as tasks
 
-    if strategy not in job.STRATEGIES:
-        raise UsageError(f"unknown strategy {strategy!r}: known are {', '.join(job.STRATEGIES)}")
+    _check(strategy, backend, model, patterns)
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
-    settings = job.Settings(target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy)
+    settings = job.Settings(
+        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend
+    )
     with live() as tell:
         tell("reading the task", None, None)
         inputs = job.read_inputs(tasks.load(task), table, model, database)
@@ -61,6 +66,28 @@ def search(
             found.save(output)
             last_line = f"{output} is written"
     _show(found, last_line)
+
+
+def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] | None) -> None:
+    """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
+    from latbench.backends import deepsparse_environment
+    from latbench.errors import UsageError
+    from search.engines import BACKENDS
+    from search.job import STRATEGIES
+
+    for kind, name, known in (("strategy", strategy, STRATEGIES), ("backend", backend, BACKENDS)):
+        if name not in known:
+            raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
+    if backend == "numba" and model is None:
+        raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
+    if backend == "deepsparse":
+        if model is not None or patterns:
+            raise UsageError(
+                "--model and --patterns do not go with deepsparse: its weights are unstructured, and the table of "
+                "`latbench layers` holds each layer's own times"
+            )
+        deepsparse_environment.find()
+        typer.echo(deepsparse_environment.LICENCE)
 
 
 def _finished(path: Path, digest: str) -> Profile | None:

@@ -16,22 +16,26 @@ def verify(
     pruned: Annotated[Path, typer.Argument(help="The folder that latbench prune wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the rows measured.")],
     backend: Annotated[
-        str, typer.Option(help="What runs the pruned model: numba, latbench's own kernels, or deepsparse.")
-    ] = "numba",
+        str | None, typer.Option(help="What runs the pruned model: numba or deepsparse; default as it was searched.")
+    ] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
     from latbench.commands.live import live
     from latbench.errors import PromiseMissed, UsageError
+    from search import profile
     from search import task as tasks
     from search import verify as verification
+    from search.engines import BACKENDS
 
-    if backend not in verification.BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(verification.BACKENDS)}")
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
 
+    inputs = verification.manifest_hash(pruned)
+    backend = backend or profile.load(pruned / "profile.json").backend
     known = None if remeasure else verification.load(output / "verify.json")
     # A promise that was missed is measured again: the machine may have been busy.
-    wanted = (verification.manifest_hash(pruned), backend)
+    wanted = (inputs, backend)
     fresh = known is None or not known.met or (known.inputs, known.backend) != wanted
     if known is None or fresh:
         with live() as tell:

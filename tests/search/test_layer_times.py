@@ -1,7 +1,9 @@
 """Layer times taken inside the network: what DeepSparse says, as rows, as SPDY's file, and back."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,11 @@ from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
+from latbench.measure import Burst
 from latbench.validation import findings
 from search import layer_times
 from search import task as tasks
-from search.layer_times import SPDY_LEVELS, Settings, by_layer, measure, missing_levels, rows
+from search.layer_times import SPDY_LEVELS, Settings, by_layer, measure, missing_runs, of_task, rows
 from search.task import Task
 from sparse_kernels.shapes import LinearShape
 
@@ -79,7 +82,7 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
         operation("/b/Gemm_output_0", "/a/Gemm_output_0", seconds=5e-4),
     ]
     analyses = {0.0: [dense, dense], 0.7: [sparse, sparse[:1]]}
-    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3)
+    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
     tables.write_part(tmp_path / "table", made)
     table = tables.read(tmp_path / "table")
     assert set(table["context"]) == {"network"} and set(table["backend"]) == {"deepsparse"}
@@ -94,7 +97,7 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
     assert table["point_id"].nunique() == len(table)
 
     analyses[0.7] = [sparse[:1], sparse[:1]]
-    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3)
+    made = rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
     (pruned,) = [row for row in made if (row.get("model"), row["sparsity_target"]) == ("net:a", 0.7)]
     assert (pruned["pattern"], pruned["kernel_used"], pruned["sparsity_actual"]) == (
         "unstructured",
@@ -105,26 +108,38 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
 
 
 class Fake:
-    """Stands for DeepSparse: every layer takes a millisecond, less what is pruned; the n-th run is n% slower."""
+    """Stands for DeepSparse: every layer takes a millisecond, less what is pruned; the n-th analysis is n% slower.
+
+    Called as a whole, the model takes 2 ms.
+    """
 
     def __init__(self) -> None:
         self.asked: list[float | None] = []
         self.fuses_at: float | None = None
         self.interrupted_at: int | None = None
 
-    def analyse(
-        self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment,
-        sparsity: float | None,
-    ) -> list[Operation]:  # fmt: skip
-        assert path.is_file() and inputs[0].shape == (3, 24) and threads == 2 and environment is NOWHERE
-        self.asked.append(sparsity)
+    def ask(self, what: float | None) -> None:
+        self.asked.append(what)
         if len(self.asked) == self.interrupted_at:
             raise KeyboardInterrupt
+
+    def analyse(
+        self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment,
+        sparsity: float | None, calls: int,
+    ) -> list[Operation]:  # fmt: skip
+        assert path.is_file() and inputs[0].shape == (3, 24) and threads == 2 and environment is NOWHERE
+        assert calls == 250  # half a second of 2 ms
+        self.ask(sparsity)
         seconds = 1e-3 * (1 - (sparsity or 0.0)) * (1 + len(self.asked) / 100)
         made = [operation(value, seconds=seconds, sparsity=sparsity or 0.0) for value in self.values]
         if self.fuses_at == sparsity and sparsity is not None:
             return [operation(*self.values, seconds=seconds)]
         return made
+
+    def load(self, path: Path, inputs: Sequence[np.ndarray], *, threads: int, environment: Environment) -> Any:
+        assert path.is_file() and inputs[0].shape == (3, 24) and threads == 2 and environment is NOWHERE
+        self.ask(-1.0)
+        return nullcontext(SimpleNamespace(burst=lambda seconds: Burst([2e-3] * 5)))
 
     values = ("/fc1/Gemm_output_0", "/fc2/Gemm_output_0", "7")
 
@@ -134,66 +149,97 @@ def fake(monkeypatch: pytest.MonkeyPatch, little: Task) -> Fake:
     found = Fake()
     values = {"/fc1/Gemm_output_0": "fc1", "/fc2/Gemm_output_0": "fc2", "7": "fc3"}
     monkeypatch.setattr(deepsparse, "analyse", found.analyse)
+    monkeypatch.setattr(deepsparse, "load", found.load)
     monkeypatch.setattr(layer_times, "layer_values", lambda *_: values)
     return found
+
+
+TURNS = Settings(threads=2)
 
 
 def test_sparsities_take_turns(little: Task, fake: Fake, tmp_path: Path) -> None:
     told: list[tuple[str, int | None, int | None]] = []
     untimed = measure(
-        little,
-        tmp_path / "table",
-        NOWHERE,
-        Settings(2, repeats=3),
-        [0.5, 0.9],
-        progress=lambda *now: told.append(now),
-    )
+        little, tmp_path / "table", NOWHERE, TURNS, {0.5: 3, 0.9: 2}, progress=lambda *now: told.append(now)
+    )  # fmt: skip
     assert untimed == []
-    rounds = [tuple(fake.asked[i : i + 3]) for i in (0, 3, 6)]
-    assert all(set(each) == {None, 0.5, 0.9} for each in rounds) and len(set(rounds)) > 1
-    assert told[-1] == ("running the model at imposed sparsities", 8, 9)
+    rounds = [fake.asked[i:j] for i, j in ((0, 4), (4, 8), (8, 11))]
+    assert [set(each) for each in rounds] == [{-1.0, None, 0.5, 0.9}, {-1.0, None, 0.5, 0.9}, {-1.0, None, 0.5}]
+    assert rounds[0][0] == rounds[1][0] == rounds[2][0] == -1.0 and rounds[0] != rounds[1]
+    assert told[-1] == ("running the model at imposed sparsities", 10, 11)
     table = tables.read(tmp_path / "table")
-    assert set(table["sample_count"]) == {3} and table["point_id"].is_unique
-    assert not list(findings(tmp_path / "table"))
+    assert table["point_id"].is_unique and not list(findings(tmp_path / "table"))
+    swept = table[table["purpose"] == "sweep"]
+    assert set(swept["inner_loops"]) == {250}
+    assert swept.groupby("sparsity_target")["sample_count"].unique().to_dict() == {0.0: [3], 0.5: [3], 0.9: [2]}
     # The first layer is excluded by the task: its time is in the whole, and in no row of its own.
     assert set(table["model"]) == {"little", "little:fc2", "little:fc3"}
-    dense = table[(table["model"] == "little:fc2") & (table["pattern"] == "dense")].iloc[0]
+    dense = swept[(swept["model"] == "little:fc2") & (swept["pattern"] == "dense")].iloc[0]
     runs = [1e-3 * (1 + (i + 1) / 100) for i, sparsity in enumerate(fake.asked) if sparsity is None]
     assert dense["samples_seconds"].tolist() == pytest.approx(runs)
+    (whole,) = table[table["purpose"] == "baseline"].to_dict("records")
+    assert (whole["op"], whole["model"], whole["pattern"], whole["batch"]) == ("model", "little", "dense", 3)
+    assert (whole["median_seconds"], whole["sample_count"]) == (2e-3, 15)
 
 
-def test_whole_rounds_are_kept_when_it_is_interrupted(little: Task, fake: Fake, tmp_path: Path) -> None:
-    fake.interrupted_at = 3
+def test_what_was_run_is_kept_when_it_is_interrupted_and_the_rest_is_run_later(
+    little: Task, fake: Fake, tmp_path: Path
+) -> None:
+    folder, wanted = tmp_path / "table", [0.5, 0.9]
+    assert missing_runs(little, folder, TURNS, wanted, 2) == {0.5: 2, 0.9: 2}
+    fake.interrupted_at = 6
     with pytest.raises(KeyboardInterrupt):
-        measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=3), [0.5])
-    assert set(tables.read(tmp_path / "table")["sample_count"]) == {1}
+        measure(little, folder, NOWHERE, TURNS, {0.5: 2, 0.9: 2})
+    missing = missing_runs(little, folder, TURNS, wanted, 2)
+    done = [fake.asked[:5].count(sparsity) for sparsity in wanted]
+    assert missing == {sparsity: 2 - count for sparsity, count in zip(wanted, done, strict=True) if count < 2}
+    fake.interrupted_at = None
+    measure(little, folder, NOWHERE, TURNS, missing)
+    assert missing_runs(little, folder, TURNS, wanted, 2) == {}
+    rows = of_task(little, folder, TURNS).set_index(["model", "purpose", "sparsity_target"])
+    for sparsity in wanted:
+        runs = [i for i, asked in enumerate(fake.asked) if asked == sparsity and i != 5]
+        seconds = [1e-3 * (1 - sparsity) * (1 + (i + 1) / 100) for i in runs]
+        # Those of the run that was cut short come first.
+        assert rows.loc[("little:fc2", "sweep", sparsity), "samples_seconds"].tolist() == pytest.approx(seconds)
+    assert rows.loc[("little", "sweep", 0.0), "sample_count"] == [*fake.asked[:5], *fake.asked[6:]].count(None)
+
     fake.interrupted_at = len(fake.asked) + 1
     with pytest.raises(KeyboardInterrupt):
-        measure(little, tmp_path / "other", NOWHERE, Settings(2, repeats=3), [0.5])
+        measure(little, tmp_path / "other", NOWHERE, TURNS, {0.5: 1})
     assert not (tmp_path / "other").exists()
 
 
-def test_what_is_in_the_table_is_not_measured_again(little: Task, fake: Fake, tmp_path: Path) -> None:
-    folder, settings = tmp_path / "table", Settings(2, repeats=2)
-    assert missing_levels(little, folder, settings, [0.5, 0.9]) == [0.5, 0.9]
-    measure(little, folder, NOWHERE, settings, [0.5])
-    assert missing_levels(little, folder, settings, [0.5, 0.9]) == [0.9]
-    assert missing_levels(little, folder, Settings(1, repeats=2), [0.5]) == [0.5]
-    assert missing_levels(little, folder, Settings(2, repeats=3), [0.5]) == [0.5]
+def test_runs_of_other_threads_batches_or_shapes_do_not_count(little: Task, fake: Fake, tmp_path: Path) -> None:
+    folder = tmp_path / "table"
+    measure(little, folder, NOWHERE, TURNS, {0.5: 2})
+    assert missing_runs(little, folder, TURNS, [0.5, 0.9], 2) == {0.9: 2}
+    assert missing_runs(little, folder, TURNS, [0.5], 3) == {0.5: 1}
+    assert missing_runs(little, folder, Settings(threads=1), [0.5], 2) == {0.5: 2}
+    (tmp_path / "little.py").write_text(TASK.replace("3 * 24).view(3", "5 * 24).view(5"))
+    other = tasks.load(str(tmp_path / "little.py"))
+    assert missing_runs(other, folder, TURNS, [0.5], 2) == {0.5: 2}
+    assert of_task(other, folder, TURNS).empty
+
+
+def test_timing_anew_forgets_what_was_timed_before(little: Task, fake: Fake, tmp_path: Path) -> None:
+    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 2})
+    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 1}, anew=True)
+    assert set(of_task(little, tmp_path / "table", TURNS)["sample_count"]) == {1, 5}
 
 
 def test_layers_that_never_run_alone_are_told(little: Task, fake: Fake, tmp_path: Path) -> None:
     fake.fuses_at = 0.9
     with pytest.raises(EnvironmentUnusable, match="DeepSparse runs no layer of task little by itself"):
-        measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=1), [0.9])
+        measure(little, tmp_path / "table", NOWHERE, TURNS, {0.9: 1})
     fake.fuses_at = None
     fake.values = ("/fc1/Gemm_output_0", "/fc2/Gemm_output_0")
-    assert measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=1), [0.9]) == ["fc3"]
+    assert measure(little, tmp_path / "table", NOWHERE, TURNS, {0.9: 1}) == ["fc3"]
 
 
 def test_the_times_make_a_spdy_file_that_can_be_imported(little: Task, fake: Fake, tmp_path: Path) -> None:
-    measure(little, tmp_path / "table", NOWHERE, Settings(2, repeats=3), [0.5, 0.9])
-    table = tables.timed(tables.read(tmp_path / "table"))
+    measure(little, tmp_path / "table", NOWHERE, TURNS, {0.5: 3, 0.9: 3})
+    table = of_task(little, tmp_path / "table", TURNS)
     interchange.write_spdy(interchange.spdy_timings(table, "little"), tmp_path / "little.txt")
     timings = interchange.read_spdy(tmp_path / "little.txt")
     assert list(timings.layers) == ["fc2", "fc3"]

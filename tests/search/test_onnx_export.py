@@ -11,7 +11,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 from torch import nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from latbench.errors import LatbenchError
 from search.engines import check_outputs, tensors
@@ -158,11 +158,24 @@ class NoOnnx(nn.Module):
         return torch.fft.fft(x).real
 
 
-def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(tmp_path: Path) -> None:
+def test_attention_is_written_out(tmp_path: Path) -> None:
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return scaled_dot_product_attention(x, x, x)
+
+    export(Attention(), (X,), tmp_path / "model.onnx")
+    expected = scaled_dot_product_attention(X, X, X).numpy()
+    np.testing.assert_allclose(run(tmp_path / "model.onnx", X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_exported_is_said_in_a_line_and_nothing_is_left(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = "^the model cannot be exported to ONNX: UnsupportedOperatorError: .*fft_fft.* is not supported$"
     with pytest.raises(LatbenchError, match=said):
         export(NoOnnx(), (X,), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from latbench import tables
+from latbench import devices, tables
 from latbench.errors import BadData
 from latbench.plan import Point, shape_columns
 from search.problem import (
@@ -18,6 +19,7 @@ from search.problem import (
     Option,
     Problem,
     at_least_as_free,
+    measured_layers,
     predicted_layers,
     uniform_choice,
 )
@@ -205,3 +207,49 @@ def test_a_layer_that_was_not_swept_is_named() -> None:
 
 def test_convolutions_are_told_apart_by_every_column() -> None:
     assert shape_columns(CONV) != shape_columns(CONV2)
+
+
+def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
+    row = {
+        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
+        "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
+        "threads": 2, "status": "ok", "samples_seconds": list(samples),
+    }  # fmt: skip
+    return row | shape_columns(shape) | changes
+
+
+def written(folder: Path, *rows: dict[str, Any]) -> pd.DataFrame:
+    tables.write_part(folder, rows)
+    return tables.read(folder)
+
+
+def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path: Path) -> None:
+    t = written(
+        tmp_path,
+        in_network("a", LINEAR, 0.9, 1.0), in_network("a", LINEAR, 0.0, 4.0), in_network("a", LINEAR, 0.5, 5.0),
+        in_network("b", LINEAR, 0.0, 3.0),  # the same shape elsewhere takes another time
+        in_network("a", LINEAR, 0.75, 2.0, threads=1), in_network("a", LINEAR, 0.6, 2.0, device="another"),
+        in_network("a", LINEAR, 0.8, 2.0, purpose="verify"), in_network("a", LINEAR, 0.95, 2.0, backend="numba"),
+        in_network("a", LINEAR, 0.85, 2.0, n=8), in_network("a", LINEAR, 0.7, 2.0, context="isolated"),
+    )  # fmt: skip
+    a, b = measured_layers(t, "net", {"a": LINEAR, "b": LINEAR}, threads=2, batch=7)
+    assert a.options == (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("unstructured", 0.9))
+    assert a.seconds.tolist() == a.low.tolist() == a.high.tolist() == [4.0, 5.0, 1.0]  # each was run once
+    assert (b.options, b.seconds.tolist()) == ((Option(DENSE, 0.0),), [3.0])
+    with pytest.raises(
+        BadData,
+        match="no dense time of layer c inside net on deepsparse with 2 threads and batch 7: `latbench layers`",
+    ):
+        measured_layers(t, "net", {"a": LINEAR, "c": LINEAR}, threads=2, batch=7)
+    with pytest.raises(BadData, match="no dense time of layer a inside other"):
+        measured_layers(t, "other", {"a": LINEAR}, threads=2, batch=7)
+
+
+def test_intervals_inside_a_network_hold_one_more_run(tmp_path: Path, rng: np.random.Generator) -> None:
+    runs = np.exp(0.05 * rng.standard_normal((400, 4)))
+    shapes = {f"fc{i}": LINEAR for i in range(len(runs))}
+    rows = [in_network(name, LINEAR, 0.0, *run[:3]) for name, run in zip(shapes, runs, strict=True)]
+    layers = measured_layers(written(tmp_path, *rows), "net", shapes, threads=2, batch=7, coverage=0.8)
+    held = [layer.low[0] <= run[3] <= layer.high[0] for layer, run in zip(layers, runs, strict=True)]
+    # Medians of two others scatter more than of all three, which holds 1% more; then three standard deviations.
+    assert abs(np.mean(held) - 0.81) <= 3 * (0.81 * 0.19 / len(runs)) ** 0.5

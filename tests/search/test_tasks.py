@@ -1,4 +1,4 @@
-"""The bundled task digits, and the example tasks ResNet20 and MiniLM that stand for a user's own."""
+"""The bundled task digits, the example tasks ResNet20 and MiniLM, and the networks of SPDY's experiments."""
 
 import importlib.util
 from dataclasses import replace
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from latbench import workloads
+from search.job import prunable_layers
 from search.task import load
 from search.tasks import digits
 
@@ -130,3 +132,38 @@ def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
             module.tokenize(["A dog runs on grass.", "A puppy is playing in a field.", "Two men cook soup."])
         )
     assert a @ b > a @ c + 0.2
+
+
+@pytest.mark.parametrize(
+    ("file", "workload"),
+    [
+        ("resnet50.py", "resnet50"), ("resnet50.py:batch16", "resnet50-batch16"), ("mobilenetv1.py", "mobilenetv1"),
+        ("bert_base.py", "bert-base"), ("yolov5s.py", "yolov5s"),
+    ],
+)  # fmt: skip
+def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: str) -> None:
+    task = load(str(EXAMPLES / file))
+    expected = {
+        layer.name.replace("layer.0.", f"layer.{place}.") if layer.count > 1 else layer.name: layer.shape
+        for layer in workloads.load(workload).layers
+        for place in range(layer.count)
+    }
+    assert prunable_layers(task, task.model()) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet50", "mobilenetv1", "yolov5s", pytest.param("bert_base", marks=pytest.mark.slow)]
+)
+def test_random_weights_are_judged_by_their_distance_to_the_dense_outputs(name: str) -> None:
+    task = load(str(EXAMPLES / f"{name}.py"))
+    model = task.model()
+    (x, outputs), (_, others), *_ = task.calibration()
+    # Dense is no distance away; signals reach the outputs, and tell one input from another.
+    assert task.loss(model, (x, outputs)).item() < 1e-10
+    assert task.score(model) == pytest.approx(1.0, abs=1e-6)
+    assert (outputs - others).std() > 0.1 * outputs.std() > 1e-3
+    *_, last = prunable_layers(task, model)
+    with torch.no_grad():
+        model.get_submodule(last).weight.zero_()
+        assert task.loss(model, (x, outputs)).item() > 1e-3
+    assert task.score(model) < 0.999

@@ -64,12 +64,12 @@ def little(tmp_path: Path) -> Task:
     return tasks.load(str(tmp_path / "little.py"))
 
 
-def pruned_folder(folder: Path, task: Task, target: float) -> Path:
+def pruned_folder(folder: Path, task: Task, target: float, backend: str = "numba") -> Path:
     model = task.model()
     matrix = weight_matrix(model.get_submodule("0"))
     mask = torch.from_numpy(parse("vector:8").mask(matrix.square().numpy(), 0.5))
     set_weight_matrix(model.get_submodule("0"), torch.where(mask, matrix, 0.0))
-    save_pruned(folder, model, {"0": mask}, profile(target), {"task": "little"})
+    save_pruned(folder, model, {"0": mask}, replace(profile(target), backend=backend), {"task": "little"})
     return folder
 
 
@@ -99,10 +99,13 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
 def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     folder = pruned_folder(tmp_path / "pruned", little, target=2.0)
-    with pytest.raises(
-        EnvironmentUnusable, match=r"latbench setup deepsparse|DeepSparse needs|DeepSparse 1\.8\.0 runs"
-    ):
+    refusal = r"latbench setup deepsparse|DeepSparse needs|DeepSparse 1\.8\.0 runs"
+    with pytest.raises(EnvironmentUnusable, match=refusal):
         verify(little, folder, tmp_path / "verify", backend="deepsparse")
+    # A model that was searched for DeepSparse is verified there, without being told.
+    folder = pruned_folder(tmp_path / "other", little, target=2.0, backend="deepsparse")
+    with pytest.raises(EnvironmentUnusable, match=refusal):
+        verify(little, folder, tmp_path / "verify")
     assert not (tmp_path / "verify").exists()
 
 

@@ -1,5 +1,6 @@
 """The real DeepSparse, where `latbench setup deepsparse` was run: its process, its analysis, a model verified."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -7,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from latbench import tables
+from latbench import interchange, tables
 from latbench.backends import deepsparse
 from latbench.backends import deepsparse_environment as environment
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
+from search import job, layer_times
+from search import profile as profiles
 from search import task as tasks
 from search.layer_times import Settings, measure
 from search.onnx_export import export, layer_values
@@ -21,6 +24,7 @@ from search.verify import PRUNED, verify
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TASK = """
@@ -108,12 +112,51 @@ def test_the_analysis_tells_each_layers_time_and_sparsity(
 
 
 def test_layer_times_become_a_table(installed: Environment, little: tasks.Task, tmp_path: Path) -> None:
-    assert measure(little, tmp_path / "table", installed, Settings(2, repeats=2), [0.8]) == []
+    assert measure(little, tmp_path / "table", installed, Settings(2), {0.8: 2}) == []
     table = tables.timed(tables.read(tmp_path / "table"))
-    assert set(zip(table["model"], table["sparsity_target"], strict=True)) == {
+    swept = table[table["purpose"] == "sweep"]
+    assert set(zip(swept["model"], swept["sparsity_target"], strict=True)) == {
         (name, sparsity) for name in ("little", "little:fc1", "little:fc2") for sparsity in (0.0, 0.8)
     }
-    assert set(table["sample_count"]) == {2}
+    assert set(swept["sample_count"]) == {2}
+    assert table["purpose"].value_counts().to_dict() == {"sweep": 6, "baseline": 1}
+
+
+# Every linear layer and convolution, wherever it is and whatever DeepSparse makes of the network around it.
+@pytest.mark.parametrize("name", ["resnet50", "mobilenetv1", "bert_base", "yolov5s"])
+def test_every_layer_of_the_networks_of_spdy_has_a_time(installed: Environment, name: str, tmp_path: Path) -> None:
+    task = tasks.load(str(ROOT / f"tests/tasks/{name}.py"))
+    assert measure(task, tmp_path / "table", installed, Settings(2), {0.75: 1}) == []
+    timings = interchange.spdy_timings(layer_times.of_task(task, tmp_path / "table", Settings(2)), task.name)
+    assert list(timings.layers) == list(job.prunable_layers(task, task.model()))
+    assert 0 < timings.prunable < timings.base
+
+
+def test_a_search_on_deepsparse_gives_a_profile_that_is_kept_and_verified_there(
+    installed: Environment, tmp_path: Path
+) -> None:
+    def latbench(*arguments: object) -> str:
+        command = [str(ROOT / ".venv/bin/latbench"), *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    (tmp_path / "wide.py").write_text(TASK.replace("256", "1024").replace("512", "1024").replace("little", "wide"))
+    wide, table, database = tmp_path / "wide.py", tmp_path / "table", tmp_path / "database"
+    profile, pruned = tmp_path / "profile.json", tmp_path / "pruned"
+    latbench("layers", wide, "-o", table, "--sparsities", "0.8,0.95")
+    said = latbench(
+        "search", wide, "--backend", "deepsparse", "--table", table, "--database", database, "--target", "1.2",
+        "-o", profile,
+    )  # fmt: skip
+    assert "for evaluation in development and testing environments only" in said
+    found = profiles.load(profile)
+    assert found.backend == "deepsparse"
+    assert {choice.pattern for choice in found.layers.values()} <= {"dense", "unstructured"}
+    latbench("prune", wide, "--profile", profile, "--database", database, "-o", pruned)
+    verdict = verify(tasks.load(str(wide)), pruned, tmp_path / "verify")  # on deepsparse, without being told
+    assert verdict.backend == "deepsparse"
+    assert {"torch", "onnxruntime", "deepsparse", PRUNED} <= set(verdict.engines)
 
 
 def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form(
