@@ -40,8 +40,13 @@ def blocked(x: Array) -> Array:
 
 
 def unblocked(tiles: Array, n: int) -> Array:
-    """The first n tokens of tiles of tokens (tiles, features, tokens of a tile), token-major (n, features)."""
-    features = tiles.shape[1]
+    """The first n tokens of tiles of tokens (tiles, features, tokens of a tile), token-major (n, features).
+
+    ValueError for tiles of another length, or too few of them.
+    """
+    count, features, tokens = tiles.shape
+    if tokens != tokens_in_tile() or n > count * tokens:
+        raise ValueError(f"{tiles.shape} are no tiles of {tokens_in_tile()} tokens that hold {n} of them")
     y = np.empty((n, features), np.float32)
     if y.size:
         lanes, tiles = host().lanes, np.ascontiguousarray(tiles, np.float32)

@@ -172,6 +172,10 @@ def test_tiles_of_tokens_are_the_tokens(rng, n):
     np.testing.assert_array_equal(tiles.swapaxes(1, 2).reshape(-1, 37)[:n], x)
     assert (tiles.swapaxes(1, 2).reshape(-1, 37)[n:] == 0).all()
     np.testing.assert_array_equal(transpose.unblocked(tiles, n), x)
+    with pytest.raises(ValueError, match="are no tiles of"):
+        transpose.unblocked(tiles, len(tiles) * tokens + 1)
+    with pytest.raises(ValueError, match="are no tiles of"):
+        transpose.unblocked(tiles[:, :, 1:], n)
 
 
 def test_only_numba_takes_tiles_of_tokens():
