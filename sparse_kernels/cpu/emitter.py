@@ -404,5 +404,9 @@ class Emitter:
             out += [joined(ab, cd, quarters) for quarters in ((0, 2, 4, 6), (1, 3, 5, 7))]
         return out
 
+    def every_other(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """Elements 0, 2, 4, ... of two vectors end to end."""
+        return self._shuffle(a, b, list(range(0, 2 * self.lanes, 2)))
+
     def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
         return self.builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, self.lanes), lanes))

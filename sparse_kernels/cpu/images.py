@@ -20,7 +20,7 @@ import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.micro import copy_run
+from sparse_kernels.cpu.micro import copy_every_other, copy_run
 from sparse_kernels.cpu.target import VERSION
 from sparse_kernels.shapes import Conv2dShape
 
@@ -105,25 +105,28 @@ def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
             for b in range(begin // h, (end + h - 1) // h):
                 first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
                 for c in range(c_in):
-                    source = (b * c_in + c) * h * w
-                    if stride_h == 1 and stride_w == 1:
-                        target = c * plane + b * image + padding_h * pitch + padding_w
-                        for i in range(first_row, stop_row):
-                            copy_run(
-                                lanes, version, x_at + (source + i * w) * 4, buffer_at + (target + i * pitch) * 4, w
-                            )
-                        continue
-                    for i in range(first_row, stop_row):
-                        row = (i + padding_h) // stride_h
-                        phase_h = i + padding_h - row * stride_h
-                        for phase_w in range(stride_w):
+                    source, image_at = (b * c_in + c) * h * w, c * plane + b * image
+                    for phase_w in range(stride_w):
+                        first = (phase_w - padding_w) % stride_w
+                        column, count = (first + padding_w) // stride_w, (w - first + stride_w - 1) // stride_w
+                        for phase_h in range(stride_h):
                             number = phases[phase_h, phase_w]
-                            if number >= 0:
-                                first = (phase_w - padding_w) % stride_w
-                                column = (first + padding_w) // stride_w
-                                target = (number * c_in + c) * plane + b * image + row * pitch + column
-                                for j in range((w - first + stride_w - 1) // stride_w):
-                                    buffer[target + j] = flat[source + i * w + first + j * stride_w]
+                            if number < 0:
+                                continue
+                            start = first_row + (phase_h - padding_h - first_row) % stride_h
+                            row = (start + padding_h) // stride_h
+                            here = source + start * w + first
+                            there = image_at + number * c_in * plane + row * pitch + column
+                            for _ in range(start, stop_row, stride_h):
+                                if stride_w == 1:
+                                    copy_run(lanes, version, x_at + here * 4, buffer_at + there * 4, count)
+                                elif stride_w == 2:
+                                    copy_every_other(lanes, version, x_at + here * 4, buffer_at + there * 4, count)
+                                else:
+                                    for j in range(count):
+                                        buffer[there + j] = flat[here + j * stride_w]
+                                here += stride_h * w
+                                there += pitch
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]

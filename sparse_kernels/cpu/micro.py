@@ -400,3 +400,33 @@ def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target:
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@with_literals
+def copy_every_other(typing_context: Any, lanes: Any, version: Any, source: Any, target: Any, count: Any) -> Any:
+    """target[i] = source[2 * i] for `count` (>= 0) float32; nothing else is touched."""
+    signature = types.void(lanes, version, *([types.intp] * 3))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n = int(signature.args[0].literal_value)
+        source, target, count = args[2:]
+        emit = Emitter(builder, n, False)
+        source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
+
+        def tile(first: ir.Value, rest: ir.Value | None) -> None:
+            here = builder.gep(source_pointer, [builder.add(first, first)])
+            there = builder.gep(target_pointer, [first])
+            if rest is None:
+                # The last element is skipped, and may lie beyond the source.
+                emit.store(emit.every_other(emit.load(here, 0), emit.load_masked(here, 1, all_but_last)), there, 0)
+                return
+            read = builder.sub(builder.add(rest, rest), emit.integer(1))
+            low = emit.load_masked(here, 0, emit.mask(read))
+            high = emit.load_masked(here, 1, emit.mask(builder.sub(read, emit.integer(n))))
+            emit.store_masked(emit.every_other(low, high), there, 0, emit.mask(rest))
+
+        all_but_last = emit.mask(emit.integer(n - 1))
+        emit.in_tiles(count, tile)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -1,4 +1,6 @@
+import ctypes
 import math
+import mmap
 from itertools import pairwise
 
 import numpy as np
@@ -6,7 +8,7 @@ import pytest
 import torch
 from numba import njit
 
-from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import VERSION, host
 from sparse_kernels.formats import pack
@@ -86,6 +88,31 @@ def test_copied_runs_end_where_they_must():
         target = np.full(100, np.float32(-1))
         copy(source, target, count)
         np.testing.assert_array_equal(target[:count], source[:count])
+        assert (target[count:] == -1).all()
+
+
+def before_a_forbidden_page(count: int) -> np.ndarray:
+    """0, 1, 2, ... at the end of a page; the process dies of a read beyond them."""
+    page = mmap.PAGESIZE
+    pages = np.frombuffer(mmap.mmap(-1, 2 * page), np.float32)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(pages.ctypes.data + page), ctypes.c_size_t(page), 0) == 0
+    numbers = pages[page // 4 - count : page // 4]
+    numbers[:] = np.arange(count)
+    return numbers
+
+
+def test_every_other_element_is_copied_and_nothing_else_read():
+    lanes, version = host().lanes, VERSION
+
+    @njit
+    def copy(source, target, count):
+        copy_every_other(lanes, version, source.ctypes.data, target.ctypes.data, count)
+
+    for count in (0, 1, lanes // 2, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
+        source = before_a_forbidden_page(max(0, 2 * count - 1))
+        target = np.full(100, np.float32(-1))
+        copy(source, target, count)
+        np.testing.assert_array_equal(target[:count], source[::2])
         assert (target[count:] == -1).all()
 
 
