@@ -1,6 +1,7 @@
 """Swap sparse layers into a torch model and fold into them what follows: BatchNorm, bias, ReLU, GELU.
 
 On a CPU attention without a mask is swapped for `nn.attention` too: torch's may take as long as all of the layers.
+Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`).
 
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
 cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it
@@ -23,6 +24,16 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses
 from sparse_kernels.patterns import Pattern
+from sparse_kernels.tiles import OnTiles
+
+_ELEMENT_WISE_MODULES = (
+    nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.ReLU6,
+    nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh,
+)  # fmt: skip
+_ELEMENT_WISE_FUNCTIONS = (
+    F.elu, F.gelu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu,
+    F.sigmoid, F.softplus, F.tanh, torch.relu, torch.sigmoid, torch.tanh,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,6 +183,7 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -
         traced.set_submodule(name, _sparse(modules[name], choice, activations.get(name), backend))
     if choices and backend == "numba":
         _swap_attention(traced)
+        _keep_tiles(traced)
     _tidy(traced)
 
 
@@ -184,6 +196,43 @@ def _swap_attention(traced: fx.GraphModule) -> None:
         scale = settings.pop("scale", None)
         if list(settings.values()) == [None, 0.0, False, False] and (scale is None or isinstance(scale, float)):
             node.target, node.kwargs = attention, {"scale": scale}
+
+
+def _keep_tiles(traced: fx.GraphModule) -> None:
+    """Let tokens stay in tiles from one sparse layer to the next, and what is element-wise between run there."""
+    modules = dict(traced.named_modules())
+    for node in _called_once(traced, modules, SparseLinear):
+        between, reader = [], _only_user(node)
+        while reader is not None and _element_wise(reader, modules):
+            between.append(reader)
+            reader = _only_user(reader)
+        last = between[-1] if between else node
+        if reader is None or reader.op != "call_module" or reader.args != (last,) or reader.kwargs.keys() - {"keep"}:
+            continue
+        layers = modules[str(node.target)], modules[str(reader.target)]
+        if all(isinstance(layer, SparseLinear) and layer.lays_out for layer in layers):
+            node.update_kwarg("keep", True)
+            for each in between:
+                _let_take_tiles(traced, each, modules)
+
+
+def _element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether a node changes the elements of its first argument, one by one and alike, and takes no other tensor."""
+    values = [*node.args[1:], *node.kwargs.values()]
+    if len(node.args) == 0 or any(isinstance(value, fx.Node) for value in values):
+        return False
+    if node.op == "call_module":
+        return isinstance(modules[str(node.target)], _ELEMENT_WISE_MODULES)
+    return node.op == "call_function" and node.target in _ELEMENT_WISE_FUNCTIONS
+
+
+def _let_take_tiles(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
+    """Wrap an element-wise node."""
+    function = modules[node.target] if isinstance(node.target, str) else node.target
+    wrapped = OnTiles(function, *node.args[1:], **node.kwargs)
+    name = f"{node.name}_on_tiles"
+    traced.add_submodule(name, wrapped)
+    node.op, node.target, node.args, node.kwargs = "call_module", name, (node.args[0],), {}
 
 
 def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str) -> nn.Module:

@@ -37,6 +37,7 @@ from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
+from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
 
 if TYPE_CHECKING:
     from sparse_kernels.cuda.machine import Machine
@@ -195,7 +196,7 @@ class _Sparse(nn.Module):
         return self._multiply(x, y_shape)
 
     def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
-        ready = self._prepared(x)
+        ready = self._prepared(x, y_shape)
         if self._on_gpu:
             # A contiguous part of a tensor may start anywhere; rows of an odd length are read element by element.
             x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
@@ -207,8 +208,8 @@ class _Sparse(nn.Module):
         ready.plan(x.numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
         return y
 
-    def _prepared(self, x: Tensor) -> _Ready:
-        key = self._key(x)
+    def _prepared(self, x: Tensor, y_shape: Sequence[int]) -> _Ready:
+        key = self._key(x, y_shape)
         ready = self._plans.get(key)
         if ready is None:
             if self._on_gpu and x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -216,17 +217,21 @@ class _Sparse(nn.Module):
             bias = None if self.bias is None else self.bias.float()
             if bias is not None and bias.device != x.device:
                 raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
-            ready = _Ready(self._plan(x), bias)
-            # On a CPU sizes come and go: only the last one's plan is kept. On a GPU a graph may still read any.
-            self._plans = {**(self._plans if self._on_gpu else {}), key: ready}
+            ready = _Ready(self._plan(x, y_shape), bias)
+            self._plans = {**(self._plans if self._keeps_plans else {}), key: ready}
         self._latest = ready
         return ready
 
-    def _key(self, x: Tensor) -> object:
+    @property
+    def _keeps_plans(self) -> bool:
+        """Whether older plans are kept: a graph on a GPU may still read any."""
+        return self._on_gpu
+
+    def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         """What a plan is for: another input with the same key runs on the same plan."""
         raise NotImplementedError
 
-    def _plan(self, x: Tensor) -> Any:
+    def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         """A new plan for inputs like x."""
         raise NotImplementedError
 
@@ -330,30 +335,47 @@ class SparseLinear(_Sparse):
         """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense)."""
         return cls(_pack(linear, pattern, mask), linear.bias, activation, backend)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning."""
-        x = self._accepted(x)
+    def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
+        """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning.
+
+        keep: the result may stay in tiles of tokens, for another SparseLinear that alone reads it.
+        """
         m, k = self.shape
-        if x.shape[-1] != k:
-            raise ValueError(f"this layer takes {k} features, the input has {x.shape[-1]}: {tuple(x.shape)}")
-        rows = x if x.ndim == 2 else x.reshape(-1, k)
-        n = rows.shape[0]
+        tiles = x if isinstance(x, Tiles) else None
+        x = self._accepted(x.values if isinstance(x, Tiles) else x)
+        features, lead = (x.shape[-1], x.shape[:-1]) if tiles is None else (x.shape[1], tiles.lead)
+        if features != k:
+            raise ValueError(f"this layer takes {k} features, the input has {features}: {(*lead, features)}")
+        rows = x if tiles is not None or x.ndim == 2 else x.reshape(-1, k)
+        n = lead.numel()
         if self._on_gpu:
-            y = self._product(rows.t().contiguous(), (m, n)).t()
-        else:
-            y = self._product(rows.contiguous(), (n, m))
-        return y.view(*x.shape[:-1], m)
+            return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
+        if keep and self.lays_out and worthwhile(n) and not torch.compiler.is_compiling():
+            return Tiles(self._product(rows.contiguous(), tiles_shape(n, m)), lead)
+        return self._product(rows.contiguous(), (n, m)).view(*lead, m)
 
-    def _key(self, x: Tensor) -> object:
-        return x.device, x.dtype
+    @functools.cached_property
+    def lays_out(self) -> bool:
+        """Whether the layer lays many tokens out in tiles, so that it saves time to get or give them so."""
+        from sparse_kernels.cpu import linear
 
-    def _plan(self, x: Tensor) -> Any:
+        return self.backend == "numba" and linear.lays_out(self.packed)
+
+    @property
+    def _keeps_plans(self) -> bool:
+        return True
+
+    def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
+        return x.device, x.dtype, x.ndim, len(y_shape)
+
+    def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
             from sparse_kernels.cuda import plan
 
             dtype = str(x.dtype).removeprefix("torch.")
             return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
-        return prepare(self.packed, self.backend, "token_major", x.shape[0])
+        layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
+        return prepare(self.packed, self.backend, layouts[x.ndim, len(y_shape)], x.shape[0])
 
 
 class SparseConv2d(_Sparse):
@@ -415,11 +437,11 @@ class SparseConv2d(_Sparse):
             batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
         )
 
-    def _key(self, x: Tensor) -> object:
+    def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         # On a GPU the batch comes last, and a plan takes any.
         return x.device, x.dtype, x.shape[:-1] if self._on_gpu else x.shape
 
-    def _plan(self, x: Tensor) -> Any:
+    def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
             from sparse_kernels.cuda import plan
 

@@ -1,7 +1,8 @@
 """A plan is a packed weight made ready to run: everything that can be done once is done in `prepare`.
 
 Linear layouts: `feature_major` x (k, n) -> y (m, n); `token_major` x (n, k) -> y (n, m); on backend `numba` also
-`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t); see `cpu.transpose`. Convolutions:
+`token_blocked`, whole tiles of t tokens, x (tiles, k, t) -> y (tiles, m, t), see `cpu.transpose`; `into_blocks`, x
+token-major -> y token-blocked, and `out_of_blocks`, the other way, as many tokens as `out` has rows. Convolutions:
 `nchw` x (batch, c_in, h, w) -> y (batch, c_out, out_h, out_w); `chwn`, where the batch comes last in both.
 Activations: None, `relu`, `gelu` (the exact form, with erf). Backends `reference` and `numba` take NumPy arrays of
 float32; `cupy` and `numba_cuda` take arrays on the GPU, as their own plans say.
@@ -21,7 +22,7 @@ from sparse_kernels.shapes import Conv2dShape
 Array = NDArray[np.float32]
 
 LAYOUTS = ("feature_major", "token_major")
-BLOCKED = "token_blocked"
+BLOCKED_LAYOUTS = ("token_blocked", "into_blocks", "out_of_blocks")
 CONV2D_LAYOUTS = ("nchw", "chwn")
 ACTIVATIONS = (None, "relu", "gelu")
 
@@ -37,7 +38,7 @@ class Plan(Protocol):
 
     @property
     def layout(self) -> str:
-        """How x and y lie: feature_major, token_major, token_blocked or nchw."""
+        """How x and y lie, as it was asked for."""
 
     @property
     def nbytes(self) -> int:
@@ -57,10 +58,11 @@ def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
 
     Raises ValueError for an unknown layout or backend, and for a layout that the backend does not take.
     """
-    if layout not in (*LAYOUTS, BLOCKED):
-        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {', '.join((*LAYOUTS, BLOCKED))}")
-    if layout == BLOCKED and backend != "numba":
-        raise ValueError(f"layout {BLOCKED} is for backend numba, not {backend}")
+    if layout not in (*LAYOUTS, *BLOCKED_LAYOUTS):
+        known = ", ".join((*LAYOUTS, *BLOCKED_LAYOUTS))
+        raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {known}")
+    if layout in BLOCKED_LAYOUTS and backend != "numba":
+        raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
     return registry.find(packed.pattern.format, "linear", backend)(packed, layout, n)

@@ -3,6 +3,8 @@
 Where each thread has tokens enough, only x, y and the weights come from memory: a block's x is laid out with tokens
 along the vector, the weights pass over it, and its y is put in its place. The same in three passes over all tokens
 would cost more than the multiplication saves, and lines that another core has just written are slow to read.
+
+x that comes in tiles of tokens (layout `token_blocked`) is read as it lies, and y that is wanted so is written there.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import VERSION, Target
-from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles
+from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
 from sparse_kernels.plan import Array
 
 
@@ -32,7 +34,8 @@ def multiply(
     weights: Panels | SingleRows,
     vectors: int,
     target: Target,
-    token_major: bool,
+    layouts: tuple[str, str],
+    n: int,
     x: Array,
     y: Array,
     bias: Array,
@@ -40,11 +43,12 @@ def multiply(
     pool: Pool,
     threads: int,
 ) -> None:
-    """activation(w @ x + bias) for w (m, k), by register tiles of `vectors` vectors. activation: its code.
+    """activation(w @ x + bias) for w (m, k) and n tokens, by register tiles of `vectors` vectors.
 
-    x (n, k) and y (n, m) where token_major, else x (k, n) and y (m, n).
+    layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
+    out for whole tiles then. activation: its code.
     """
-    (n, k), m = x.shape if token_major else x.shape[::-1], bias.size
+    m, k = bias.size, x.size // n if layouts[0] != "token_blocked" else x.shape[1]
     lanes = target.lanes
     single = isinstance(weights, SingleRows)
     if isinstance(weights, SingleRows):
@@ -53,10 +57,14 @@ def multiply(
     else:
         rows, tile = weights.width, TILE
         block = min(-(-n // lanes), max(vectors, CACHED // ((k + m) * lanes)))
-    at = in_tiles(block * lanes, tile, lanes, k, m)
+    here = in_tiles(block * lanes, tile, lanes, k, m)
+    there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
+    x_starts = there.x_starts if layouts[0] == "token_blocked" else here.x_starts
+    y_starts = there.y_starts if layouts[1] == "token_blocked" else here.y_starts
     tokens = -(-block // tile) * tile * lanes
-    scratch = pool.take(threads * tokens * (k + m))
-    run = kernel(single, rows, vectors, lanes, target.fused, token_major)
+    laid_out = sum(size for size, layout in zip((k, m), layouts, strict=True) if layout != "token_blocked")
+    scratch = pool.take(threads * tokens * laid_out)
+    run = kernel(single, rows, vectors, lanes, target.fused, *layouts)
     run(
         weights.arrays,
         x,
@@ -67,50 +75,61 @@ def multiply(
         bias,
         activation,
         scratch,
-        at.x_starts,
-        at.y_starts,
+        x_starts,
+        y_starts,
+        block,
         tokens,
-        at.x_stride,
+        here.x_stride,
         threads,
     )
     pool.give_back(scratch)
 
 
 @cache
-def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token_major: bool) -> Callable[..., None]:
+def kernel(
+    single: bool, rows: int, vectors: int, lanes: int, fused: bool, x_layout: str, y_layout: str
+) -> Callable[..., None]:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
 
-    Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where in the x and in the y of a
-    block the vectors start (int64), tokens that there is room for in a block, elements from one column to the next
-    there, parts). scratch: (parts, x and y).
+    Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where the vectors start in x and
+    in y (int64; in those of a block, unless x or y is blocked), vectors of a block, tokens that there is room for in
+    one, elements from one column to the next, parts). scratch: (parts, x and y of a block, less what is blocked).
     """
     version = VERSION
     fuse = int(fused)
     unfinished = PARTIAL
+    x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
+    x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
+    # Vectors that blocks are shared by: single rows take whole tiles.
+    unit = TILE if single and (x_blocked or y_blocked) else 1
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, tokens, stride, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+    def multiply(weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, most, tokens, stride, parts):  # type: ignore[no-untyped-def]  # fmt: skip
         total = (n + lanes - 1) // lanes
-        most = x_starts.size
+        units = (total + unit - 1) // unit
         x_at, y_at, bias_at, scratch_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data, scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         for part in prange(parts):
-            begin, end = total * part // parts, total * (part + 1) // parts
-            x_here = scratch_at + part * tokens * (k + m) * 4
-            y_here = x_here + tokens * k * 4
-            blocks = (end - begin + most - 1) // most
+            begin, end = units * part // parts, units * (part + 1) // parts
+            here = scratch_at + part * (scratch.size // parts) * 4
+            x_here = x_at if x_blocked else here
+            y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
+            blocks = ((end - begin) * unit + most - 1) // most
             for block in range(blocks):
-                first = begin + (end - begin) * block // blocks
-                width = begin + (end - begin) * (block + 1) // blocks - first
-                for v in range(width):
-                    token, there = (first + v) * lanes, x_here + x_starts[v] * 4
-                    if token_major:
-                        source = x_at + token * k * 4
-                        tokens_to_lanes(lanes, version, source, k, n - token, k, there, stride)
-                    else:
-                        for c in range(k):
-                            source = x_at + (c * n + token) * 4
-                            copy_run(lanes, version, source, there + c * stride * 4, min(lanes, n - token))
+                first = (begin + (end - begin) * block // blocks) * unit
+                stop = min(total, (begin + (end - begin) * (block + 1) // blocks) * unit)
+                width = stop - first
+                x_first, y_first = first if x_blocked else 0, first if y_blocked else 0
+                if not x_blocked:
+                    for v in range(width):
+                        token, there = (first + v) * lanes, x_here + x_starts[v] * 4
+                        if x_by_token:
+                            source = x_at + token * k * 4
+                            tokens_to_lanes(lanes, version, source, k, n - token, k, there, stride)
+                        else:
+                            for c in range(k):
+                                source = x_at + (c * n + token) * 4
+                                copy_run(lanes, version, source, there + c * stride * 4, min(lanes, n - token))
                 if single:
                     stream, table, _, bounds = weights
                     stages = table.shape[0]
@@ -123,8 +142,8 @@ def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token
                             width,
                             stream.ctypes.data + table[stage, 0] * 4,
                             m,
-                            x_here + bounds[stage] * stride * 4,
-                            y_here,
+                            x_here + (x_starts[x_first] + bounds[stage] * stride) * 4,
+                            y_here + y_starts[y_first] * 4,
                             bias_at,
                             min(stage, 1),
                             activation if stage == stages - 1 else unfinished,
@@ -148,23 +167,24 @@ def kernel(single: bool, rows: int, vectors: int, lanes: int, fused: bool, token
                                 table[panel, 2],
                                 x_here,
                                 stride,
-                                x_starts_at + v * 8,
+                                x_starts_at + (x_first + v) * 8,
                                 y_here,
                                 stride,
-                                y_starts_at + v * 8,
+                                y_starts_at + (y_first + v) * 8,
                                 row_ids.ctypes.data + panel * rows * 4,
                                 bias_at,
                                 activation,
                             )
                             v += together
-                for v in range(width):
-                    token, there = (first + v) * lanes, y_here + y_starts[v] * 4
-                    if token_major:
-                        target = y_at + token * m * 4
-                        lanes_to_tokens(lanes, version, there, stride, n - token, m, target, m)
-                    else:
-                        for r in range(m):
-                            target = y_at + (r * n + token) * 4
-                            copy_run(lanes, version, there + r * stride * 4, target, min(lanes, n - token))
+                if not y_blocked:
+                    for v in range(width):
+                        token, there = (first + v) * lanes, y_here + y_starts[v] * 4
+                        if y_by_token:
+                            target = y_at + token * m * 4
+                            lanes_to_tokens(lanes, version, there, stride, n - token, m, target, m)
+                        else:
+                            for r in range(m):
+                                target = y_at + (r * n + token) * 4
+                                copy_run(lanes, version, there + r * stride * 4, target, min(lanes, n - token))
 
     return multiply

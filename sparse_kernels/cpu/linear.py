@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numba
+import numpy as np
 
 from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import arguments
@@ -21,7 +22,7 @@ from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed
-from sparse_kernels.plan import Array
+from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,13 +86,8 @@ class RowPlan:
     ) -> Array:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
         m, k = self.shape
-        if self.layout == "token_blocked":
-            size = TILE * self.target.lanes
-            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (None, m, size), m)
-            if len(x):
-                with exclusive():
-                    self._run_tiles(whole_tiles(len(x), self.target.lanes, k, m), x, y, bias, code)
-            return y
+        if self.layout in BLOCKED_LAYOUTS:
+            return self._call_blocked(x, bias, activation, out)
         token_major = self.layout == "token_major"
         shapes = ((None, k), (None, m)) if token_major else ((k, None), (m, None))
         x, y, bias, code = arguments(x, shapes[0], bias, activation, out, shapes[1], m)
@@ -103,8 +99,7 @@ class RowPlan:
             if not token_major and self.target.lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
             elif blocks.enough(n, self.target.lanes, threads):
-                vectors, pool = self.tile[1], self._pool
-                blocks.multiply(self.panels, vectors, self.target, token_major, x, y, bias, code, pool, threads)
+                self._run_blocks((self.layout, self.layout), n, x, y, bias, code, threads)
             else:
                 self._run_packed(x, n, bias, code, y, threads)
         return y
@@ -112,6 +107,36 @@ class RowPlan:
     def copy(self) -> RowPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool())
+
+    def _call_blocked(self, x: Array, bias: Array | None, activation: str | None, out: Array | None) -> Array:
+        (m, k), size = self.shape, TILE * self.target.lanes
+        if self.layout == "into_blocks":
+            n = np.shape(x)[0] if np.ndim(x) else 0
+            x, y, bias, code = arguments(x, (None, k), bias, activation, out, (-(-n // size), m, size), m)
+        elif self.layout == "out_of_blocks":
+            tiles = np.shape(x)[0] if np.ndim(x) else 0
+            wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]
+            n = wanted if -(-wanted // size) == tiles else tiles * size
+            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (n, m), m)
+        else:
+            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (None, m, size), m)
+            n = len(x) * size
+        if n == 0:
+            return y
+        with exclusive():
+            if self.layout == "token_blocked":
+                self._run_tiles(whole_tiles(len(x), self.target.lanes, k, m), x, y, bias, code)
+            else:
+                layouts = ("token_major", "token_blocked")
+                layouts = layouts if self.layout == "into_blocks" else layouts[::-1]
+                self._run_blocks(layouts, n, x, y, bias, code, numba.get_num_threads())
+        return y
+
+    def _run_blocks(
+        self, layouts: tuple[str, str], n: int, x: Array, y: Array, bias: Array, code: int, threads: int
+    ) -> None:
+        vectors, pool = self.tile[1], self._pool
+        blocks.multiply(self.panels, vectors, self.target, layouts, n, x, y, bias, code, pool, threads)
 
     def _run_in_place(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
         k, lanes, fused = self.shape[1], self.target.lanes, self.target.fused
@@ -147,18 +172,15 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
     height = group_height(packed)
     name = f"numba.{packed.pattern.format}"
     if layout == "token_major":
-        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
-        whole = 2 * target.lanes if height > target.lanes else target.lanes
-        tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, but for few tokens.
-        permuted = packed.pattern.format == "shflbw"
-        if tile is not None and (n <= target.lanes or not permuted):
+        tile = token_tile(packed, target)
+        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, if tokens are many.
+        if tile is not None and (n <= target.lanes or not permuted(packed)):
             cut = panels(groups(packed), tile[1] * tile[2])
             name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
-            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
+            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted(packed))
     weights: Panels | SingleRows
     if height == 1:
-        most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
+        most = TILE if layout in BLOCKED_LAYOUTS else min(TILE, -(-n // target.lanes))
         tile_rows, vectors = 1, max(1, most)
         weights = single_rows(groups(packed), packed.shape[1], vectors * target.lanes)
     else:
@@ -166,6 +188,25 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
         weights = panels(groups(packed), tile_rows)
     name = f"{name}.rows{tile_rows}x{vectors}.{target.name}"
     return RowPlan(packed.shape, weights, (tile_rows, vectors), target, name, layout)
+
+
+def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
+    """The register tile of kernel tokens for this weight, as `tokens.tile` says."""
+    height = group_height(packed)
+    if isinstance(packed, DenseWeight):
+        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
+        height = 2 * target.lanes if height > target.lanes else target.lanes
+    return tokens.tile(height, target)
+
+
+def permuted(packed: Packed) -> bool:
+    """Whether kernel tokens has to put the rows of this weight in their places one by one."""
+    return packed.pattern.format == "shflbw"
+
+
+def lays_out(packed: Packed) -> bool:
+    """Whether many tokens are laid out block by block, so that it saves time to get or give them so."""
+    return token_tile(packed, host()) is None or permuted(packed)
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:

@@ -30,7 +30,7 @@ from latbench.backends import copies_for
 from sparse_kernels.cpu.transpose import blocked
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, parse
-from sparse_kernels.plan import BLOCKED, LAYOUTS, Plan, prepare, prepare_conv2d
+from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, Plan, prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 LINEAR = [LinearShape(m, k, n) for m, k, n in ((768, 768, 128), (2048, 512, 128), (512, 2048, 128))]
@@ -185,7 +185,10 @@ def numba_cases(
             else:
                 plan = prepare(packed, "numba", layout, shape.n)
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
-                x = blocked(x) if layout == BLOCKED else x if layout == "token_major" else np.ascontiguousarray(x.T)
+                if layout == "feature_major":
+                    x = np.ascontiguousarray(x.T)
+                elif layout in ("token_blocked", "out_of_blocks"):
+                    x = blocked(x)
                 y = np.empty_like(plan(x))
             plans = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
             calls = [lambda plan=each, x=x, y=y: plan(x, bias, "relu", y) for each in plans]
@@ -241,7 +244,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--shape", help="MxKxN of a linear layer instead of the list; several separated by commas")
     parser.add_argument("--workload", help="the layers of a bundled workload instead of the list")
-    parser.add_argument("--layout", choices=(*LAYOUTS, BLOCKED), default="token_major", help="of linear layers")
+    parser.add_argument(
+        "--layout", choices=(*LAYOUTS, *BLOCKED_LAYOUTS), default="token_major", help="of linear layers"
+    )
     parser.add_argument("--cold", action="store_true", help="weights come from memory")
     parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")
     arguments = parser.parse_args()

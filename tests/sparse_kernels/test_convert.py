@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from sparse_kernels.convert import Choice, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
-from sparse_kernels.patterns import Dense, Unstructured, VectorWise
+from sparse_kernels.patterns import Dense, Pattern, Unstructured, VectorWise
+from sparse_kernels.tiles import Tiles
 
 
 class Residual(nn.Module):
@@ -73,6 +74,21 @@ class NormOverTokens(nn.Module):
         return self.norm(self.layer(x))
 
 
+class Mlp(nn.Module):
+    """Four layers in a row: nothing, an activation of the kernels', and others between them; then a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [(16, 40), (40, 24), (24, 33), (33, 16)]
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth = self.layers
+        y = third(self.act(F.leaky_relu(second(F.relu(first(x))), 0.3)))
+        return x + fourth(y)
+
+
 MODELS = {
     "residual": (nn.Sequential(Residual(), Residual()), (3, 8, 7, 5)),
     "untraceable": (Untraceable(), (5, 16)),
@@ -80,6 +96,8 @@ MODELS = {
     "read twice": (ReadTwice(), (5, 16)),
     "norm over tokens": (NormOverTokens(), (3, 16, 16)),
     "linear and norm": (nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()), (5, 16)),
+    "mlp": (Mlp(), (2, 65, 16)),
+    "mlp of few tokens": (Mlp(), (1, 16)),
     "a layer alone": (nn.Linear(16, 16), (5, 16)),
 }
 
@@ -170,3 +188,45 @@ def test_names_and_layers_that_cannot_be_are_refused_in_a_sentence() -> None:
         convert(model, {"0": Choice(Dense())}, x)
     with pytest.raises(ValueError, match="mask"):
         convert(model, {"1": Choice(VectorWise(2), np.ones((2, 2), bool))}, x)
+
+
+@torch.no_grad()
+def test_tokens_stay_in_tiles_between_sparse_layers(rng: np.random.Generator) -> None:
+    model, _ = _prepared("mlp", rng)
+    choices = _choices(model)
+    converted = convert(model, choices, (torch.randn(3, 16),))
+    seen = []
+
+    def remember(name: str) -> None:
+        layer = converted.get_submodule(name)
+        layer.register_forward_hook(lambda _, args, result: seen.append(isinstance(result, Tiles)))
+
+    for name in choices:
+        remember(name)
+    for shape, kept in (((128, 16), True), ((2, 7, 65, 16), True), ((1, 16), False), ((0, 16), True)):
+        seen.clear()
+        x = torch.randn(shape)
+        y = converted(x)
+        # Three layers have another one behind them; few tokens are not worth it where threads must share them.
+        assert seen == [kept or torch.get_num_threads() == 1] * 3 + [False]
+        torch.testing.assert_close(y, _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_tiles_are_kept_only_where_both_layers_lay_tokens_out_and_no_other_reads(
+    rng: np.random.Generator,
+) -> None:
+    class ReadBetween(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self[0](x)
+            return self[1](y) + y
+
+    def kept(model: nn.Module, pattern: Pattern) -> list[bool]:
+        choices = {name: Choice(pattern) for name in ("0", "1")}
+        converted = convert(model, choices, (torch.randn(128, 32),))
+        return [node.kwargs.get("keep", False) for node in converted.graph.nodes if node.op == "call_module"]
+
+    layers = nn.Linear(32, 32), nn.Linear(32, 32)
+    assert kept(nn.Sequential(*layers), Unstructured()) == [True, False]
+    assert kept(nn.Sequential(*layers), VectorWise(32)) == [False, False]
+    assert kept(ReadBetween(*layers), Unstructured()) == [False, False]

@@ -16,9 +16,9 @@ from sparse_kernels import oracle
 from sparse_kernels.cpu import linear, panels, rows, single, target, transpose, vectors
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import BLOCKED, LAYOUTS, prepare
+from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
 
-ALL_LAYOUTS = (*LAYOUTS, BLOCKED)
+ALL_LAYOUTS = (*LAYOUTS, *BLOCKED_LAYOUTS)
 
 PATTERNS = [
     Dense(),
@@ -66,8 +66,12 @@ def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None):
     plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n)
     if layout == "feature_major":
         return plan(x, bias, activation, out)
-    if layout == BLOCKED:
-        return transpose.unblocked(plan(transpose.blocked(x.T), bias, activation, out), x.shape[1]).T
+    if layout in BLOCKED_LAYOUTS:
+        n = x.shape[1]
+        if layout == "out_of_blocks":
+            return plan(transpose.blocked(x.T), bias, activation, np.empty((n, packed.shape[0]), np.float32)).T
+        given = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.blocked(x.T)
+        return transpose.unblocked(plan(given, bias, activation, out), n).T
     return plan(np.ascontiguousarray(x.T), bias, activation, out).T
 
 
@@ -178,10 +182,23 @@ def test_tiles_of_tokens_are_the_tokens(rng, n):
         transpose.unblocked(tiles[:, :, 1:], n)
 
 
-def test_only_numba_takes_tiles_of_tokens():
+@pytest.mark.parametrize("layout", BLOCKED_LAYOUTS)
+def test_only_numba_takes_tiles_of_tokens(layout):
     packed = packed_of(VectorWise(32), np.ones((32, 4), np.float32))
-    with pytest.raises(ValueError, match="layout token_blocked is for backend numba, not reference"):
-        prepare(packed, "reference", BLOCKED, 64)
+    with pytest.raises(ValueError, match=f"layout {layout} is for backend numba, not reference"):
+        prepare(packed, "reference", layout, 64)
+
+
+def test_tiles_that_do_not_hold_the_tokens_wanted_are_refused():
+    packed, tokens = packed_of(VectorWise(32), np.ones((32, 4), np.float32)), transpose.tokens_in_tile()
+    plan = prepare(packed, "numba", "out_of_blocks", tokens)
+    assert plan(np.ones((2, 4, tokens), np.float32)).shape == (2 * tokens, 32)
+    for n in (tokens, 2 * tokens + 1):
+        with pytest.raises(ValueError, match=rf"out must be of shape \({2 * tokens}, 32\), not"):
+            plan(np.ones((2, 4, tokens), np.float32), out=np.empty((n, 32), np.float32))
+    for layout, x in (("into_blocks", np.ones(4)), ("out_of_blocks", np.ones((2, 4)))):
+        with pytest.raises(ValueError, match="x must be of shape"):
+            prepare(packed, "numba", layout, tokens)(x.astype(np.float32))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

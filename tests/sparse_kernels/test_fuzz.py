@@ -369,7 +369,7 @@ def test_bounds_are_checked_where_asked_for(rng):
     """The indices of a kernel that is given a buffer too short; what it reads by address is what guards are for."""
     if not numba.config.BOUNDSCHECK:
         pytest.skip("NUMBA_BOUNDSCHECK is not set")
-    layer = Conv2d(h=9, w=9, stride=(2, 2))
+    layer = Conv2d(h=9, w=9, stride=(3, 3))  # two steps go by address
     where = images.layout(layer.shape(1), 16)
     fill, _ = images.kernels(16)
     x, short = np.ones(layer.x_shape(1), np.float32), np.zeros(where.size // 4, np.float32)
