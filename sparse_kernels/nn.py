@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.formats import Packed, pack
@@ -47,6 +48,9 @@ CPU_BACKENDS = ("numba", "reference")
 GPU_BACKENDS = ("cupy",)
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
+
+# What a layer's class must not have changed for a sparse one to take its place.
+_COMPUTING = ("__call__", "forward", "_conv_forward")
 
 _NUMBA_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
@@ -75,10 +79,16 @@ def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
 
 def refuses(module: nn.Module) -> str | None:
     """Why this module cannot become a sparse layer, in a sentence; None if it can."""
+    name = type(module).__name__
+    if not isinstance(module, nn.Linear | nn.Conv2d):
+        return f"a {name} has no sparse kernel: only Linear and Conv2d have"
+    if isinstance(module, NonDynamicallyQuantizableLinear):
+        return f"a {name} is not called but read, by the attention that owns it: no sparse kernel can take its place"
+    own = nn.Linear if isinstance(module, nn.Linear) else nn.Conv2d
+    if any(getattr(type(module), method, None) is not getattr(own, method, None) for method in _COMPUTING):
+        return f"a {name} computes something of its own, which no sparse kernel does: it stays dense"
     if isinstance(module, nn.Linear):
         return None
-    if not isinstance(module, nn.Conv2d):
-        return f"a {type(module).__name__} has no sparse kernel: only Linear and Conv2d have"
     if module.groups != 1:
         return f"a convolution in {module.groups} groups has no sparse kernel: it stays dense"
     if module.padding_mode != "zeros":
@@ -287,19 +297,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     float32 on a CPU by `cpu.attention`, at the speed of the sparse layers around it; anything else by torch itself.
     The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
     """
-    if torch.compiler.is_compiling():
-        return attend(q, k, v, scale)
-    return _attend(q, k, v, scale)
+    ours = all(t.ndim == 4 and t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() for t in (q, k, v))
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    if not ours or needs_grad or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
+    return attend(q, k, v, scale) if torch.compiler.is_compiling() else _attend(q, k, v, scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    ours = all(t.ndim == 4 and t.dtype == torch.float32 and t.device.type == "cpu" for t in (q, k, v))
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if not ours or needs_grad or not q.shape[:2] == k.shape[:2] == v.shape[:2] or k.shape[2] == 0:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
     from sparse_kernels.cpu.attention import attention
 
-    q, k, v = (t.detach() if t.stride(-1) == 1 else t.detach().contiguous() for t in (q, k, v))
+    # A single element may have any stride: torch calls that contiguous, and `contiguous` would leave it.
+    form = torch.contiguous_format
+    q, k, v = (t.detach() if t.stride(-1) == 1 else t.detach().clone(memory_format=form) for t in (q, k, v))
     batch, heads, n, _ = q.shape
     y = q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
     _use_torchs_threads()

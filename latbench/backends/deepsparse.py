@@ -88,6 +88,8 @@ class Process:
 
     def ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
         """The answer to one request; see deepsparse_worker for the verbs."""
+        if self._connection.closed:
+            raise EnvironmentUnusable("the DeepSparse process has ended before this")
         try:
             self._connection.send_bytes(json.dumps({"verb": verb, **arguments}).encode())
             if not self._connection.poll(ANSWER_SECONDS):

@@ -30,8 +30,10 @@ def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = No
 
     Written to out (batch, heads, n, e), which is returned. scale: 1 / sqrt(d) by default. Any strides that are
     multiples of 4 bytes, with the last dimension contiguous. NaN and infinity spread as in dense code. ValueError for
-    shapes or strides that do not fit.
+    shapes or strides that do not fit, and for an `out` that is read-only or shares memory with the others.
     """
+    if any(array.ndim != 4 for array in (q, k, v, out)):
+        raise ValueError(f"attention takes arrays of 4 dimensions, not {[array.ndim for array in (q, k, v, out)]}")
     batch, heads, n, d = q.shape
     keys, e = v.shape[2:]
     if k.shape != (batch, heads, keys, d) or v.shape[:2] != (batch, heads) or out.shape != (batch, heads, n, e):
@@ -44,6 +46,8 @@ def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = No
             raise ValueError(
                 f"{name} must be float32, its last dimension contiguous, not {array.dtype}, {array.strides}"
             )
+    if not out.flags.writeable or any(np.may_share_memory(out, array) for array in (q, k, v)):
+        raise ValueError("out must be writable and share no memory with q, k and v")
     if not out.size:
         return out
     if not keys:

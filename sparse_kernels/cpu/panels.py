@@ -124,7 +124,12 @@ def panels(groups: Groups, width: int) -> Panels:
     np.cumsum(np.repeat(counts + PANEL_COST, cuts), out=work[1:])
     row_ids = np.full((n_groups, filled), -1, np.int32)
     row_ids[:, : groups.height] = groups.row_ids.reshape(n_groups, groups.height)
-    return Panels(width, values, groups.columns.copy(), table.reshape(-1, 3), work, row_ids.ravel())
+    # The last group of a matrix with fewer rows may end in panels of rows that do not exist.
+    exist = -(-int(np.flatnonzero(row_ids >= 0).max(initial=-1) + 1) // width)
+    return Panels(
+        width, values, groups.columns.copy(), table.reshape(-1, 3)[:exist].copy(), work[: exist + 1].copy(),
+        row_ids.ravel()[: exist * width].copy(),
+    )  # fmt: skip
 
 
 def _of_nm(packed: NMWeight) -> Groups:

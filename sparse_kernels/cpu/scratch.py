@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-KEPT = 4  # buffers a pool holds on to; those longest unused go first
+KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
 class Pool:

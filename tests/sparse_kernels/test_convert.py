@@ -1,6 +1,7 @@
 """A converted model is the masked model: whatever is folded, wherever a layer sits."""
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -230,3 +231,148 @@ def test_tiles_are_kept_only_where_both_layers_lay_tokens_out_and_no_other_reads
     assert kept(nn.Sequential(*layers), Unstructured()) == [True, False]
     assert kept(nn.Sequential(*layers), VectorWise(32)) == [False, False]
     assert kept(ReadBetween(*layers), Unstructured()) == [False, False]
+
+
+class Resists(nn.Module):
+    """Resists torch.fx, and calls its layers from a list, as most encoders do."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.isfinite(x).all():
+            raise ValueError("infinite")
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@torch.no_grad()
+def test_layers_in_lists_of_a_part_that_cannot_be_traced_are_swapped(rng: np.random.Generator) -> None:
+    model = Resists(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8)).eval()
+    choices, x = _choices(model), torch.randn(5, 8)
+    converted = convert(model, choices, (x,))
+    assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 3
+    torch.testing.assert_close(converted(x), _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "layers.2"])
+@torch.no_grad()
+def test_a_layer_of_several_names_is_one_sparse_layer(rng: np.random.Generator, name: str) -> None:
+    layer = nn.Linear(8, 8)
+    model, x = Resists(layer, nn.Sequential(layer, nn.ReLU()), layer).eval(), torch.randn(5, 8)
+    choices = {name: _choices(model)["layers.0"]}
+    converted = convert(model, choices, (x,))
+    assert len({converted.layers[0], converted.layers[1][0], converted.layers[2]}) == 1
+    torch.testing.assert_close(converted(x), _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
+
+
+class Doubled(nn.Linear):
+    """What a Linear is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.aux = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x) + self.aux(x) if self.training else self.used(x)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.layer.weight.t())
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda module, inputs, result: 2 * result)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "why"),
+    [
+        (nn.Sequential(Doubled(8, 8)), "0", "layer '0': a Doubled computes something of its own"),
+        (hooked(), "0", "layer '0': it has hooks"),
+        (Unused(), "aux", "layer 'aux': the model does not call it on the example inputs"),
+        (Tied(), "layer", "layer 'layer': the model reads its weight as well"),
+        (Resists(Tied()), "layers.0.layer", "layer 'layer': the model reads its weight as well"),
+        (Attention(), "attention.out_proj", "is not called but read, by the attention that owns it"),
+        (nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), "linear1", "reads more of a layer than its result"),
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_a_layer_whose_place_a_sparse_one_cannot_take_is_refused(model: nn.Module, name: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        convert(model, {name: Choice(Dense())}, (torch.randn(2, 3, 8),))
+
+
+@torch.no_grad()
+def test_weights_that_are_computed_are_those_of_the_moment(rng: np.random.Generator) -> None:
+    for change in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
+        model = nn.Sequential(change(nn.Linear(8, 8)), nn.ReLU()).eval()
+        mask, x = rng.random((8, 8)) < 0.5, torch.randn(5, 8)
+        converted = convert(model, {"0": Choice(Unstructured(), mask)}, (x,))
+        weight = model[0].weight * torch.from_numpy(mask)
+        torch.testing.assert_close(converted(x), F.relu(F.linear(x, weight, model[0].bias)), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_small_outputs_are_compared_by_their_own_size(rng: np.random.Generator) -> None:
+    """A norm over tokens must not be folded, however small what is made of it."""
+
+    class Small(NormOverTokens):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 1e-6
+
+    model, x = Small().eval(), torch.randn(3, 16, 16)
+    nn.init.normal_(model.norm.running_mean)
+    nn.init.uniform_(model.norm.running_var, 0.5, 2)
+    torch.testing.assert_close(convert(model, {"layer": Choice(Dense())}, (x,))(x), model(x), rtol=1e-4, atol=1e-11)
+
+
+@torch.no_grad()
+def test_results_of_other_kinds_are_compared_too() -> None:
+    @dataclass
+    class Output:
+        scores: Tensor
+        first: np.ndarray
+
+    class Gives(Resists):
+        def forward(self, x: Tensor) -> Output:
+            y = super().forward(x)
+            return Output(y, y[0].numpy())
+
+    model, x = Gives(nn.Linear(8, 8)).eval(), torch.randn(5, 8)
+    converted = convert(model, {"layers.0": Choice(Dense())}, (x,))
+    torch.testing.assert_close(converted(x).scores, model(x).scores, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_part_that_treats_its_layers_as_no_layers_is_noticed() -> None:
+    class Looks(Resists):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (1.0 if isinstance(self.layers[0], nn.Linear) else 3.0)
+
+    with pytest.raises(ValueError, match="gives another result on the example inputs"):
+        convert(Looks(nn.Linear(8, 8)), {"layers.0": Choice(Dense())}, (torch.randn(5, 8),))

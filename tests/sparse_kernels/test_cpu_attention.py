@@ -130,3 +130,21 @@ def test_attention_under_torch_compile():
     compiled = torch.compile(sparse.attention, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         torch.testing.assert_close(compiled(q, q, q), scaled_dot_product_attention(q, q, q))
+
+
+def test_what_cannot_be_written_to_or_is_no_attention_is_refused(rng):
+    q = rng.standard_normal((1, 2, 5, 8)).astype(np.float32)
+    out = np.empty_like(q)
+    with pytest.raises(ValueError, match="4 dimensions, not"):
+        attention(q[0], q[0], q[0], out[0])
+    with pytest.raises(ValueError, match="share no memory"):
+        attention(q, q, q, q)
+    out.setflags(write=False)
+    with pytest.raises(ValueError, match="out must be writable"):
+        attention(q, q, q, out)
+
+
+@torch.no_grad()
+def test_heads_of_one_element_whatever_their_stride():
+    q = torch.randn(2, 3, 1, 5).transpose(-1, -2)
+    torch.testing.assert_close(sparse.attention(q, q, q), scaled_dot_product_attention(q, q, q))
