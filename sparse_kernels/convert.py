@@ -39,12 +39,14 @@ def convert(
     example_inputs: tuple[Any, ...],
     *,
     backend: str = "numba",
+    tune: bool = False,
 ) -> nn.Module:
     """A copy of `model` for inference in which every named layer runs its sparse kernel.
 
     `choices` maps the names of Linear and Conv2d modules to their patterns; other layers stay torch's own, with
     BatchNorm folded where it follows directly. `example_inputs` are what the model is called with: they prove that
-    the traced model is the same function. Raises ValueError for a name that is no prunable layer.
+    the traced model is the same function. `tune`: linear layers try a few kernels at their first call and keep the
+    fastest, backend `numba` only. Raises ValueError for a name that is no prunable layer.
     """
     model = copy.deepcopy(model).eval()
     modules = dict(model.named_modules())
@@ -54,25 +56,25 @@ def convert(
         if (reason := refuses(modules[name])) is not None:
             raise ValueError(f"layer {name!r}: {reason}")
     calls = _record_calls(model, example_inputs)
-    return _convert_part(model, "", dict(choices), calls, backend)
+    return _convert_part(model, "", dict(choices), calls, backend, tune)
 
 
 def _convert_part(
-    part: nn.Module, path: str, choices: dict[str, Choice], calls: dict[str, _Call], backend: str
+    part: nn.Module, path: str, choices: dict[str, Choice], calls: dict[str, _Call], backend: str, tune: bool
 ) -> nn.Module:
     """Convert `part`, found at `path`, whole if it can be traced, else child by child."""
     prefix = f"{path}." if path else ""
     if path in choices:
-        return _sparse(part, choices[path], None, backend)
+        return _sparse(part, choices[path], None, backend, tune)
     if not any(True for _ in part.children()) or path not in calls:
         return part
     traced = _trace(part, calls[path])
     if traced is not None:
         inside = {name.removeprefix(prefix): c for name, c in choices.items() if name.startswith(prefix)}
-        _swap(traced, inside, backend)
+        _swap(traced, inside, backend, tune)
         return traced
     for name, child in list(part.named_children()):
-        setattr(part, name, _convert_part(child, prefix + name, choices, calls, backend))
+        setattr(part, name, _convert_part(child, prefix + name, choices, calls, backend, tune))
     return part
 
 
@@ -158,7 +160,7 @@ def _fold_norms(traced: fx.GraphModule) -> None:
     _tidy(traced)
 
 
-def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -> None:
+def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, tune: bool) -> None:
     """Replace the chosen layers by sparse ones, in place, each with the activation that alone reads it."""
     modules = dict(traced.named_modules())
     once = _called_once(traced, modules, nn.Linear | nn.Conv2d)
@@ -169,7 +171,7 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -
             activations[node.target] = kind
             _erase(traced, reader, node)
     for name, choice in choices.items():
-        traced.set_submodule(name, _sparse(modules[name], choice, activations.get(name), backend))
+        traced.set_submodule(name, _sparse(modules[name], choice, activations.get(name), backend, tune))
     if choices and backend == "numba":
         _swap_attention(traced)
     _tidy(traced)
@@ -186,9 +188,11 @@ def _swap_attention(traced: fx.GraphModule) -> None:
             node.target, node.kwargs = attention, {"scale": scale}
 
 
-def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str) -> nn.Module:
+def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str, tune: bool) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return SparseLinear.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
+        return SparseLinear.from_dense(
+            module, choice.pattern, choice.mask, activation=activation, backend=backend, tune=tune
+        )
     assert isinstance(module, nn.Conv2d)
     return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
 

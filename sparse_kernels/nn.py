@@ -12,6 +12,9 @@ sparse layer or through element-wise operations, copies nothing; other inputs ar
 torch's current stream. Call a layer once with inputs of the same shape before it is captured into a CUDA graph, and
 capture again after its weights have changed: a graph reads the plan of its time.
 
+A SparseLinear with tune=True (backend `numba`) tries a few kernels at its first call: see `cpu.tuner`. It does so
+again for about twice or half as many tokens, and keeps a plan for each such number.
+
 Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
 blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
 a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
@@ -126,6 +129,8 @@ class _Sparse(nn.Module):
 
     bias: Tensor | None
 
+    tune = False
+
     def __init__(self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
@@ -217,8 +222,9 @@ class _Sparse(nn.Module):
             if bias is not None and bias.device != x.device:
                 raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
             ready = _Ready(self._plan(x), bias)
-            # On a CPU sizes come and go: only the last one's plan is kept. On a GPU a graph may still read any.
-            self._plans = {**(self._plans if self._on_gpu else {}), key: ready}
+            # On a CPU sizes come and go: only the last one's plan is kept, except that tuned ones are for few sizes.
+            # On a GPU a graph may still read any.
+            self._plans = {**(self._plans if self._on_gpu or self.tune else {}), key: ready}
         self._latest = ready
         return ready
 
@@ -317,6 +323,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 class SparseLinear(_Sparse):
     """`activation(x @ weight.T + bias)` for x (..., k) -> (..., m)."""
 
+    def __init__(
+        self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str, tune: bool = False
+    ) -> None:
+        super().__init__(packed, bias, activation, backend)
+        if tune and backend != "numba":
+            raise ValueError(f"tune=True is for backend numba, not {backend}")
+        self.tune = tune
+
     @classmethod
     def from_dense(
         cls,
@@ -326,9 +340,10 @@ class SparseLinear(_Sparse):
         *,
         activation: str | None = None,
         backend: str = "numba",
+        tune: bool = False,
     ) -> SparseLinear:
         """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense)."""
-        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend)
+        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning."""
@@ -345,7 +360,8 @@ class SparseLinear(_Sparse):
         return y.view(*x.shape[:-1], m)
 
     def _key(self, x: Tensor) -> object:
-        return x.device, x.dtype
+        about = x.shape[0].bit_length() if self.tune else None
+        return x.device, x.dtype, about
 
     def _plan(self, x: Tensor) -> Any:
         if self._on_gpu:
@@ -353,7 +369,8 @@ class SparseLinear(_Sparse):
 
             dtype = str(x.dtype).removeprefix("torch.")
             return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
-        return prepare(self.packed, self.backend, "token_major", x.shape[0])
+        _use_torchs_threads()  # a tuned plan is for as many
+        return prepare(self.packed, self.backend, "token_major", x.shape[0], tune=self.tune)
 
 
 class SparseConv2d(_Sparse):

@@ -16,12 +16,28 @@ from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
-from sparse_kernels.cpu.single import SingleRows, single_rows
+from sparse_kernels.cpu.single import CLOSE, SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed
 from sparse_kernels.plan import Array
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is decided about a layer before its weights are laid out: which kernel runs, and how.
+
+    kernel: tokens or rows. tile: of tokens or rows, and vectors, in registers. lanes: of a vector. in_blocks: x is
+    laid out block by block however few tokens there are, and though it could be read in place. stage: elements of x
+    in a stage of single rows.
+    """
+
+    kernel: str
+    tile: tuple[int, int]
+    lanes: int
+    in_blocks: bool = False
+    stage: int = CLOSE
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +89,7 @@ class RowPlan:
     target: Target
     kernel: str
     layout: str
+    in_blocks: bool = False
     _pool: Pool = field(default_factory=Pool)
 
     @property
@@ -100,9 +117,9 @@ class RowPlan:
             return y
         threads = numba.get_num_threads()
         with exclusive():
-            if not token_major and self.target.lanes <= n < 2**31 // k:
+            if not token_major and not self.in_blocks and self.target.lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
-            elif blocks.enough(n, self.target.lanes, threads):
+            elif self.in_blocks or blocks.enough(n, self.target.lanes, threads):
                 vectors, pool = self.tile[1], self._pool
                 blocks.multiply(self.panels, vectors, self.target, token_major, x, y, bias, code, pool, threads)
             else:
@@ -143,29 +160,58 @@ class RowPlan:
 
 def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
     """The plan of a linear layer for about n tokens."""
+    return build(packed, layout, n, default(packed, layout, n))
+
+
+def default(packed: Packed, layout: str, n: int) -> Choice:
+    """What is best for a layer and about n tokens as far as that is known without trying: see `tuner`."""
     target = host()
     height = group_height(packed)
-    name = f"numba.{packed.pattern.format}"
     if layout == "token_major":
-        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
-        whole = 2 * target.lanes if height > target.lanes else target.lanes
-        tile = tokens.tile(whole if isinstance(packed, DenseWeight) else height, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, but for few tokens.
-        permuted = packed.pattern.format == "shflbw"
-        if tile is not None and (n <= target.lanes or not permuted):
-            cut = panels(groups(packed), tile[1] * tile[2])
-            name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
-            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted)
-    weights: Panels | SingleRows
+        tile = token_tile(packed, target)
+        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, if tokens are many.
+        if tile is not None and (n <= target.lanes or not permuted(packed)):
+            return Choice("tokens", tile[:2], tile[2])
     if height == 1:
         most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
-        tile_rows, vectors = 1, max(1, most)
-        weights = single_rows(groups(packed), packed.shape[1], vectors * target.lanes)
+        return Choice("rows", (1, max(1, most)), target.lanes)
+    return Choice("rows", rows.tile(height, target), target.lanes)
+
+
+def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
+    """The register tile of kernel tokens for this weight, as `tokens.tile` says."""
+    height = group_height(packed)
+    if isinstance(packed, DenseWeight):
+        # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
+        height = 2 * target.lanes if height > target.lanes else target.lanes
+    return tokens.tile(height, target)
+
+
+def build(packed: Packed, layout: str, n: int, choice: Choice) -> TokenPlan | RowPlan:
+    """The plan that runs a layer as chosen, named for about n tokens."""
+    target = host()
+    (size, vectors), lanes = choice.tile, choice.lanes
+    name = f"numba.{packed.pattern.format}.{choice.kernel}"
+    if choice.kernel == "tokens":
+        tile = (size, vectors, lanes)
+        narrow = "" if lanes == target.lanes else f"of{lanes}"
+        name = f"{name}{_tokens_at_a_time(tile, n)}x{vectors}{narrow}.{target.name}"
+        cut = panels(groups(packed), vectors * lanes)
+        return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted(packed))
+    weights: Panels | SingleRows
+    if size == 1:
+        weights = single_rows(groups(packed), packed.shape[1], vectors * lanes, choice.stage)
     else:
-        tile_rows, vectors = rows.tile(height, target)
-        weights = panels(groups(packed), tile_rows)
-    name = f"{name}.rows{tile_rows}x{vectors}.{target.name}"
-    return RowPlan(packed.shape, weights, (tile_rows, vectors), target, name, layout)
+        weights = panels(groups(packed), size)
+    blocked = ".blocks" if choice.in_blocks else ""
+    stage = "" if choice.stage == CLOSE else f".stage{choice.stage}"
+    name = f"{name}{size}x{vectors}{blocked}{stage}.{target.name}"
+    return RowPlan(packed.shape, weights, choice.tile, target, name, layout, choice.in_blocks)
+
+
+def permuted(packed: Packed) -> bool:
+    """Whether kernel tokens has to put the rows of this weight in their places one by one."""
+    return packed.pattern.format == "shflbw"
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:
