@@ -55,10 +55,12 @@ def sweep(
     if not cpu:
         raise UsageError("say what to measure: --cpu, or --gpu NAME")
     machine = sweeping.Cpu(threads or devices.cores())
+    engines = cpu_backends(backends or [])
+    if tune and "numba" not in engines:
+        raise UsageError("--tune is for backend numba, which is not among those asked for")
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
-        device=machine.device, threads=machine.threads, backends=cpu_backends(backends or []), seed=seed,
-        tune=tune,
+        device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune,
     )  # fmt: skip
     _run(output, points, machine, sweeping.Settings(), seed, time_budget, dry_run)
 

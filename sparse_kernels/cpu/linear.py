@@ -16,7 +16,7 @@ from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
-from sparse_kernels.cpu.single import CLOSE, SingleRows, single_rows
+from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
@@ -28,16 +28,13 @@ from sparse_kernels.plan import Array
 class Choice:
     """What is decided about a layer before its weights are laid out: which kernel runs, and how.
 
-    kernel: tokens or rows. tile: of tokens or rows, and vectors, in registers. lanes: of a vector. in_blocks: x is
-    laid out block by block however few tokens there are, and though it could be read in place. stage: elements of x
-    in a stage of single rows.
+    kernel: tokens or rows. tile: of tokens or rows, vectors, and lanes of a vector, in registers. way: how x comes to
+    kernel rows: laid out in `blocks` or in a `pass` of its own; "" leaves it to each call.
     """
 
     kernel: str
-    tile: tuple[int, int]
-    lanes: int
-    in_blocks: bool = False
-    stage: int = CLOSE
+    tile: tuple[int, int, int]
+    way: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +86,7 @@ class RowPlan:
     target: Target
     kernel: str
     layout: str
-    in_blocks: bool = False
+    way: str = ""
     _pool: Pool = field(default_factory=Pool)
 
     @property
@@ -117,9 +114,9 @@ class RowPlan:
             return y
         threads = numba.get_num_threads()
         with exclusive():
-            if not token_major and not self.in_blocks and self.target.lanes <= n < 2**31 // k:
+            if not token_major and not self.way and self.target.lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
-            elif self.in_blocks or blocks.enough(n, self.target.lanes, threads):
+            elif self.way == "blocks" or (not self.way and blocks.enough(n, self.target.lanes, threads)):
                 vectors, pool = self.tile[1], self._pool
                 blocks.multiply(self.panels, vectors, self.target, token_major, x, y, bias, code, pool, threads)
             else:
@@ -164,22 +161,28 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
 
 
 def default(packed: Packed, layout: str, n: int) -> Choice:
-    """What is best for a layer and about n tokens as far as that is known without trying: see `tuner`."""
+    """What is best for a layer and about n tokens as far as that is known without trying."""
     target = host()
-    height = group_height(packed)
     if layout == "token_major":
         tile = token_tile(packed, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, if tokens are many.
+        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, but for few tokens.
         if tile is not None and (n <= target.lanes or not permuted(packed)):
-            return Choice("tokens", tile[:2], tile[2])
-    if height == 1:
-        most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
-        return Choice("rows", (1, max(1, most)), target.lanes)
-    return Choice("rows", rows.tile(height, target), target.lanes)
+            return Choice("tokens", tile)
+    return Choice("rows", row_tile(packed, layout, n))
+
+
+def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
+    """(rows, vectors, lanes) of the register tile of kernel rows for this weight and about n tokens."""
+    target = host()
+    height = group_height(packed)
+    if height > 1:
+        return *rows.tile(height, target), target.lanes
+    most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
+    return 1, max(1, most), target.lanes
 
 
 def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
-    """The register tile of kernel tokens for this weight, as `tokens.tile` says."""
+    """The register tile of kernel tokens for this weight; None where rows of a group fill no vector."""
     height = group_height(packed)
     if isinstance(packed, DenseWeight):
         # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
@@ -190,23 +193,20 @@ def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
 def build(packed: Packed, layout: str, n: int, choice: Choice) -> TokenPlan | RowPlan:
     """The plan that runs a layer as chosen, named for about n tokens."""
     target = host()
-    (size, vectors), lanes = choice.tile, choice.lanes
+    size, vectors, lanes = choice.tile
     name = f"numba.{packed.pattern.format}.{choice.kernel}"
     if choice.kernel == "tokens":
-        tile = (size, vectors, lanes)
         narrow = "" if lanes == target.lanes else f"of{lanes}"
-        name = f"{name}{_tokens_at_a_time(tile, n)}x{vectors}{narrow}.{target.name}"
+        name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{narrow}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
-        return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted(packed))
+        return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
     weights: Panels | SingleRows
     if size == 1:
-        weights = single_rows(groups(packed), packed.shape[1], vectors * lanes, choice.stage)
+        weights = single_rows(groups(packed), packed.shape[1], vectors * lanes)
     else:
         weights = panels(groups(packed), size)
-    blocked = ".blocks" if choice.in_blocks else ""
-    stage = "" if choice.stage == CLOSE else f".stage{choice.stage}"
-    name = f"{name}{size}x{vectors}{blocked}{stage}.{target.name}"
-    return RowPlan(packed.shape, weights, choice.tile, target, name, layout, choice.in_blocks)
+    name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
+    return RowPlan(packed.shape, weights, (size, vectors), target, name, layout, choice.way)
 
 
 def permuted(packed: Packed) -> bool:

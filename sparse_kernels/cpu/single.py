@@ -86,14 +86,14 @@ class SingleRows:
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 
-def single_rows(groups: Groups, k: int, stride: int, close: int = CLOSE) -> SingleRows:
+def single_rows(groups: Groups, k: int, stride: int) -> SingleRows:
     """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
 
-    In as many stages as leave each one `close` elements of x, unless too few columns of a row are left in a stage to
+    In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
     outweigh fetching and storing the sums.
     """
     rows = groups.indptr.size - 1
-    stages = max(1, min(-(-k * stride // close), groups.columns.size // (WORTHWHILE * rows)))
+    stages = max(1, min(-(-k * stride // CLOSE), groups.columns.size // (WORTHWHILE * rows)))
     bounds = k * np.arange(stages + 1) // stages
     row = np.repeat(np.arange(rows), np.diff(groups.indptr))
     stage = np.searchsorted(bounds, groups.columns, side="right") - 1

@@ -30,14 +30,12 @@ import numpy as np
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu import blocks, linear, rows
+from sparse_kernels.cpu import blocks, linear
 from sparse_kernels.cpu.linear import Choice
-from sparse_kernels.cpu.panels import group_height
-from sparse_kernels.cpu.single import CLOSE
-from sparse_kernels.cpu.target import VERSION, Target, host
+from sparse_kernels.cpu.target import VERSION, host
 from sparse_kernels.cpu.vectors import TILE
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import Plan
+from sparse_kernels.plan import BLOCKED, Plan
 
 Call = Callable[[], object]
 Clock = Callable[[], float]
@@ -53,8 +51,8 @@ BLOCK_SECONDS = 5e-4
 TRIAL_SECONDS, TRIAL_ROUNDS = 0.02, (3, 9)
 FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
 
-# The share of computed tokens to which a smaller tile must bring them, or its being smaller costs more.
-WORTHWHILE = 0.9
+# Lanes of the narrowest vectors: 128 bits.
+NARROWEST = 4
 
 # Weights of a thread that are read before the same ones are read again: twice the largest second-level cache.
 ROTATED_BYTES = 4 * 2**20
@@ -87,60 +85,70 @@ def choose(packed: Packed, layout: str, n: int, folder: Path | None = None, cloc
 
 
 def candidates(packed: Packed, layout: str, n: int, threads: int) -> list[Choice]:
-    """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled."""
-    target = host()
+    """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
+
+    What won nowhere in trials of 250 layers is not among them: other shares of the second-level cache for chunks and
+    blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
+    of one thread alone, and any other tile for token-blocked x.
+    """
     default = linear.default(packed, layout, n)
-    by_tokens = _by_tokens(packed, n, target) if layout == "token_major" else []
-    return list(dict.fromkeys([default, *by_tokens, *_by_rows(packed, layout, n, threads, default)]))
+    if layout == BLOCKED or n == 0:
+        return [default]
+    others = _by_tokens(packed, n) if layout == "token_major" else []
+    if default.kernel == "rows" or 2 * n > host().lanes:
+        others += _by_rows(packed, layout, n, threads)
+    return list(dict.fromkeys([default, *others]))
 
 
-def _by_tokens(packed: Packed, n: int, target: Target) -> list[Choice]:
-    """Fewer tokens at a time where fewer are computed in vain; narrow vectors where tokens do not fill wide ones."""
-    for lanes in (target.lanes, target.lanes // 2, target.lanes // 4):
-        tile = linear.token_tile(packed, replace(target, lanes=lanes))
-        if lanes < 4 or tile is None:
-            continue
-        if lanes < target.lanes and n > target.lanes // 2:
+def _by_tokens(packed: Packed, n: int) -> list[Choice]:
+    """Fewer tokens at a time where fewer are computed in vain; narrow vectors for few tokens and low groups."""
+    wide = host().lanes
+    for lanes in (wide, wide // 2, wide // 4):
+        tile = linear.token_tile(packed, replace(host(), lanes=lanes)) if lanes >= NARROWEST else None
+        if tile is not None:
             break
-        if linear.permuted(packed) and n > TILE * target.lanes:
-            break
-
-        def computed(size: int) -> int:
-            return -(-n // size) * size
-
-        most = tile[0]
-        fewer = min(most * 3 // 4, most // 2, key=computed)
-        sizes = (most, fewer) if computed(fewer) <= WORTHWHILE * computed(most) else (most,)
-        return [Choice("tokens", (size, tile[1]), lanes) for size in sizes]
-    return []
-
-
-def _by_rows(packed: Packed, layout: str, n: int, threads: int, default: Choice) -> list[Choice]:
-    """Tiles of fewer vectors, single rows in shorter stages, and x laid out block by block."""
-    target, height = host(), group_height(packed)
-    lanes = target.lanes
-    blocked = layout == "token_blocked"
-    few = n <= lanes and not blocked
-    if height == 1:
-        if blocked:
-            return []  # x comes in tiles of as many vectors as the weights are laid out for
-        if few:
-            return [replace(default, stage=CLOSE // 2)]
-        most = default.tile[1]
-        tiles = [(1, vectors) for vectors in range(most, max(0, most - 3), -1)]
     else:
-        size, vectors = rows.tile(height, target)
-        if default.kernel == "tokens" and not linear.permuted(packed):
-            tiles = [] if few else [(size, vectors)]
-        elif few:
-            tiles = [(size, 1)]
-        else:
-            tiles = [(size, vectors)]
-            tiles += [(size, vectors // 2)] if vectors > 2 else []
-            tiles += [(size // 2, 2 * vectors)] if size > 4 else []
-    # Where tokens are many, token-major x is laid out so by itself.
-    forced = not few and not blocked and not (layout == "token_major" and blocks.enough(n, lanes, threads))
-    return [Choice("rows", tile, lanes, in_blocks=forced) for tile in tiles]
+        return []
+    if (lanes < wide and n > wide) or (linear.permuted(packed) and n > TILE * wide):
+        return []
+
+    def computed(size: int) -> int:
+        return -(-n // size) * size
+
+    most, vectors, _ = tile
+    fewer = min(most * 3 // 4, most // 2, key=computed)
+    # A smaller tile costs more, unless it saves a tenth of the tokens; two of them have a tile of their own.
+    sizes = (most, fewer) if n > 2 and 10 * computed(fewer) <= 9 * computed(most) else (most,)
+    return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
+
+
+def _by_rows(packed: Packed, layout: str, n: int, threads: int) -> list[Choice]:
+    """Each way in which x may come to kernel rows, by tiles that come out even; single rows by a narrower one too."""
+    size, vectors, lanes = linear.row_tile(packed, layout, n)
+    total = -(-n // lanes)
+    each = -(-total // threads)
+    by_block = blocks.enough(n, lanes, threads)
+    # Vectors that come together: a thread's own in blocks, else all of them, and threads share the panels.
+    together = {"": each if by_block and layout == "token_major" else total}
+    if by_block and layout == "token_major" and each < total < TILE * threads:
+        together["pass"] = total
+    if by_block and layout == "feature_major" and n >= lanes:
+        together["blocks"] = each
+    return [
+        Choice("rows", (size, width, lanes), way)
+        for way, count in together.items()
+        for width in ((vectors, vectors - (vectors > 2)) if size == 1 else (_even(size, vectors, count),))
+    ]
+
+
+def _even(rows: int, vectors: int, together: int) -> int:
+    """How wide a tile of so many rows leaves the fewest vectors over, which are computed one by one.
+
+    The tile and what it reads must fit the registers. It is `vectors` unless another leaves fewer.
+    """
+    widths = range(min(together, 2), TILE + 1)
+    fitting = (width for width in widths if (rows + 1) * width + 1 <= host().registers)
+    return min(fitting, key=lambda width: (together % width, width != vectors, -width))
 
 
 # ------------------------------------------------------------------------------------------------ which is fastest
@@ -193,7 +201,6 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice]) -> li
     lead, tokens = {
         "token_major": ((n,), ()),
         "feature_major": ((), (n,)),
-        "token_blocked": ((-(-n // (TILE * host().lanes)),), (TILE * host().lanes,)),
     }[layout]
     x = rng.standard_normal((*lead, k, *tokens), np.float32)
     y, bias = np.empty((*lead, m, *tokens), np.float32), np.zeros(m, np.float32)

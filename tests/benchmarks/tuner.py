@@ -1,11 +1,14 @@
-"""What `prepare(..., tune=True)` wins over the default on a CPU: a line a layer, and the median, worst and best.
+"""What `prepare(..., tune=True)` wins over the default on a CPU: a line a layer, and what all of them say.
 
-    python tests/benchmarks/tuner.py [--all] [--threads 2] [--layout token_major] [--m 768 --n 128 ...]
+    python tests/benchmarks/tuner.py [--threads 2] [--layout token_major] [--shapes 768x768x8,...] [--patterns ...]
 
-Every layer is tuned afresh. Then both plans are prepared anew, at other addresses, and timed in pairs of blocks: the
-ratio (default over tuned, above 1 is faster) is the median of these pairs, not what the tuner saw. Weights come from
-beyond the second-level cache, as in a table of latbench. Where the default was kept both plans are the same: these
-lines show the noise. Kernels are compiled before anything is timed, which takes minutes the first time.
+Every layer is tuned afresh. Then three plans are prepared anew: the default, the default again at other addresses,
+and the tuned one. Blocks of calls of all three take turns, in a random order. A line says the default's time, and the
+ratios default over default again (the noise) and default over tuned (above 1 is a gain): the median of the rounds,
+and the quarters below and above it. Weights come from beyond the second-level cache, as in a table of latbench.
+
+A tuned layer is slower by more than noise if three quarters of its ratios lie below three quarters of those of the
+default to itself. Kernels are compiled before anything is timed, which takes a minute or two the first time.
 """
 
 from __future__ import annotations
@@ -14,62 +17,51 @@ import argparse
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from latbench.backends import copies_for, synthetic_mask
 from sparse_kernels.cpu import linear, tuner
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import parse
-from sparse_kernels.plan import Plan
+from sparse_kernels.plan import LAYOUTS, Plan
+from sparse_kernels.shapes import LinearShape
 
-SHAPES = ((768, 768), (3072, 768), (768, 3072), (512, 2048))
-TOKENS = (1, 8, 128, 500)
-PATTERNS = ("vector:32", "shflbw:32", "vector:4", "unstructured")
-SPARSITIES = (0.75, 0.9)
-
-PAIRS = 25
+SHAPES = (
+    "768x768x1,768x768x12,768x768x128,768x3072x4,768x3072x32,768x3072x197,3072x768x1,3072x768x48,3072x768x384,"
+    "512x2048x8,512x2048x64,512x2048x500"
+)
+PATTERNS = "vector:32,shflbw:8,unstructured"
+SPARSITIES = (0.75, 0.9)  # in turns
+ROUNDS = 21
 BLOCK_SECONDS = 1e-3
 
-Layer = tuple[int, int, int, str, float]
+Call = Callable[[], object]
 
 
-def some_layers() -> list[Layer]:
-    """Every shape with every number of tokens, every pattern with both, sparsities in turn."""
-    return [
-        (m, k, n, PATTERNS[(i + j) % 4], SPARSITIES[(i + j // 2) % 2])
-        for i, (m, k) in enumerate(SHAPES)
-        for j, n in enumerate(TOKENS)
-    ]
-
-
-def all_layers() -> list[Layer]:
-    """Every shape, number of tokens, pattern and sparsity with every other."""
-    return [(m, k, *rest) for (m, k), *rest in itertools.product(SHAPES, TOKENS, PATTERNS, SPARSITIES)]
-
-
-def packed_layer(layer: Layer) -> Packed:
+def packed_layer(shape: LinearShape, spec: str, sparsity: float) -> Packed:
     """Random weights under a random mask."""
-    m, k, _, spec, sparsity = layer
-    rng = np.random.default_rng(0)
-    mask = synthetic_mask(rng, parse(spec), (m, k), sparsity)
-    return pack(rng.standard_normal((m, k), np.float32) * mask, mask, parse(spec))
+    rng, pattern = np.random.default_rng(0), parse(spec)
+    mask = synthetic_mask(rng, pattern, (shape.m, shape.k), sparsity)
+    return pack(rng.standard_normal((shape.m, shape.k), np.float32) * mask, mask, pattern)
 
 
-def call(plan: Plan, layer: Layer) -> Callable[[], object]:
+def call(plan: Plan, shape: LinearShape) -> Call:
     """A call of the layer; copies of its weights take turns."""
-    m, k, n, _, _ = layer
     rng = np.random.default_rng(1)
-    x_size, y_size = ((n, k), (n, m)) if plan.layout == "token_major" else ((k, n), (m, n))
-    x, y, bias = rng.standard_normal(x_size, np.float32), np.empty(y_size, np.float32), np.zeros(m, np.float32)
+    x = rng.standard_normal((shape.n, shape.k), np.float32)
+    x = x if plan.layout == "token_major" else np.ascontiguousarray(x.T)
+    bias = np.zeros(shape.m, np.float32)
+    y = np.empty_like(plan(x, bias))
     turn = itertools.cycle([plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))])
     return lambda: next(turn)(x, bias, None, y)
 
 
-def seconds(run: Callable[[], object], loops: int) -> float:
+def seconds(run: Call, loops: int) -> float:
     """The mean of a block of calls."""
     start = time.perf_counter()
     for _ in range(loops):
@@ -77,71 +69,71 @@ def seconds(run: Callable[[], object], loops: int) -> float:
     return (time.perf_counter() - start) / loops
 
 
-def compare(default: Callable[[], object], tuned: Callable[[], object]) -> tuple[float, float, float]:
-    """Median seconds of both, and the median of their ratios in pairs of blocks; every other pair turned round."""
-    once = min(seconds(run, 2) for run in (default, tuned))
-    loops = max(2, round(BLOCK_SECONDS / once))
-    pairs = np.empty((PAIRS, 2))
-    for i in range(PAIRS):
-        for j in (0, 1) if i % 2 else (1, 0):
-            pairs[i, j] = seconds((default, tuned)[j], loops)
-    return *np.median(pairs, axis=0), float(np.median(pairs[:, 0] / pairs[:, 1]))
+def in_turns(runs: list[Call]) -> NDArray[np.float64]:
+    """Seconds (rounds, runs) of one call."""
+    rng = np.random.default_rng(2)
+    loops = max(2, round(BLOCK_SECONDS / min(seconds(run, 2) for run in runs)))
+    times = np.empty((ROUNDS, len(runs)))
+    for row in times:
+        for i in rng.permutation(len(runs)):
+            row[i] = seconds(runs[i], loops)
+    return times
 
 
-def compile_all(layers: Sequence[Layer], layout: str) -> None:
-    """Run every candidate of every kind of layer once."""
-    for m, k, n, spec, _ in {(64, 64, n, spec, 0.75) for _, _, n, spec, _ in layers}:
-        packed = packed_layer((m, k, n, spec, 0.75))
-        for choice in tuner.candidates(packed, layout, n, numba.get_num_threads()):
-            call(linear.build(packed, layout, n, choice), (m, k, n, spec, 0.75))()
+def quarters(times: NDArray[np.float64], i: int) -> tuple[float, float, float]:
+    """The quartiles of time 0 over time i."""
+    low, middle, high = np.quantile(times[:, 0] / times[:, i], (0.25, 0.5, 0.75))
+    return float(low), float(middle), float(high)
 
 
-def summary(name: str, ratios: list[float]) -> str:
-    """The median, worst and best of some ratios."""
-    if not ratios:
-        return f"{name}: none"
-    return f"{name}: {len(ratios)} layers, median {np.median(ratios):.3f}x, {min(ratios):.3f} to {max(ratios):.3f}x"
+def said(ratio: tuple[float, float, float]) -> str:
+    """A ratio with its quarters."""
+    low, middle, high = ratio
+    return f"{middle:5.2f}x ({low:.2f}-{high:.2f})"
 
 
 def main() -> None:
     """Parse, tune, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every combination: some minutes")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--layout", choices=("token_major", "feature_major"), default="token_major")
-    parser.add_argument("--m", type=int, help="only layers of so many output features")
-    parser.add_argument("--k", type=int, help="only layers of so many input features")
-    parser.add_argument("--n", type=int, help="only layers of so many tokens")
-    parser.add_argument("--pattern", help="only layers of this pattern")
+    parser.add_argument("--layout", choices=LAYOUTS, default="token_major")
+    parser.add_argument("--shapes", default=SHAPES, help="MxKxN, separated by commas")
+    parser.add_argument("--patterns", default=PATTERNS, help="separated by commas")
     given = parser.parse_args()
     numba.set_num_threads(given.threads)
-    wanted = (given.m, given.k, given.n, given.pattern, None)
+    shapes = [LinearShape(*(int(number) for number in text.split("x"))) for text in given.shapes.split(",")]
     layers = [
-        layer
-        for layer in (all_layers() if given.all else some_layers())
-        if all(want in (None, own) for want, own in zip(wanted, layer, strict=True))
+        (shape, spec, SPARSITIES[(i + j) % 2])
+        for i, shape in enumerate(shapes)
+        for j, spec in enumerate(given.patterns.split(","))
     ]
-    compile_all(layers, given.layout)
-    ratios: dict[bool, list[float]] = {False: [], True: []}
-    spent = []
-    with tempfile.TemporaryDirectory() as folder:
-        for layer in layers:
-            m, k, n, spec, sparsity = layer
-            packed = packed_layer(layer)
+    noise, gains, spent, slower = [], [], [], 0
+    with tempfile.TemporaryDirectory() as name:
+        for shape, spec, sparsity in layers:
+            packed, n, folder = packed_layer(shape, spec, sparsity), shape.n, Path(name)
+            for choice in tuner.candidates(packed, given.layout, n, given.threads):
+                call(linear.build(packed, given.layout, n, choice), shape)  # compiles
             start = time.perf_counter()
-            tuner.choose(packed, given.layout, n, Path(folder))
+            tuned = tuner.prepare(packed, given.layout, n, folder)
             spent.append(time.perf_counter() - start)
-            plans = linear.prepare(packed, given.layout, n), tuner.prepare(packed, given.layout, n, Path(folder))
-            default, tuned, ratio = compare(*(call(plan, layer) for plan in plans))
-            other = plans[0].kernel != plans[1].kernel
-            ratios[other].append(ratio)
+            default, again = (linear.prepare(packed, given.layout, n) for _ in range(2))
+            times = in_turns([call(plan, shape) for plan in (default, again, tuned)])
+            itself, ratio = quarters(times, 1), quarters(times, 2)
+            noise.append(itself[1])
+            changed = tuned.kernel != default.kernel
+            (gains if changed else noise).append(ratio[1])
+            slower += ratio[2] < itself[0]
+            change = f" -> {tuned.kernel}" if changed else ""
             print(
-                f"{f'{m}x{k}x{n}':13} {spec:12} {sparsity:4.0%} {default * 1e6:8.1f} us {tuned * 1e6:8.1f} us"
-                f" {ratio:6.3f}x  {plans[0].kernel}{f' -> {plans[1].kernel}' if other else ''}",
+                f"{f'{shape.m}x{shape.k}x{n}':13} {spec:12} {sparsity:4.0%} {np.median(times[:, 0]) * 1e6:7.0f} us"
+                f"  itself {said(itself)}  tuned {said(ratio)}  {default.kernel}{change}",
                 flush=True,
             )
-    print(f"\n{summary('another choice than the default', ratios[True])}")
-    print(summary("the default twice, which is the noise", ratios[False]))
+    print(f"\n{given.threads} threads, {given.layout}: not the default in {len(gains)} of {len(layers)} layers")
+    if gains:
+        print(f"their gain: median {np.median(gains):.2f}x, {min(gains):.2f} to {max(gains):.2f}x")
+    print(f"the default against itself: median {np.median(noise):.2f}x, {min(noise):.2f} to {max(noise):.2f}x")
+    print(f"slower than the default by more than noise: {slower} of {len(layers)} layers")
     print(f"tuning took {np.median(spent):.2f} s a layer, at most {max(spent):.2f} s, of kernels compiled before")
 
 
