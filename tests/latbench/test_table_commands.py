@@ -85,18 +85,9 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
 ) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
-    arguments = (
-        "sweep",
-        "--cpu",
-        "--workload",
-        tmp_path / "one.yaml",
-        "--patterns",
-        "vector:32",
-        "--sparsities",
-        "0.5",
-    )
-    ran = latbench(*arguments, "--backends", "numba", "--tune", "--threads", "1", "-o", tmp_path / "out")
-    assert ran.code == 0
+    arguments = ("sweep", "--cpu", "--backends", "numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
+    arguments += ("--patterns", "vector:32", "--sparsities", "0.5", "--tune", "-o", tmp_path / "out")
+    assert latbench(*arguments).code == 0
     rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
     assert set(rows.index) == {"auto", "tuned"} and set(rows["status"]) <= {"ok", "noisy"}
     assert all(kernel.startswith("numba.vector.tokens") for kernel in rows["kernel_used"])

@@ -59,8 +59,8 @@ def run(plan: linear.TokenPlan | linear.RowPlan, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("pattern", "layout", "n"),
     [
-        (VectorWise(32), "token_major", 12), (ShflBW(4), "token_major", 4), (ShflBW(32), "token_major", 48),
-        (VectorWise(8), "feature_major", 48), (Unstructured(), "token_major", 70),
+        (VectorWise(32), "token_major", 12), (ShflBW(4), "token_major", 4), (VectorWise(8), "feature_major", 48),
+        (Unstructured(), "token_major", 70),
     ],
     ids=str,
 )  # fmt: skip
@@ -150,8 +150,8 @@ def test_the_fastest_is_taken(seconds: float) -> None:
     assert machine.fastest(*(machine.call(seconds / factor) for factor in (1.0, 1.1, 1.3, 0.5, 1.2))) == 2
 
 
-@pytest.mark.parametrize("factors", [(1.0,), (1.0, 0.99, 0.5), (1.0, 1.0, 1.0), (1.0, 1.02)])
-def test_the_default_stays_unless_another_is_faster_by_more_than_three_percent(factors: tuple[float, ...]) -> None:
+@pytest.mark.parametrize("factors", [(1.0,), (1.0, 0.99, 0.5), (1.0, 1.0, 1.0), (1.0, 1.04)])
+def test_the_default_stays_unless_another_is_faster_by_more_than_five_percent(factors: tuple[float, ...]) -> None:
     machine = Machine()
     assert machine.fastest(*(machine.call(1e-4 / factor) for factor in factors)) == 0
 
@@ -171,9 +171,9 @@ def test_a_gain_within_the_noise_is_left_and_one_beyond_it_is_taken(rng: np.rand
         )
 
     # The lower quartile of a ratio lies 0.67 * sqrt(2) * noise below its median: 0.05 for noise of 5%.
-    assert taken(1.05, 0.05) <= 5
-    assert taken(1.2, 0.05) >= 95
-    assert taken(1.2, 0.4) <= 5
+    assert taken(1.05, 0.05) <= 10
+    assert taken(1.2, 0.05) >= 90
+    assert taken(1.2, 0.4) <= 10
 
 
 def test_the_luckiest_of_the_first_rounds_must_prove_itself_in_new_ones() -> None:
