@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from latbench.backends import copies_for, synthetic_mask
 from sparse_kernels.cpu import linear, tuner
 from sparse_kernels.formats import Packed, pack
-from sparse_kernels.patterns import NM, parse
+from sparse_kernels.patterns import NM, Dense, parse
 from sparse_kernels.plan import LAYOUTS, Plan
 from sparse_kernels.shapes import LinearShape
 
@@ -46,7 +46,7 @@ Call = Callable[[], object]
 def packed_layer(shape: LinearShape, spec: str, sparsity: float) -> Packed:
     """Random weights under a random mask."""
     rng, pattern = np.random.default_rng(0), parse(spec)
-    sparsity = pattern.sparsity if isinstance(pattern, NM) else sparsity
+    sparsity = pattern.sparsity if isinstance(pattern, NM) else 0.0 if isinstance(pattern, Dense) else sparsity
     mask = synthetic_mask(rng, pattern, (shape.m, shape.k), sparsity)
     return pack(rng.standard_normal((shape.m, shape.k), np.float32) * mask, mask, pattern)
 
