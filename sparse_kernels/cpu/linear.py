@@ -162,22 +162,33 @@ def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
 
 def default(packed: Packed, layout: str, n: int) -> Choice:
     """What is best for a layer and about n tokens as far as that is known without trying."""
-    target = host()
-    if layout == "token_major":
-        tile = token_tile(packed, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, but for few tokens.
-        if tile is not None and (n <= target.lanes or not permuted(packed)):
-            return Choice("tokens", tile)
-    return Choice("rows", row_tile(packed, layout, n))
+    tile = token_tile(packed, host()) if layout == "token_major" else None
+    if tile is None or _better_in_blocks(packed, tile, n):
+        return Choice("rows", row_tile(packed, layout, n))
+    return Choice("tokens", tile)
+
+
+def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
+    """Whether blocks of tokens beat this tile of kernel tokens."""
+    _, vectors, lanes = tile
+    if permuted(packed):
+        return n > lanes  # each token's rows are put in their places one by one; from a block that costs nothing
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens.
+    total, threads = -(-n // lanes), numba.get_num_threads()
+    return vectors == 1 and total >= 2 * threads and blocks.enough(n, lanes, threads)
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
-    """(rows, vectors, lanes) of the register tile of kernel rows for this weight and about n tokens."""
-    target = host()
-    height = group_height(packed)
+    """(rows, vectors, lanes) of the register tile of kernel rows for this weight, about n tokens, Numba's threads."""
+    target, height, threads = host(), group_height(packed), numba.get_num_threads()
+    total = -(-n // target.lanes)
     if height > 1:
-        return *rows.tile(height, target), target.lanes
-    most = TILE if layout == "token_blocked" else min(TILE, -(-n // target.lanes))
+        size, vectors = rows.tile(height, target)
+        if layout != "token_blocked":
+            own = layout == "token_major" and blocks.enough(n, target.lanes, threads)
+            vectors = rows.even((size, vectors), -(-total // threads) if own else total, target)
+        return size, vectors, target.lanes
+    most = TILE if layout == "token_blocked" else min(TILE, total)
     return 1, max(1, most), target.lanes
 
 

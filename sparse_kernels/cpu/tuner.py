@@ -30,7 +30,7 @@ import numpy as np
 from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu import blocks, linear
+from sparse_kernels.cpu import blocks, linear, rows
 from sparse_kernels.cpu.linear import Choice
 from sparse_kernels.cpu.target import VERSION, host
 from sparse_kernels.cpu.vectors import TILE
@@ -69,7 +69,7 @@ def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None) -> 
 
 def choose(packed: Packed, layout: str, n: int, folder: Path | None = None, clock: Clock = perf_counter) -> Choice:
     """The fastest choice, as found before or now."""
-    choices = candidates(packed, layout, n, numba.get_num_threads())
+    choices = candidates(packed, layout, n)
     if len(choices) == 1:
         return choices[0]
     key = _key(packed, layout, n)
@@ -84,7 +84,7 @@ def choose(packed: Packed, layout: str, n: int, folder: Path | None = None, cloc
 # ------------------------------------------------------------------------------------------------ what to try
 
 
-def candidates(packed: Packed, layout: str, n: int, threads: int) -> list[Choice]:
+def candidates(packed: Packed, layout: str, n: int) -> list[Choice]:
     """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
 
     What won nowhere in trials of 250 layers is not among them: other shares of the second-level cache for chunks and
@@ -94,9 +94,11 @@ def candidates(packed: Packed, layout: str, n: int, threads: int) -> list[Choice
     default = linear.default(packed, layout, n)
     if layout == BLOCKED or n == 0:
         return [default]
-    others = _by_tokens(packed, n) if layout == "token_major" else []
+    others = []
+    if layout == "token_major" and (default.kernel == "tokens" or n <= TILE * host().lanes):
+        others += _by_tokens(packed, n)
     if default.kernel == "rows" or 2 * n > host().lanes:
-        others += _by_rows(packed, layout, n, threads)
+        others += _by_rows(packed, layout, n)
     return list(dict.fromkeys([default, *others]))
 
 
@@ -109,7 +111,7 @@ def _by_tokens(packed: Packed, n: int) -> list[Choice]:
             break
     else:
         return []
-    if (lanes < wide and n > wide) or (linear.permuted(packed) and n > TILE * wide):
+    if lanes < wide < n:
         return []
 
     def computed(size: int) -> int:
@@ -122,33 +124,21 @@ def _by_tokens(packed: Packed, n: int) -> list[Choice]:
     return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
 
 
-def _by_rows(packed: Packed, layout: str, n: int, threads: int) -> list[Choice]:
-    """Each way in which x may come to kernel rows, by tiles that come out even; single rows by a narrower one too."""
-    size, vectors, lanes = linear.row_tile(packed, layout, n)
-    total = -(-n // lanes)
+def _by_rows(packed: Packed, layout: str, n: int) -> list[Choice]:
+    """The other way in which x may come to kernel rows; single rows also by a narrower tile."""
+    size, vectors, lanes = tile = linear.row_tile(packed, layout, n)
+    total, threads = -(-n // lanes), numba.get_num_threads()
     each = -(-total // threads)
-    by_block = blocks.enough(n, lanes, threads)
-    # Vectors that come together: a thread's own in blocks, else all of them, and threads share the panels.
-    together = {"": each if by_block and layout == "token_major" else total}
-    if by_block and layout == "token_major" and each < total < TILE * threads:
-        together["pass"] = total
-    if by_block and layout == "feature_major" and n >= lanes:
-        together["blocks"] = each
-    return [
-        Choice("rows", (size, width, lanes), way)
-        for way, count in together.items()
-        for width in ((vectors, vectors - (vectors > 2)) if size == 1 else (_even(size, vectors, count),))
-    ]
-
-
-def _even(rows: int, vectors: int, together: int) -> int:
-    """How wide a tile of so many rows leaves the fewest vectors over, which are computed one by one.
-
-    The tile and what it reads must fit the registers. It is `vectors` unless another leaves fewer.
-    """
-    widths = range(min(together, 2), TILE + 1)
-    fitting = (width for width in widths if (rows + 1) * width + 1 <= host().registers)
-    return min(fitting, key=lambda width: (together % width, width != vectors, -width))
+    choices = [Choice("rows", tile)]
+    if size == 1 and vectors > 2:
+        choices.append(Choice("rows", (size, vectors - 1, lanes)))
+    if blocks.enough(n, lanes, threads):
+        # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
+        way, together = ("pass", total) if layout == "token_major" else ("blocks", each)
+        width = vectors if size == 1 else rows.even((size, vectors), together, host())
+        if way == "blocks" or each < total < TILE * threads:
+            choices.append(Choice("rows", (size, width, lanes), way))
+    return choices
 
 
 # ------------------------------------------------------------------------------------------------ which is fastest

@@ -112,7 +112,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for shape, spec, sparsity in layers:
             packed, n, folder = packed_layer(shape, spec, sparsity), shape.n, Path(name)
-            for choice in tuner.candidates(packed, given.layout, n, given.threads):
+            for choice in tuner.candidates(packed, given.layout, n):
                 call(linear.build(packed, given.layout, n, choice), shape)  # compiles
             start = time.perf_counter()
             tuned = tuner.prepare(packed, given.layout, n, folder)
