@@ -1,7 +1,7 @@
 """Which kernel and register tile a linear layer runs with, found by trying: `prepare(..., tune=True)`.
 
 A few choices that may be faster than the default one for this weight and number of tokens are timed in turn, on
-synthetic x and on copies of the weights beyond the second-level cache, where a model's weights come from. Another
+synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another
 choice than the default is taken only where it is faster by more than the noise (`fastest`), for some 50 ms of calls
 a layer and a second or two for each kernel that this machine has not compiled yet.
 
@@ -54,8 +54,8 @@ FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
 # Lanes of the narrowest vectors: 128 bits.
 NARROWEST = 4
 
-# Weights of a thread that are read before the same ones are read again: twice the largest second-level cache.
-ROTATED_BYTES = 4 * 2**20
+# Weights that are read before the same ones are read again, as in latbench's tables: they pass the caches.
+ROTATED_BYTES = 32 * 2**20
 MOST_COPIES = 8
 
 
@@ -197,7 +197,7 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice]) -> li
 
     def call(choice: Choice) -> Call:
         plan = linear.build(packed, layout, n, choice)
-        copies = min(MOST_COPIES, -(-numba.get_num_threads() * ROTATED_BYTES // plan.nbytes))
+        copies = min(MOST_COPIES, -(-ROTATED_BYTES // plan.nbytes))
         turn = itertools.cycle([plan, *(plan.copy() for _ in range(copies - 1))])
         return lambda: next(turn)(x, bias, None, y)
 
