@@ -87,7 +87,7 @@ def choose(packed: Packed, layout: str, n: int, folder: Path | None = None, cloc
 def candidates(packed: Packed, layout: str, n: int) -> list[Choice]:
     """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
 
-    What won nowhere in trials of 250 layers is not among them: other shares of the second-level cache for chunks and
+    What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
     blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
     of one thread alone, and any other tile for token-blocked x.
     """
