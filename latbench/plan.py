@@ -27,6 +27,8 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
     "torch_sparse_cpu": {"linear": ("auto",), "conv2d": ()},
     "scipy": {"linear": ("auto",), "conv2d": ()},
 }
+# What they are asked for besides in a sweep that tunes: kernels found by trying.
+TUNED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
 STANDARD = ("torch", "onnxruntime", "openvino", "numba")
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
@@ -138,18 +140,19 @@ def points(
     wanted: Sequence[Pattern] | None = None,
     sparsities: Sequence[float] = SPARSITIES,
     seed: int = 0,
+    tune: bool = False,
 ) -> list[Point]:
     """Every point of every distinct shape of the workloads `chosen`, in their order.
 
     `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
-    whose sparsity is given by its name is measured at that one only.
+    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
         for pattern in default_patterns(shape) if wanted is None else wanted:
             engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
-                for kernel in KERNELS[backend][shape.op]:
+                for kernel in KERNELS[backend][shape.op] + (TUNED.get((backend, shape.op), ()) if tune else ()):
                     layout = _LAYOUTS.get((backend, shape.op, kernel), "")
                     for sparsity in sparsities_of(pattern, sparsities):
                         point = Point(device, backend, kernel, shape, pattern, sparsity, threads, seed, layout=layout)
@@ -232,6 +235,7 @@ def select(
     threads: int,
     backends: Sequence[str] = STANDARD,
     seed: int = 0,
+    tune: bool = False,
 ) -> list[Point]:
     """The points that a command line asks for; where it is silent, all bundled workloads and the defaults.
 
@@ -246,4 +250,5 @@ def select(
         wanted=parse_patterns(pattern_specs) if pattern_specs else None,
         sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else SPARSITIES,
         seed=seed,
+        tune=tune,
     )

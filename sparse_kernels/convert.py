@@ -64,12 +64,14 @@ def convert(
     example_inputs: tuple[Any, ...],
     *,
     backend: str = "numba",
+    tune: bool = False,
 ) -> nn.Module:
     """A copy of `model` for inference in which every named layer runs its sparse kernel.
 
     `choices` maps the names of Linear and Conv2d modules to their patterns; other layers stay torch's own, with
     BatchNorm folded where it follows directly. `example_inputs` are what the model is called with: they prove that
-    the converted model is the same function as the masked one (for a GPU backend, where they lie on a GPU).
+    the converted model is the same function as the masked one (for a GPU backend, where they lie on a GPU). `tune`:
+    linear layers try a few kernels at their first call and keep the fastest, backend `numba` only.
 
     Raises ValueError, with the layer's name where it is one layer's fault, for a name that is no prunable layer or
     that no part of the model calls as a module, and for a model that cannot be converted.
@@ -86,7 +88,7 @@ def convert(
             raise ValueError(f"layer {name!r}: {error}") from None
         chosen[modules[name]] = choice
     names = {module: name for name, module in modules.items() if module in chosen}
-    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend)
+    conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
     converted = conversion.of(model, "")
     for module in chosen:
         if module not in conversion.done:
@@ -140,13 +142,14 @@ class _Conversion:
     names: Counter[nn.Module]
     calls: Mapping[str, _Call]
     backend: str
+    tune: bool
     done: dict[nn.Module, nn.Module] = field(default_factory=dict)
 
     def of(self, part: nn.Module, path: str) -> nn.Module:
         """Convert `part`, found at `path`, whole if it can be traced, else child by child."""
         if part in self.chosen:
             if part not in self.done:
-                self.done[part] = _sparse(part, self.chosen[part], None, self.backend)
+                self.done[part] = _sparse(part, self.chosen[part], None, self.backend, self.tune)
             return self.done[part]
         everything = part.named_modules(remove_duplicate=False)
         inside = {name: module for name, module in everything if module in self.chosen}
@@ -155,7 +158,8 @@ class _Conversion:
         if path in self.calls and alone:
             traced = _trace(part, self.calls[path])
             if traced is not None:
-                swapped = _swap(traced, {name: self.chosen[module] for name, module in inside.items()}, self.backend)
+                choices = {name: self.chosen[module] for name, module in inside.items()}
+                swapped = _swap(traced, choices, self.backend, self.tune)
                 self.done |= {inside[name]: layer for name, layer in swapped.items()}
                 return traced
         for name, child in part._modules.items():
@@ -286,7 +290,7 @@ def _fold_norms(traced: fx.GraphModule) -> None:
     _tidy(traced)
 
 
-def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -> dict[str, nn.Module]:
+def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, tune: bool) -> dict[str, nn.Module]:
     """Replace the chosen layers by sparse ones, in place, each with the activation that alone reads it.
 
     Returns the sparse layers by name, without those that the graph does not call.
@@ -307,7 +311,7 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str) -
         if layer is None or layer not in called:
             continue
         if layer not in sparse:
-            sparse[layer] = _sparse(layer, choice, activations.get(layer), backend)
+            sparse[layer] = _sparse(layer, choice, activations.get(layer), backend, tune)
         swapped[name] = sparse[layer]
         traced.set_submodule(name, swapped[name])
     for node in traced.graph.nodes:
@@ -369,9 +373,11 @@ def _let_take_tiles(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn
     node.op, node.target, node.args, node.kwargs = "call_module", name, (node.args[0],), {}
 
 
-def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str) -> nn.Module:
+def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str, tune: bool) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return SparseLinear.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
+        return SparseLinear.from_dense(
+            module, choice.pattern, choice.mask, activation=activation, backend=backend, tune=tune
+        )
     assert isinstance(module, nn.Conv2d)
     return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
 

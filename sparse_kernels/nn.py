@@ -12,6 +12,10 @@ sparse layer or through element-wise operations, copies nothing; other inputs ar
 torch's current stream. Call a layer once with inputs of the same shape before it is captured into a CUDA graph, and
 capture again after its weights have changed: a graph reads the plan of its time.
 
+On a CPU a layer keeps a plan for few tokens and one for many, or for each of the latest image sizes. A SparseLinear
+with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.tuner`, and again for about twice or
+half as many tokens.
+
 Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
 blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
 a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
@@ -48,6 +52,11 @@ CPU_BACKENDS = ("numba", "reference")
 GPU_BACKENDS = ("cupy",)
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
+
+KEPT_PLANS = 4  # by a layer on a CPU; those made longest ago go first
+
+# Up to a vector of tokens is few, as kernels see it, and what is more is prepared for no fewer than fill a tile.
+FEW_TOKENS, MANY_TOKENS = 16, 64
 
 # What a layer's class must not have changed for a sparse one to take its place.
 _COMPUTING = ("__call__", "forward", "_conv_forward")
@@ -228,14 +237,10 @@ class _Sparse(nn.Module):
             if bias is not None and bias.device != x.device:
                 raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
             ready = _Ready(self._plan(x, y_shape), bias)
-            self._plans = {**(self._plans if self._keeps_plans else {}), key: ready}
+            latest = list(self._plans.items())
+            self._plans = dict([*(latest if self._on_gpu else latest[1 - KEPT_PLANS :]), (key, ready)])
         self._latest = ready
         return ready
-
-    @property
-    def _keeps_plans(self) -> bool:
-        """Whether older plans are kept: a graph on a GPU may still read any."""
-        return self._on_gpu
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         """What a plan is for: another input with the same key runs on the same plan."""
@@ -332,6 +337,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 class SparseLinear(_Sparse):
     """`activation(x @ weight.T + bias)` for x (..., k) -> (..., m)."""
 
+    def __init__(
+        self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str, tune: bool = False
+    ) -> None:
+        super().__init__(packed, bias, activation, backend)
+        if tune and backend != "numba":
+            raise ValueError(f"tune=True is for backend numba, not {backend}")
+        self.tune = tune
+
     @classmethod
     def from_dense(
         cls,
@@ -341,9 +354,10 @@ class SparseLinear(_Sparse):
         *,
         activation: str | None = None,
         backend: str = "numba",
+        tune: bool = False,
     ) -> SparseLinear:
         """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense)."""
-        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend)
+        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune)
 
     def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
         """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning.
@@ -371,12 +385,10 @@ class SparseLinear(_Sparse):
 
         return self.backend == "numba" and linear.lays_out(self.packed)
 
-    @property
-    def _keeps_plans(self) -> bool:
-        return True
-
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        return x.device, x.dtype, x.ndim, len(y_shape)
+        n = x.shape[0]
+        about = None if x.ndim == 3 or self._on_gpu else n.bit_length() if self.tune else n <= FEW_TOKENS
+        return x.device, x.dtype, x.ndim, len(y_shape), about
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
@@ -385,7 +397,13 @@ class SparseLinear(_Sparse):
             dtype = str(x.dtype).removeprefix("torch.")
             return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
-        return prepare(self.packed, self.backend, layouts[x.ndim, len(y_shape)], x.shape[0])
+        n = x.shape[0]
+        if self.tune:
+            _use_torchs_threads()  # a tuned plan is for as many
+        elif n > FEW_TOKENS:
+            n = max(n, MANY_TOKENS)
+        layout = layouts[x.ndim, len(y_shape)]
+        return prepare(self.packed, self.backend, layout, n, tune=self.tune and layout == "token_major")
 
 
 class SparseConv2d(_Sparse):
@@ -448,8 +466,8 @@ class SparseConv2d(_Sparse):
         )
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        # On a GPU the batch comes last, and a plan takes any.
-        return x.device, x.dtype, x.shape[:-1] if self._on_gpu else x.shape
+        # On a GPU the batch comes last. A plan takes any.
+        return x.device, x.dtype, x.shape[:-1] if self._on_gpu else x.shape[1:]
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:

@@ -53,10 +53,14 @@ class Plan(Protocol):
         """A plan with weights of its own at another address."""
 
 
-def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
+def prepare(packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False) -> Plan:
     """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
 
-    Raises ValueError for an unknown layout or backend, and for a layout that the backend does not take.
+    tune: try a few kernels for n columns and Numba's threads of now, and take the fastest; backend `numba` only. The
+    first time takes some seconds, then what was found is kept on disk: see `cpu.tuner`.
+
+    Raises ValueError for an unknown layout or backend, a layout that the backend does not take, and a backend that
+    cannot be tuned.
     """
     if layout not in (*LAYOUTS, *BLOCKED_LAYOUTS):
         known = ", ".join((*LAYOUTS, *BLOCKED_LAYOUTS))
@@ -65,7 +69,14 @@ def prepare(packed: Packed, backend: str, layout: str, n: int) -> Plan:
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
-    return registry.find(packed.pattern.format, "linear", backend)(packed, layout, n)
+    function = registry.find(packed.pattern.format, "linear", backend)
+    if not tune:
+        return function(packed, layout, n)
+    if backend != "numba":
+        raise ValueError(f"tune=True is for backend numba, not {backend}")
+    from sparse_kernels.cpu import tuner  # here, so that `import sparse_kernels` stays light
+
+    return tuner.prepare(packed, layout, n)
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None) -> Plan:

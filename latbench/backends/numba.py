@@ -14,13 +14,15 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 def prepare(point: Point, layer: Layer) -> Engine:
-    """The layer as a Numba plan, whatever its pattern."""
+    """The layer as a Numba plan, whatever its pattern; kernel `tuned` is found by trying."""
     plan: Plan
     try:
         if isinstance(point.shape, Conv2dShape):
             plan = sparse_kernels.prepare_conv2d(layer.packed, point.shape, "numba", point.layout)
         else:
-            plan = sparse_kernels.prepare(layer.packed, "numba", point.layout, point.shape.n)
+            plan = sparse_kernels.prepare(
+                layer.packed, "numba", point.layout, point.shape.n, tune=point.kernel == "tuned"
+            )
     except sparse_kernels.UnknownKernel as error:
         raise Unsupported(str(error)) from error
     plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))]

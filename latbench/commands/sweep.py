@@ -32,6 +32,7 @@ def sweep(
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
 ) -> None:
@@ -43,6 +44,8 @@ def sweep(
     if gpu is not None:
         if cpu:
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
+        if tune:
+            raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
         from latbench.gpu.machine import SETTINGS, GpuMachine
 
         device = GpuMachine(devices.demand_gpu(gpu))
@@ -52,9 +55,12 @@ def sweep(
     if not cpu:
         raise UsageError("say what to measure: --cpu, or --gpu NAME")
     machine = sweeping.Cpu(threads or devices.cores())
+    engines = cpu_backends(backends or [])
+    if tune and "numba" not in engines:
+        raise UsageError("--tune is for backend numba, which is not among those asked for")
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
-        device=machine.device, threads=machine.threads, backends=cpu_backends(backends or []), seed=seed,
+        device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune,
     )  # fmt: skip
     _run(output, points, machine, sweeping.Settings(), seed, time_budget, dry_run)
 

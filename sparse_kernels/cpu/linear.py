@@ -25,6 +25,19 @@ from sparse_kernels.formats import DenseWeight, Packed
 from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What is decided about a layer before its weights are laid out: which kernel runs, and how.
+
+    kernel: tokens or rows. tile: of tokens or rows, vectors, and lanes of a vector, in registers. way: how x comes to
+    kernel rows: laid out in `blocks` or in a `pass` of its own; "" leaves it to each call.
+    """
+
+    kernel: str
+    tile: tuple[int, int, int]
+    way: str = ""
+
+
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
     """Token-major x read as it lies, y written as it lies: also where its rows are permuted (Shfl-BW)."""
@@ -74,6 +87,7 @@ class RowPlan:
     target: Target
     kernel: str
     layout: str
+    way: str = ""
     _pool: Pool = field(default_factory=Pool)
 
     @property
@@ -96,9 +110,9 @@ class RowPlan:
             return y
         threads = numba.get_num_threads()
         with exclusive():
-            if not token_major and self.target.lanes <= n < 2**31 // k:
+            if not token_major and not self.way and self.target.lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
-            elif blocks.enough(n, self.target.lanes, threads):
+            elif self.way == "blocks" or (not self.way and blocks.enough(n, self.target.lanes, threads)):
                 self._run_blocks((self.layout, self.layout), n, x, y, bias, code, threads)
             else:
                 self._run_packed(x, n, bias, code, y, threads)
@@ -168,35 +182,67 @@ class RowPlan:
 
 def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
     """The plan of a linear layer for about n tokens."""
-    target = host()
-    height = group_height(packed)
-    name = f"numba.{packed.pattern.format}"
-    if layout == "token_major":
-        tile = token_tile(packed, target)
-        # Permuted rows are put in their places one by one, but from a block for nothing: blocks, if tokens are many.
-        if tile is not None and (n <= target.lanes or not permuted(packed)):
-            cut = panels(groups(packed), tile[1] * tile[2])
-            name = f"{name}.tokens{_tokens_at_a_time(tile, n)}x{tile[1]}.{target.name}"
-            return TokenPlan(packed.shape, cut, tile, target.fused, name, layout, permuted(packed))
-    weights: Panels | SingleRows
-    if height == 1:
-        most = TILE if layout in BLOCKED_LAYOUTS else min(TILE, -(-n // target.lanes))
-        tile_rows, vectors = 1, max(1, most)
-        weights = single_rows(groups(packed), packed.shape[1], vectors * target.lanes)
-    else:
-        tile_rows, vectors = rows.tile(height, target)
-        weights = panels(groups(packed), tile_rows)
-    name = f"{name}.rows{tile_rows}x{vectors}.{target.name}"
-    return RowPlan(packed.shape, weights, (tile_rows, vectors), target, name, layout)
+    return build(packed, layout, n, default(packed, layout, n))
+
+
+def default(packed: Packed, layout: str, n: int) -> Choice:
+    """What is best for a layer and about n tokens as far as that is known without trying."""
+    tile = token_tile(packed, host()) if layout == "token_major" else None
+    if tile is None or _better_in_blocks(packed, tile, n):
+        return Choice("rows", row_tile(packed, layout, n))
+    return Choice("tokens", tile)
+
+
+def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
+    """Whether blocks of tokens beat this tile of kernel tokens."""
+    _, vectors, lanes = tile
+    if permuted(packed):
+        return n > lanes  # each token's rows are put in their places one by one; from a block that costs nothing
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens.
+    total, threads = -(-n // lanes), numba.get_num_threads()
+    return vectors == 1 and total >= 2 * threads and blocks.enough(n, lanes, threads)
+
+
+def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
+    """(rows, vectors, lanes) of the register tile of kernel rows for this weight, about n tokens, Numba's threads."""
+    target, height, threads = host(), group_height(packed), numba.get_num_threads()
+    total = -(-n // target.lanes)
+    if height > 1:
+        size, vectors = rows.tile(height, target)
+        if layout not in BLOCKED_LAYOUTS:
+            own = layout == "token_major" and blocks.enough(n, target.lanes, threads)
+            vectors = rows.even((size, vectors), -(-total // threads) if own else total, target)
+        return size, vectors, target.lanes
+    most = TILE if layout in BLOCKED_LAYOUTS else min(TILE, total)
+    return 1, max(1, most), target.lanes
 
 
 def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
-    """The register tile of kernel tokens for this weight, as `tokens.tile` says."""
+    """The register tile of kernel tokens for this weight; None where rows of a group fill no vector."""
     height = group_height(packed)
     if isinstance(packed, DenseWeight):
         # All rows of a dense weight share all columns: only its last panel is filled up, wherever that ends.
         height = 2 * target.lanes if height > target.lanes else target.lanes
     return tokens.tile(height, target)
+
+
+def build(packed: Packed, layout: str, n: int, choice: Choice) -> TokenPlan | RowPlan:
+    """The plan that runs a layer as chosen, named for about n tokens."""
+    target = host()
+    size, vectors, lanes = choice.tile
+    name = f"numba.{packed.pattern.format}.{choice.kernel}"
+    if choice.kernel == "tokens":
+        narrow = "" if lanes == target.lanes else f"of{lanes}"
+        name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{narrow}.{target.name}"
+        cut = panels(groups(packed), vectors * lanes)
+        return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
+    weights: Panels | SingleRows
+    if size == 1:
+        weights = single_rows(groups(packed), packed.shape[1], vectors * lanes)
+    else:
+        weights = panels(groups(packed), size)
+    name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
+    return RowPlan(packed.shape, weights, (size, vectors), target, name, layout, choice.way)
 
 
 def permuted(packed: Packed) -> bool:

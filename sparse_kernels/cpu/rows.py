@@ -21,7 +21,7 @@ from sparse_kernels.cpu.micro import row_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import VERSION, Target
-from sparse_kernels.cpu.vectors import CACHED, Vectors
+from sparse_kernels.cpu.vectors import CACHED, TILE, Vectors
 from sparse_kernels.plan import Array
 
 
@@ -39,6 +39,16 @@ def tile(height: int, target: Target) -> tuple[int, int]:
 
     rows = min((rows for rows in (8, 4, 2) if rows <= sums), key=cost)
     return rows, min(sums // rows, 4)
+
+
+def even(tile: tuple[int, int], together: int, target: Target) -> int:
+    """How wide a tile of as many rows leaves the fewest of `together` vectors over, which are computed one by one.
+
+    The tile and what it reads must fit the registers. It is as wide as `tile` unless another leaves fewer.
+    """
+    rows, vectors = tile
+    fitting = [width for width in range(2, TILE + 1) if (rows + 1) * width + 1 <= target.registers]
+    return min(fitting, key=lambda width: (together % width, width != vectors, -width), default=vectors)
 
 
 def block(total: int, vectors: int, cached: int, threads: int) -> int:

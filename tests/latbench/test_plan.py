@@ -57,6 +57,14 @@ def test_every_backend_has_a_plan() -> None:
     assert plan.estimated_seconds(some_points(LINEAR, backends=list(plan.KERNELS))) > 0
 
 
+def test_tuning_adds_our_linear_layers_once_more() -> None:
+    usual, tuned = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, tune=True))
+    more = {(point.backend, point.kernel, point.shape, point.pattern, point.sparsity) for point in tuned - usual}
+    ours = [point for point in usual if point.backend == "numba" and point.shape == LINEAR]
+    assert usual < tuned
+    assert more == {("numba", "tuned", LINEAR, point.pattern, point.sparsity) for point in ours}
+
+
 def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> None:
     points = some_points(LINEAR, backends=["numba"])
     found = {point.pattern: [] for point in points}  # type: ignore[var-annotated]

@@ -80,6 +80,20 @@ def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Pa
     assert again.code == 0 and "were there already" in again.out
 
 
+def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
+    latbench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
+    save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
+    arguments = ("sweep", "--cpu", "--backends", "numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
+    arguments += ("--patterns", "vector:32", "--sparsities", "0.5", "--tune", "-o", tmp_path / "out")
+    assert latbench(*arguments).code == 0
+    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
+    assert set(rows.index) == {"auto", "tuned"} and set(rows["status"]) <= {"ok", "noisy"}
+    assert all(kernel.startswith("numba.vector.tokens") for kernel in rows["kernel_used"])
+    assert len(list((tmp_path / "cache" / "tuning").iterdir())) == 1
+
+
 def test_by_default_a_sweep_writes_beside_the_user(
     latbench: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +144,8 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
             "unknown backend 'tensorrt': known are torch, onnxruntime",
         ),
         (["sweep", "--cpu", "--backends", "scipy", "--patterns", "dense"], "nothing to measure"),
+        (["sweep", "--cpu", "--backends", "scipy", "--tune"], "--tune is for backend numba"),
+        (["sweep", "--gpu", "a100", "--tune"], "--tune is for a sweep with --cpu"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[str], words: str) -> None:

@@ -352,6 +352,13 @@ def test_a_tile_wastes_as_few_rows_as_possible():
     assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
 
 
+def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
+    wide = target.Target("avx512", 16, 32, fused=True)
+    assert [rows.even((8, 2), together, wide) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
+    assert [rows.even((4, 4), together, wide) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
+    assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
+
+
 def test_blocks_are_even_and_no_larger_than_the_cache():
     for total in range(1, 60):
         for tile in (1, 2, 4):
