@@ -24,6 +24,7 @@ from latbench import backends, devices, measure, plan, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
+from sparse_kernels.cpu.target import rotated_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -497,7 +498,7 @@ class _Engines:
 def _needed_bytes(point: Point) -> float:
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
-    return 3 * weight + 2 * backends.ROTATED_BYTES + 2 * activations
+    return 3 * weight + 2 * rotated_bytes() + 2 * activations
 
 
 def _fitting(

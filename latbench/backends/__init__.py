@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from latbench import devices
 from latbench.plan import Point
 from sparse_kernels import oracle
+from sparse_kernels.cpu.target import rotated_bytes
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
@@ -35,8 +36,9 @@ BACKENDS = {
     "scipy": ("latbench.backends.scipy", ("scipy",)),
 }
 
-ROTATED_BYTES = 32 * 2**20
-MOST_COPIES = 8
+# Copies of a weight at most. Smaller weights than pass the caches so are small beside the layers around them, too.
+MOST_COPIES = 256
+MOST_SESSIONS = 32  # of an engine that takes milliseconds and megabytes for each
 _CHECKED_IMAGES = 2
 
 
@@ -93,9 +95,9 @@ def version(name: str) -> str | None:
     return versions[0] if all(versions) else None
 
 
-def copies_for(weight_bytes: int) -> int:
-    """How many copies of a weight together pass the caches (32 MiB), at most 8."""
-    return max(1, min(MOST_COPIES, -(-ROTATED_BYTES // max(1, weight_bytes))))
+def copies_for(weight_bytes: int, most: int = MOST_COPIES) -> int:
+    """How many copies of a weight together pass this machine's caches, at most `most`."""
+    return max(1, min(most, -(-rotated_bytes() // max(1, weight_bytes))))
 
 
 def prepare(point: Point) -> Rotation:

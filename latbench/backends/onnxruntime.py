@@ -13,7 +13,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.backends import MOST_SESSIONS, Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -25,7 +25,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     if str(point.pattern) != "dense":
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
     model = one_node_model(point.shape, layer)
-    copies = copies_for(layer.weight.nbytes)
+    copies = copies_for(layer.weight.nbytes, MOST_SESSIONS)
     calls = [_call(_session(model, point.threads), layer.x) for _ in range(copies)]
     name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm"
     return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0])

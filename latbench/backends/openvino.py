@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.backends import MOST_SESSIONS, Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
 from sparse_kernels.shapes import Conv2dShape
 
@@ -38,7 +38,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
             f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
             "numbers, it has a sparse format for int8 alone"
         )
-    copies = [compiled(point, layer) for _ in range(copies_for(layer.weight.nbytes))]
+    copies = [compiled(point, layer) for _ in range(copies_for(layer.weight.nbytes, MOST_SESSIONS))]
     kernel, precision = executed(copies[0])
     if precision != PRECISION:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a float32 time is wanted")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from latbench import backends
 from latbench.backends import Engine, Layer, Rotation, Unsupported
 from latbench.plan import KERNELS, Point
+from sparse_kernels.cpu import target
 from sparse_kernels.formats import pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -275,10 +277,22 @@ def test_copies_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_bytes", "copies"), [(0, 8), (1, 8), (2**22, 8), (9 * 2**20, 4), (2**25, 1), (2**25 + 1, 1)]
+    ("weight_bytes", "copies"), [(0, 256), (1, 256), (2**18, 192), (9 * 2**20, 6), (48 * 2**20, 1), (2**26, 1)]
 )
-def test_copies_fill_the_caches_and_no_more(weight_bytes: int, copies: int) -> None:
+def test_copies_fill_the_caches_and_no_more(monkeypatch: pytest.MonkeyPatch, weight_bytes: int, copies: int) -> None:
+    monkeypatch.setattr(backends, "rotated_bytes", lambda: 48 * 2**20)
     assert backends.copies_for(weight_bytes) == copies
+    assert backends.copies_for(weight_bytes, 32) == min(copies, 32)
+
+
+@pytest.mark.parametrize(("told", "mebibytes"), [("32768K", 48), ("1024K\n", 1.5), ("", 64), ("32M", 64), (None, 64)])
+def test_weights_rotate_past_the_last_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str | None, mebibytes: float
+) -> None:
+    if told is not None:
+        (tmp_path / "size").write_text(told)
+    monkeypatch.setattr(target, "_LAST_CACHE", tmp_path / "size")
+    assert target.rotated_bytes.__wrapped__() == mebibytes * 2**20
 
 
 def test_the_same_point_always_gets_the_same_layer() -> None:
