@@ -145,13 +145,17 @@ def point_id(row: Mapping[str, Any]) -> str:
 
 
 def _canonical(kind: pa.DataType, value: Any) -> str | int | None:
+    value = plain(kind, value)
+    return f"{value + 0.0:.9g}" if isinstance(value, float) else value
+
+
+def plain(kind: pa.DataType, value: Any) -> str | int | float | None:
+    """A value of a text, whole or real column as Python has it, whatever a frame made of it: NaN is None, 3.0 3."""
     if value is None or value != value:
         return None
     if kind == _whole:
         return int(value)
-    if kind == _real:
-        return f"{float(value) + 0.0:.9g}"
-    return str(value)
+    return float(value) if kind == _real else str(value)
 
 
 def structure(pattern: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """plan, sweep, validate, merge and doctor as a user meets them: what they print, and how they end."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,39 +8,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import backends, cli, devices, sweep, tables
+from latbench import backends, devices, sweep, tables
 from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
 from latbench.workloads import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
-
-
-class Ran:
-    """How a command ended."""
-
-    def __init__(self, code: Any, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def refused(self, code: int) -> str:
-        """The one line of a refusal with this exit code."""
-        assert self.code == code, (self.out, self.err)
-        lines = [line for line in self.err.splitlines() if line.startswith("latbench: ")]
-        assert len(lines) == 1 and "Traceback" not in self.err
-        return lines[0]
-
-
-@pytest.fixture
-def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_lock: Path) -> Any:
-    """Runs the real command line in this process."""
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Ran(ended.value.code or 0, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
