@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from latbench.environments import env_id
 from latbench.errors import EnvironmentUnusable, UsageError
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -201,8 +201,7 @@ def environment(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         **{package: version(package) for package in _PACKAGES},
     }
-    digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
-    return {"env_id": digest[:16], **row}
+    return {"env_id": env_id(row), **row}
 
 
 def cpu_flags() -> set[str]:
