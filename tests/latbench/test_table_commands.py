@@ -1,4 +1,4 @@
-"""plan, sweep and doctor as a user meets them: what they print, and how they end."""
+"""plan and sweep as a user meets them: what they print, and how they end."""
 
 import json
 from pathlib import Path
@@ -157,14 +157,3 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
         ["vector:32", "numba", "2.00x", "2.00x"],
         ["vector:32", "scipy", "0.50x"],
     ]
-
-
-def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
-    ran = latbench("doctor", "--json")
-    facts = json.loads(ran.out)
-    assert facts["device"] == devices.cpu_device() and facts["environment"]["cores"] >= 1
-    assert facts["backends"]["numba"]["version"]
-    assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}
-    out = latbench("doctor").out
-    assert facts["device"] in out and "missing: pip install no-such-package" in out and "GPUs" in out
