@@ -87,7 +87,7 @@ def _taken_away(host: Host) -> Iterator[str]:
         stopped = f"; it was stopped {host.throttled_periods} times so far" if host.throttled_periods else ""
         yield (
             f"this container has a quota of {host.quota_cores:g} cores on {host.processors} processors (cgroup "
-            f"cpu.max){stopped}: it stops threads in the middle of a call; give it whole processors instead (--cpuset-cpus)"
+            f"cpu.max){stopped}: it stops threads in the middle of a call; give it whole processors (--cpuset-cpus)"
         )
     if host.load is not None and host.load > _OWN_LOAD + host.cores / 2:
         yield (

@@ -39,7 +39,7 @@ class Remote:
     path: within the filesystem; scheme: as in the URI, for messages.
     """
 
-    filesystem: fs.FileSystem = field(repr=False)
+    filesystem: fs.FileSystem = field(repr=False, hash=False)  # a filesystem can be compared, but has no hash
     path: str
     scheme: str
 
@@ -98,7 +98,7 @@ def at(where: str | Place) -> Place:
     if scheme == "gs" and "retry_limit_seconds" not in where:
         where += f"{'&' if '?' in where else '?'}retry_limit_seconds={_GCS_PATIENCE_SECONDS}"
     try:
-        filesystem, path = fs.FileSystem.from_uri(where)
+        filesystem, path = _filesystem(where)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UsageError(
             f"{uri[0]}: {_first_line(error)}; a table lies in a folder or at s3://, gs://, abfs:// or file://"
@@ -108,6 +108,12 @@ def at(where: str | Place) -> Place:
     if not path:
         raise UsageError(f"{uri[0]}: names no folder, such as {scheme}://bucket/table")
     return Remote(filesystem, path, scheme)
+
+
+def _filesystem(uri: str) -> tuple[fs.FileSystem, str]:
+    """What pyarrow makes of a URI, and the path within it."""
+    found: tuple[fs.FileSystem, str] = fs.FileSystem.from_uri(uri)
+    return found
 
 
 def open_input(place: Place) -> pa.NativeFile:

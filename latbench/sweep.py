@@ -22,6 +22,7 @@ import psutil
 
 from latbench import backends, devices, measure, plan, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
+from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
 
@@ -187,7 +188,7 @@ class Summary:
 
 
 def run(
-    folder: Path,
+    folder: Place,
     choose: Choose,
     *,
     machine: Machine,
@@ -234,7 +235,7 @@ class _Sweep:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         machine: Machine,
         engines: _Engines,
         seed: int,
@@ -262,7 +263,7 @@ class _Sweep:
 
     def table(self) -> pd.DataFrame | None:
         """The table so far; None while there is none."""
-        if not any(self.folder.glob("part-*.parquet")):
+        if not tables.holds_rows(self.folder):
             return None
         table = tables.read(self.folder)
         others = set(table["device"]) - {self.machine.device}
@@ -516,9 +517,11 @@ def _fitting(
         yield part
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What a killed sweep was writing; nothing else writes here while the device is locked."""
-    for leftover in folder.glob(".*.parquet.*.tmp"):
+def _remove_leftovers(folder: Place) -> None:
+    """What a killed sweep was writing; nothing else writes here while the device is locked. A store has nothing left:
+    an object is there when it is whole.
+    """
+    for leftover in folder.glob(".*.parquet.*.tmp") if isinstance(folder, Path) else ():
         try:
             leftover.unlink(missing_ok=True)
         except OSError as error:

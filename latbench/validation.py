@@ -226,7 +226,7 @@ def _samples(table: pa.Table) -> _Found:
     columns = {name: _reals(table, name) for name in _SUMMARY}
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
-        summary = _summaries(flat[starts[rows, None] + np.arange(length)])
+        summary = summaries(flat[starts[rows, None] + np.arange(length)])
         for name, expected in summary.items():
             found = columns[name][rows]
             # Not relative to the value alone: the spread of equal samples is rounding.
@@ -239,7 +239,7 @@ def _samples(table: pa.Table) -> _Found:
     yield from _each("suspect", bare & ~imported, lambda _: "a time without the samples it comes from")
 
 
-def _summaries(samples: Reals) -> dict[str, Reals]:
+def summaries(samples: Reals) -> dict[str, Reals]:
     """What `tables.summarise` says of each row of `samples` (rows, count); NaN where it says None."""
     ordered = np.sort(samples, axis=1)
     count = samples.shape[1]

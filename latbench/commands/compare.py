@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def compare(
-    before: Annotated[Path, typer.Argument(help="The table to compare with: a folder of parts or a Parquet file.")],
-    after: Annotated[Path, typer.Argument(help="The table that is judged.")],
+    before: Annotated[str, typer.Argument(help="The table to compare with: a folder of parts, a file or a URI.")],
+    after: Annotated[str, typer.Argument(help="The table that is judged.")],
     fail_on: Annotated[
         str, typer.Option(help="Exit 1 if a point is so: any of slower,missing,unclear,faster,same,new.")
     ] = "",

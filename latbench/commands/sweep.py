@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from latbench.commands.live import Tell
+    from latbench.places import Place
     from latbench.plan import Point
     from latbench.sweep import Machine, Progress, Settings
 
@@ -25,7 +26,8 @@ def sweep(
     gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the table; default latbench-tables/<device>.")
+        str | None,
+        typer.Option("--output", "-o", help="Folder or URI of the table; default latbench-tables/<device>."),
     ] = None,
     time_budget: Annotated[float | None, typer.Option(min=0, help="Stop after about so many seconds.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
@@ -80,7 +82,7 @@ def _gpu_points(
 
 
 def _run(
-    output: Path | None,
+    output: str | None,
     points: list[Point],
     machine: Machine,
     settings: Settings,
@@ -88,6 +90,7 @@ def _run(
     time_budget: float | None,
     dry_run: bool,
 ) -> None:
+    from latbench import places
     from latbench.errors import UsageError
 
     if not points:
@@ -96,7 +99,8 @@ def _run(
         for point in points:
             typer.echo(str(point))
         return
-    _measure(output or Path("latbench-tables") / machine.device, points, machine, settings, seed, time_budget)
+    folder = places.at(output or Path("latbench-tables") / machine.device)
+    _measure(folder, points, machine, settings, seed, time_budget)
 
 
 def cpu_backends(given: Sequence[str]) -> list[str]:
@@ -140,7 +144,7 @@ def duration(seconds: float) -> str:
 
 
 def _measure(
-    folder: Path, points: list[Point], machine: Machine, settings: Settings, seed: int, time_budget: float | None
+    folder: Place, points: list[Point], machine: Machine, settings: Settings, seed: int, time_budget: float | None
 ) -> None:
     import os
     import signal

@@ -297,7 +297,7 @@ def test_findings_do_not_depend_on_how_a_file_is_cut(whole: Path, monkeypatch: p
 def test_a_summary_of_many_rows_is_that_of_each(rng: np.random.Generator) -> None:
     for count in (1, 2, 5, 6, 7, 50):
         samples = rng.lognormal(size=(20, count))
-        found = validation._summaries(samples)
+        found = validation.summaries(samples)
         for index, row_samples in enumerate(samples):
             for name, value in tables.summarise(row_samples).items():
                 if name != "sample_count":
