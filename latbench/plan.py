@@ -199,8 +199,12 @@ def parse_sparsities(texts: Sequence[str]) -> list[float]:
     return values
 
 
-def blocks(wanted: Iterable[Point], seed: int) -> list[list[Point]]:
-    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood."""
+def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
+    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood.
+
+    Shapes of few points come together in blocks of `least` points or more, as far as there are any: the more take
+    turns, the longer the time over which each is sampled.
+    """
     by_shape: dict[Shape, list[Point]] = {}
     for point in wanted:
         by_shape.setdefault(point.shape, []).append(point)
@@ -209,7 +213,13 @@ def blocks(wanted: Iterable[Point], seed: int) -> list[list[Point]]:
         # By hash, not by a generator: a rerun with fewer points left keeps the order.
         return hashlib.sha256(f"{seed} {shape}".encode()).digest()
 
-    return [by_shape[shape] for shape in sorted(by_shape, key=lot)]
+    found: list[list[Point]] = []
+    for shape in sorted(by_shape, key=lot):
+        if found and len(found[-1]) < least:
+            found[-1] += by_shape[shape]
+        else:
+            found.append(by_shape[shape])
+    return found
 
 
 def estimated_seconds(wanted: Iterable[Point]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latbench import tables
+from latbench import gates, tables
 from latbench.errors import BadData
 
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
@@ -101,9 +101,24 @@ def _time_findings(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "suspect", "a time without the samples it comes from"
     if median > LONGEST_SECONDS:
         yield "suspect", f"a call of {median:g} s: times are in seconds"
+    yield from _comparison_findings(row)
     work = row["flop_nnz"] if row["flop_nnz"] is not None else _flop(row)
     if work is not None and work / median > MOST_FLOP_PER_SECOND:
         yield "suspect", f"{work / median:.2g} operations a second is beyond any device: times are in seconds"
+
+
+def _comparison_findings(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Columns that follow from the median and what stands beside it."""
+    median, roofline, ratio = row["median_seconds"], row["roofline_seconds"], row["reference_ratio"]
+    derived = {
+        "utilisation": None if roofline is None else roofline / median,
+        "corrected_seconds": None if ratio is None else median / ratio,
+    }
+    for name, value in derived.items():
+        if value is not None and not _same(row[name], value):
+            yield "corrupt", f"{name} is {row[name]}, and the columns beside it give {value}"
+    if row["status"] in tables.TIMED and roofline is not None and (why := gates.too_fast(median, roofline)):
+        yield "corrupt", f"status {row['status']}, but {why}"
 
 
 def _flop(row: dict[str, Any]) -> float | None:

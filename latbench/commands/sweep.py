@@ -171,7 +171,9 @@ def _measure(
     known = f"{summary.skipped} were there already" if summary.skipped else ""
     console.print(f"{folder}: " + "; ".join(part for part in (fresh, known) if part), highlight=False, soft_wrap=True)
     keys = {point.id for point in points}
-    failed = frame[frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect"])]
+    failed = frame[
+        frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect", "impossible"])
+    ]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
     ours = frame[frame["point_id"].isin(set(summary.statuses))]
