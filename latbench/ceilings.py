@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 
 from latbench import devices, files
 
-VERSION = 1  # of what is measured, and how
-
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -57,12 +55,12 @@ class Ceilings:
         )
 
 
-def kept(device: str, threads: int, measure: Callable[[], Ceilings]) -> Ceilings:
+def kept(device: str, threads: int, work: str, measure: Callable[[], Ceilings]) -> Ceilings:
     """The ceilings of this machine's `device` with `threads` threads: from the cache folder, else from `measure`.
 
-    Raises EnvironmentUnusable where the cache folder cannot be written.
+    `work` says what they are measured with: times of other work would correct by the wrong factor, silently. Raises EnvironmentUnusable where the cache folder cannot be written.
     """
-    identity = {"version": VERSION, "device": device, "threads": threads, "machine": devices.machine_hash()}
+    identity = {"device": device, "threads": threads, "work": work, "machine": devices.machine_hash()}
     path = files.cache_folder() / "ceilings" / f"{device}-{threads}.json"
     if path.exists():
         document = json.loads(path.read_text())

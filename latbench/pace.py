@@ -15,8 +15,8 @@ from latbench.ceilings import Ceilings
 from latbench.measure import Clock
 from latbench.runners.local import Prepared, Worker, WorkerDied
 
-EVERY = 8  # bursts: with those of the reference half as long, and two of them, a tenth of the time
-READING_SECONDS = 0.006
+EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
+READING_SECONDS = 0.008
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
 KERNELS = ("product", "total")

@@ -1,9 +1,9 @@
 """A sweep: measures points block by block and writes each finished block to the table at once.
 
-A block is a layer's shape; shapes of few points share one. Each engine has a process of its own; all points of a block
-are prepared and checked first, and then sampled in turn. What fails is a row as well, and a kernel that has killed its
-process twice is left alone for the rest of the run. A point that the table has already is skipped, so that the same
-sweep goes on where it was stopped, in whatever way it was.
+A block is a layer's shape; shapes of few points share one. Each engine has a process of its own; all points of a
+block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a kernel that has
+killed its process twice is left alone for the rest of the run. A point that the table has already is skipped, so that
+the same sweep goes on where it was stopped, in whatever way it was.
 
 Every few bursts fixed work is timed (`latbench.pace`). How much slower it is than usual stands in each row
 (reference_ratio), and the time corrected for it in a column of its own; a point that was timed in a slow spell gets
@@ -164,13 +164,13 @@ class Cpu:
 
     def pace(self) -> Pace:
         """A dense product and a sum over memory; the ceilings of the CPU, which are measured when there are none."""
-        worker = Worker(threads=self.threads, name="reference", environment=reference.ENVIRONMENT)
+        worker = Worker(threads=self.threads, name="reference")
 
         def find() -> ceilings.Ceilings:
             found: ceilings.Ceilings = worker.call("latbench.backends.reference:find", self.threads)
             return found
 
-        return Pace(worker, ceilings.kept(self.device, self.threads, find))
+        return Pace(worker, ceilings.kept(self.device, self.threads, reference.WORK, find))
 
     def available_bytes(self) -> float:
         """See Machine."""
@@ -210,6 +210,12 @@ class Summary:
     skipped: int
 
 
+class Stopped(Incomplete):
+    """A sweep that was interrupted, or used up its time; `summary` is of what it measured."""
+
+    summary: Summary
+
+
 def run(
     folder: Path,
     choose: Choose,
@@ -224,8 +230,8 @@ def run(
     """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
     block.
 
-    Raises Incomplete, with everything finished written, when interrupted or when `time_budget` seconds are over
-    before the points are; UsageError if the table is of another device, BadData if it cannot be read;
+    Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
+    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
     device = machine.device
@@ -245,7 +251,9 @@ def run(
         except (KeyboardInterrupt, _TimeUsedUp) as end:
             why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
             kept = f"{sweep.done} of {sweep.total} points are in {folder}"
-            raise Incomplete(f"{why}: {kept}, and the same command goes on from there") from None
+            stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
+            stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
+            raise stopped from None
         return Summary(sweep.statuses, len(sweep.skipped))
 
 

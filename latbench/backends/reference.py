@@ -1,8 +1,7 @@
 """Fixed work of a CPU's reference worker: what shows its pace during a sweep, and what finds its ceilings.
 
-Runs in a process of its own. The pace is taken with NumPy, which starts fast; OpenBLAS must not let its threads spin
-after a call (`ENVIRONMENT`), or they would slow what is timed next. The ceilings are found with Numba: a chain of
-multiply-adds in registers, and a sum by vectors, both emitted so that nothing is optimised away.
+Runs in a process of its own. The pace is taken with NumPy, which starts fast. The ceilings are found with Numba:
+chains of multiply-adds in registers, and a sum by vectors, both emitted so that nothing is optimised away.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ import numpy as np
 from latbench import measure
 from latbench.ceilings import Ceilings
 
-ENVIRONMENT = {"OPENBLAS_THREAD_TIMEOUT": "4"}  # threads sleep after 2**4 cycles instead of 2**26
-
-PRODUCT_SIZE = 384
+PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
 SUM_BYTES = 64 * 2**20
 
 _WORKING_SETS = (2**14, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes a thread
 _TRIALS = 30
 _PACE_SECONDS = 0.5
 
+WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 1"
+"""What the reference kernels are; the last number counts changes of how ceilings are found."""
+
 
 def product() -> Callable[[], Any]:
-    """A dense product of float32 (384, 384) matrices, which the second-level caches hold."""
+    """A dense product of float32 (640, 640) matrices, some milliseconds."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
     y = np.empty_like(a)

@@ -1,15 +1,15 @@
 """How well times repeat: the same sweep several times, beside torch.utils.benchmark at equal measuring time a point.
 
     python tests/benchmarks/noise.py repeat [--points 30] [--runs 5] [--threads 2]
-    python tests/benchmarks/noise.py same [--points 10] [--runs 20]       the same table measured twice and compared
-    python tests/benchmarks/noise.py slower [--runs 20]                   one kernel made 5% slower, and compared
+    python tests/benchmarks/noise.py verdicts [--points 10] [--runs 20] [--seconds 0.4]
 
 `repeat` takes turns: a sweep, then torch's blocked_autorange of the same points for as long as the sweep took each,
 in processes started anew with the same thread settings; neither knows of the other. Printed is the median over points
 of the spread between runs of the time reported: the standard deviation, and largest less smallest, over the mean.
 
-`same` and `slower` judge by latbench.compare_samples.verdict. 5% are added by a twentieth of the same work done again
-(every twentieth call is made twice), not by waiting, which no kernel does.
+`verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict, its samples divided by
+the row's reference_ratio. One point in turn is 5% slower the second time: every twentieth call is made twice. It
+counts how often that is caught, and how often a point is blamed that did not change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 
 from latbench import backends, devices, plan, sweep, tables, workloads
-from latbench.compare_samples import verdict
+from latbench.compare_samples import spread, verdict
 from latbench.plan import Point
 from latbench.runners.local import Worker
 
@@ -62,6 +62,8 @@ def plain(point: Point, seconds: float) -> float:
     from torch.utils.benchmark import Timer
 
     run = backends.prepare(point)
+    time.sleep(0.05)  # threads that checked the result may still spin
+    run()
     timer = Timer("run()", globals={"run": run}, num_threads=point.threads)
     return float(timer.blocked_autorange(min_run_time=seconds).median)
 
@@ -144,44 +146,49 @@ def repeat(points: Sequence[Point], runs: int, threads: int, settings: sweep.Set
         )
 
 
-def same(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
-    """Print the verdicts on the same points measured again and again, each table compared with the one before."""
-    judge(points, points, runs, threads, settings, ("SAME", "UNCLEAR"))
-
-
-def slower(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
-    """Print the verdicts on the points whose calls were made 5% slower."""
-    judge(points, [replace(point, seed=SLOWED) for point in points], runs, threads, settings, ("SLOWER",))
-
-
-def judge(
-    before: Sequence[Point],
-    after: Sequence[Point],
-    runs: int,
-    threads: int,
-    settings: sweep.Settings,
-    right: Sequence[str],
-) -> None:
-    """Measure `before` and `after` in sweeps of their own, `runs` times, and count verdicts."""
+def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+    """Measure `points` twice, `runs` times, one of them 5% slower the second time; count the verdicts."""
     sweep.PREPARE = f"{HERE}:prepare"
-    counts: Counter[str] = Counter()
-    ratios = []
+    equal: Counter[str] = Counter()
+    slowed: Counter[str] = Counter()
+    ratios: list[float] = []
+    spreads: list[float] = []
     for run in range(runs):
-        old = measured(before, threads, settings, seed=2 * run)
-        new = measured(after, threads, settings, seed=2 * run + 1)
-        for a, b in zip(before, after, strict=True):
-            judged = verdict(old.loc[a.id, "samples_seconds"], new.loc[b.id, "samples_seconds"])
-            counts[judged.kind] += 1
-            ratios.append(judged.ratio)
-            if judged.kind not in right:
-                print(f"  {judged.kind} {judged.ratio:.3f} ({judged.low:.3f}-{judged.high:.3f}): {a}", flush=True)
-    total = sum(counts.values())
-    print(f"{dict(counts)} of {total}: {sum(counts[kind] for kind in right) / total:.1%} as it should be")
+        which = run % len(points)
+        changed = [replace(point, seed=SLOWED) if i == which else point for i, point in enumerate(points)]
+        old = measured(points, threads, settings, seed=2 * run)
+        new = measured(changed, threads, settings, seed=2 * run + 1)
+        pairs = [(usual(old.loc[a.id]), usual(new.loc[b.id])) for a, b in zip(points, changed, strict=True)]
+        between = spread([float(np.median(after) / np.median(before)) for before, after in pairs])
+        spreads.append(between)
+        raw, pace = (
+            np.median([new.loc[b.id, name] / old.loc[a.id, name] for a, b in zip(points, changed, strict=True)])
+            for name in ("median_seconds", "reference_ratio")
+        )
+        print(f"  run {run}: median of times {raw:.3f}, of the pace {pace:.3f}; spread {between:.2%}", flush=True)
+        for i, (before, after) in enumerate(pairs):
+            judged = verdict(before, after, between=between)
+            (slowed if i == which else equal)[judged.kind] += 1
+            if i != which:
+                ratios.append(judged.ratio)
+            if judged.kind not in (("SLOWER",) if i == which else ("SAME", "UNCLEAR")):
+                text = f"{judged.kind} {judged.ratio:.3f} ({judged.low:.3f}-{judged.high:.3f})"
+                print(f"  run {run}: {text} {'slowed' if i == which else ''} {points[i]}", flush=True)
+    false = equal["SLOWER"] + equal["FASTER"]
     low, middle, high = np.quantile(ratios, [0.05, 0.5, 0.95])
-    print(f"ratios: median {middle:.4f}, 5% to 95% {low:.4f} to {high:.4f}")
+    print(f"equal: {dict(equal)}, {false / sum(equal.values()):.1%} false")
+    print(
+        f"    ratios: median {middle:.4f}, 5% to 95% {low:.4f} to {high:.4f}; spread {np.median(spreads):.2%} a pair"
+    )
+    print(f"5% slower: {dict(slowed)}, {slowed['SLOWER'] / sum(slowed.values()):.0%} caught")
 
 
-VERBS: dict[str, Callable[..., None]] = {"repeat": repeat, "same": same, "slower": slower}
+def usual(row: Any) -> Any:
+    """The samples of a row, in seconds, as they would be on the machine at its usual pace."""
+    return row["samples_seconds"] / row["reference_ratio"]
+
+
+VERBS: dict[str, Callable[..., None]] = {"repeat": repeat, "verdicts": verdicts}
 
 
 def main() -> None:
@@ -190,8 +197,11 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=30)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=devices.cores())
+    parser.add_argument("--seconds", type=float, default=sweep.Settings.max_seconds, help="most seconds a point")
+    parser.add_argument("--error", type=float, default=sweep.Settings.rel_error, help="error at which a point ends")
     given = parser.parse_args()
-    VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, sweep.Settings())
+    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error)
+    VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, settings)
 
 
 if __name__ == "__main__":

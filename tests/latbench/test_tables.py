@@ -26,7 +26,7 @@ def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None
     }
     assert first["samples_seconds"].tolist() == row["samples_seconds"]  # raw, in the order they were taken
     assert first["median_seconds"] == 2e-3
-    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, 1)
+    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, tables.SCHEMA_VERSION)
     assert math.isnan(first["block_h"]) and math.isnan(frame.iloc[1]["median_seconds"])
     assert frame.iloc[1]["error"] == "boom"
     pd.testing.assert_frame_equal(frame, tables.read(path))
@@ -209,7 +209,7 @@ def test_another_version_is_refused_with_both_numbers(tmp_path: Path, row: dict[
     )
     parquet.write_table(newer, tmp_path / "newer.parquet")
     assert _refusal(tmp_path / "newer.parquet") == (
-        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads 1"
+        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads {tables.SCHEMA_VERSION}"
     )
 
 
