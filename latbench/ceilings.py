@@ -58,7 +58,8 @@ class Ceilings:
 def kept(device: str, threads: int, work: str, measure: Callable[[], Ceilings]) -> Ceilings:
     """The ceilings of this machine's `device` with `threads` threads: from the cache folder, else from `measure`.
 
-    `work` says what they are measured with: times of other work would correct by the wrong factor, silently. Raises EnvironmentUnusable where the cache folder cannot be written.
+    `work` says what they are measured with: times of other work would correct by the wrong factor, silently. Raises
+    EnvironmentUnusable where the cache folder cannot be written.
     """
     identity = {"device": device, "threads": threads, "work": work, "machine": devices.machine_hash()}
     path = files.cache_folder() / "ceilings" / f"{device}-{threads}.json"

@@ -7,9 +7,10 @@
 in processes started anew with the same thread settings; neither knows of the other. Printed is the median over points
 of the spread between runs of the time reported: the standard deviation, and largest less smallest, over the mean.
 
-`verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict, its samples divided by
-the row's reference_ratio. One point in turn is 5% slower the second time: every twentieth call is made twice. It
-counts how often that is caught, and how often a point is blamed that did not change.
+`verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict. One point in turn is 5%
+slower the second time: every twentieth call is made twice. It counts how often that is caught, and how often a point
+is blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
+divided by what is common to all points too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from latbench import backends, devices, plan, sweep, tables, workloads
-from latbench.compare_samples import spread, verdict
+from latbench.compare_samples import Verdict, spread, verdict
 from latbench.plan import Point
 from latbench.runners.local import Worker
 
@@ -146,41 +147,58 @@ def repeat(points: Sequence[Point], runs: int, threads: int, settings: sweep.Set
         )
 
 
+class Count:
+    """Verdicts on points that did not change, and on the one that was slowed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.equal: Counter[str] = Counter()
+        self.slowed: Counter[str] = Counter()
+
+    def add(self, judged: Verdict, slowed: bool, point: Point) -> None:
+        """Count a verdict; a wrong one is printed."""
+        (self.slowed if slowed else self.equal)[judged.kind] += 1
+        if judged.kind not in (("SLOWER",) if slowed else ("SAME", "UNCLEAR")):
+            text = f"{judged.kind} {judged.ratio:.3f} ({judged.low:.3f}-{judged.high:.3f})"
+            print(f"    {self.name}: {text} {'slowed ' if slowed else ''}{point}", flush=True)
+
+    def tell(self) -> None:
+        """Print the counts."""
+        false = self.equal["SLOWER"] + self.equal["FASTER"]
+        print(f"{self.name}: unchanged {dict(self.equal)}, {false / sum(self.equal.values()):.1%} false;", end=" ")
+        print(f"5% slower {dict(self.slowed)}, {self.slowed['SLOWER'] / sum(self.slowed.values()):.0%} caught")
+
+
 def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
     """Measure `points` twice, `runs` times, one of them 5% slower the second time; count the verdicts."""
     sweep.PREPARE = f"{HERE}:prepare"
-    equal: Counter[str] = Counter()
-    slowed: Counter[str] = Counter()
-    ratios: list[float] = []
-    spreads: list[float] = []
+    counts = [Count("as measured"), Count("at the usual pace"), Count("beside the other points")]
     for run in range(runs):
         which = run % len(points)
         changed = [replace(point, seed=SLOWED) if i == which else point for i, point in enumerate(points)]
         old = measured(points, threads, settings, seed=2 * run)
         new = measured(changed, threads, settings, seed=2 * run + 1)
-        pairs = [(usual(old.loc[a.id]), usual(new.loc[b.id])) for a, b in zip(points, changed, strict=True)]
-        between = spread([float(np.median(after) / np.median(before)) for before, after in pairs])
-        spreads.append(between)
-        raw, pace = (
-            np.median([new.loc[b.id, name] / old.loc[a.id, name] for a, b in zip(points, changed, strict=True)])
-            for name in ("median_seconds", "reference_ratio")
+        rows = [(old.loc[a.id], new.loc[b.id]) for a, b in zip(points, changed, strict=True)]
+        raw = [(before["samples_seconds"], after["samples_seconds"]) for before, after in rows]
+        paced = [(usual(before), usual(after)) for before, after in rows]
+        common = float(np.median(ratios(paced)))
+        beside = [(before, after / common) for before, after in paced]
+        print(
+            f"  run {run}: times {np.median(ratios(raw)):.3f}, at the usual pace {common:.3f}, spread "
+            f"{spread(ratios(raw)):.2%}, {spread(ratios(paced)):.2%}; slowed {ratios(beside)[which]:.3f}",
+            flush=True,
         )
-        print(f"  run {run}: median of times {raw:.3f}, of the pace {pace:.3f}; spread {between:.2%}", flush=True)
-        for i, (before, after) in enumerate(pairs):
-            judged = verdict(before, after, between=between)
-            (slowed if i == which else equal)[judged.kind] += 1
-            if i != which:
-                ratios.append(judged.ratio)
-            if judged.kind not in (("SLOWER",) if i == which else ("SAME", "UNCLEAR")):
-                text = f"{judged.kind} {judged.ratio:.3f} ({judged.low:.3f}-{judged.high:.3f})"
-                print(f"  run {run}: {text} {'slowed' if i == which else ''} {points[i]}", flush=True)
-    false = equal["SLOWER"] + equal["FASTER"]
-    low, middle, high = np.quantile(ratios, [0.05, 0.5, 0.95])
-    print(f"equal: {dict(equal)}, {false / sum(equal.values()):.1%} false")
-    print(
-        f"    ratios: median {middle:.4f}, 5% to 95% {low:.4f} to {high:.4f}; spread {np.median(spreads):.2%} a pair"
-    )
-    print(f"5% slower: {dict(slowed)}, {slowed['SLOWER'] / sum(slowed.values()):.0%} caught")
+        for count, pairs in zip(counts, (raw, paced, beside), strict=True):
+            between = spread(ratios(pairs))
+            for i, (before, after) in enumerate(pairs):
+                count.add(verdict(before, after, between=between), i == which, points[i])
+    for count in counts:
+        count.tell()
+
+
+def ratios(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+    """The median after over the median before of each pair of samples."""
+    return [float(np.median(after) / np.median(before)) for before, after in pairs]
 
 
 def usual(row: Any) -> Any:

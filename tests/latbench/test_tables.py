@@ -286,3 +286,17 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, 
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
         tables.write_part(tmp_path / "file" / "table", [row])
+
+
+def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict[str, Any]) -> None:
+    compared = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+    tables.write_part(tmp_path, [row | compared, row | {"m": 8}])
+    first, second = (found for _, found in tables.read(tmp_path).iterrows())
+    assert (first["median_seconds"], first["corrected_seconds"]) == (2e-3, 2e-3 / 1.25)
+    assert first["utilisation"] == 1.8e-3 / 2e-3
+    assert math.isnan(second["corrected_seconds"]) and math.isnan(second["utilisation"])
+
+
+def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
+    assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]
