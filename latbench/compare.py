@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from latbench import tables
-from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, verdict
+from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, spread, verdict
 from latbench.errors import BadData, UsageError
 
 if TYPE_CHECKING:
@@ -43,21 +43,27 @@ def compare(
     *,
     threshold: float = 0.02,
     across: Sequence[str] = (),
+    corrected: bool = False,
 ) -> list[Change]:
     """Every point that has a time in either table, the most slowed first, then those that were not compared.
 
     Points are the same if their keys are, but for the columns `across`. Times that differ by less than the share
-    `threshold` are the same. Raises UsageError where a table has several points that differ only in `across`, and
-    BadData where the tables have no point in common.
+    `threshold` are the same; how unlike two runs are of equal work is learned from all points together. With
+    `corrected`, times are divided by how much slower than usual a reference was meanwhile (reference_ratio). Raises
+    UsageError where a table has several points that differ only in `across`, and BadData where the tables have no
+    point in common, or a row no reference that was asked for.
     """
     old, new = _by_key(before, across, "first"), _by_key(after, across, "second")
     if old.keys().isdisjoint(new):
         raise BadData("the tables have no point with a time in common: nothing can be compared")
+    if corrected:
+        old, new = ({key: _corrected(row) for key, row in rows.items()} for rows in (old, new))
+    between = spread([_seconds(new[key]) / _seconds(row) for key, row in old.items() if key in new])
     failures = _failures(after, across)
     changes = []
     for key, row in old.items():
         if key in new:
-            changes.append(_change(row, new[key], threshold))
+            changes.append(_change(row, new[key], threshold, between))
         else:
             reason = failures.get(key, "not in the second table")
             changes.append(Change(_key(row), MISSING, _seconds(row), None, reason=reason))
@@ -93,18 +99,26 @@ def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]
     }
 
 
-def _change(old: dict[str, Any], new: dict[str, Any], threshold: float) -> Change:
+def _change(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Change:
     key, before, after = _key(new), _seconds(old), _seconds(new)
     samples = [row["samples_seconds"] for row in (old, new)]
     if any(found is None or len(found) == 0 for found in samples):
         return Change(key, UNCLEAR, before, after, after / before, reason="a time without samples")
     try:
-        judged = verdict(*samples, threshold=threshold)
+        judged = verdict(*samples, threshold=threshold, between=between)
     except ValueError as error:
         raise BadData(
             f"point {new['point_id']}: {error}; `latbench validate` tells which table is damaged"
         ) from error
     return Change(key, judged.kind, before, after, judged.ratio, judged.low, judged.high)
+
+
+def _corrected(row: dict[str, Any]) -> dict[str, Any]:
+    ratio = row["reference_ratio"]
+    if ratio is None or not ratio > 0:
+        raise BadData(f"point {row['point_id']} has no reference_ratio: how slow the machine was then is not known")
+    samples = None if row["samples_seconds"] is None else [sample / ratio for sample in row["samples_seconds"]]
+    return row | {"samples_seconds": samples, "median_seconds": row["median_seconds"] / ratio}
 
 
 def _seconds(row: dict[str, Any]) -> float:

@@ -4,6 +4,9 @@ Samples that were taken one after the other resemble each other: the machine's m
 are not resampled one by one, which would make the interval far too narrow, but in blocks of neighbours (Kunsch 1989,
 "The jackknife and the bootstrap for general stationary observations"). So few blocks vary less than they should; the
 interval is widened for that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
+
+Samples of one run cannot tell how runs differ: where memory lies, what the neighbours on the chip do. The other
+points of the same two tables can (`spread`), as far as most of them did not change.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr, stdtrit
+from scipy.special import ndtr, ndtri, stdtrit
 
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
 
@@ -38,13 +41,27 @@ class Verdict:
     high: float
 
 
-def verdict(before: Sequence[float], after: Sequence[float], *, threshold: float = 0.02) -> Verdict:
+def spread(ratios: Sequence[float]) -> float:
+    """The standard deviation of the logarithms of `ratios` (median after over before, a point each), as far as it can
+    be told while up to half of the points may have changed: by the median absolute deviation. 0 of fewer than three.
+    """
+    if len(ratios) < 3:
+        return 0.0
+    logarithms = np.log(ratios)
+    return float(np.median(np.abs(logarithms - np.median(logarithms))) / ndtri(0.75))
+
+
+def verdict(
+    before: Sequence[float], after: Sequence[float], *, threshold: float = 0.02, between: float = 0.0
+) -> Verdict:
     """Judge the samples `after` against the samples `before`, both in seconds and in the order they were taken.
 
     SLOWER or FASTER if the 99% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
     inverse, SAME if it lies between the two, UNCLEAR if it straddles either, or if there are fewer than six samples.
-    The same samples always get the same verdict. Raises ValueError for no samples, for samples that are not positive
-    finite times, and for a threshold that is not positive.
+    `between`: by what standard deviation (of the logarithm) the ratio of equal work differs from one pair of runs to
+    the next, as `spread` says; it widens the interval. The same samples always get the same verdict. Raises
+    ValueError for no samples, for samples that are not positive finite times, and for a threshold that is not
+    positive.
     """
     if not threshold > 0:
         raise ValueError(f"a threshold is a positive share such as 0.02, not {threshold}")
@@ -58,6 +75,9 @@ def verdict(before: Sequence[float], after: Sequence[float], *, threshold: float
     low, high = (float(edge) for edge in np.quantile(ratios, [tail, 1 - tail]))
     # Thinned blocks and the midpoint of an even count can leave the plain median just outside.
     low, high = min(low, ratio), max(high, ratio)
+    runs = between * float(ndtri((1 + COVERAGE) / 2))
+    low = ratio * math.exp(-math.hypot(math.log(ratio / low), runs))
+    high = ratio * math.exp(math.hypot(math.log(high / ratio), runs))
     return Verdict(_kind(low, high, 1 + threshold), ratio, low, high)
 
 

@@ -1,4 +1,4 @@
-"""The table, version 1: one row per measured point, the same columns whether it was swept, verified or imported.
+"""The table, version 2: one row per measured point, the same columns whether it was swept, verified or imported.
 
 A table is a flat folder of `part-<id>.parquet` files with an `env.parquet` beside them, or a single Parquet file;
 on this machine or wherever `latbench.places` reaches.
@@ -32,7 +32,7 @@ from sparse_kernels import patterns
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _text, _whole, _real = pa.string(), pa.int64(), pa.float64()
 
@@ -96,6 +96,8 @@ TIME = [
     )),  # low and high: 95% interval of the median
     pa.field("sample_count", _whole),
     pa.field("inner_loops", _whole),
+    pa.field("discarded_samples", _whole),  # taken while the device was disturbed, and left out
+    pa.field("corrected_seconds", _real),  # median_seconds / reference_ratio: what it may take when all is as usual
 ]  # fmt: skip
 
 PHYSICS = [
@@ -113,12 +115,13 @@ TELEMETRY = [
     pa.field("event_reasons", _text),
     pa.field("load", _real),
     pa.field("steal_fraction", _real),
-    pa.field("drift_ratio", _real),
+    pa.field("drift_ratio", _real),  # the later half of the samples over the earlier
+    pa.field("reference_ratio", _real),  # the time of a fixed piece of work meanwhile over what it usually takes
 ]
 
 QUALITY = [
     pa.field("stop_reason", _text),  # relative_error, plateau, budget
-    pa.field("status", _text),  # ok, noisy, throttled, unsupported, oom, incorrect, timeout, error
+    pa.field("status", _text),  # one of STATUSES
     pa.field("max_rel_err", _real),
     # Joined by plus signs; preempted: other processes took the cores, or heat slowed a GPU down, in most bursts;
     # in_l2: even the most copies of so small a layer may have stayed in a GPU's cache.
@@ -129,7 +132,11 @@ QUALITY = [
 SCHEMA = pa.schema([*IDENTITY, *KEY, *STRUCTURE, *TIME, *PHYSICS, *TELEMETRY, *QUALITY])
 
 TIMED = ("ok", "noisy")
-STATUSES = (*TIMED, "throttled", "unsupported", "oom", "incorrect", "timeout", "error")
+# impossible: faster than the device can be, or no time at all. spike: far above its neighbours in sparsity, until it
+# has been measured a second time.
+STATUSES = (
+    *TIMED, "throttled", "impossible", "spike", "unsupported", "oom", "incorrect", "timeout", "error",
+)  # fmt: skip
 
 ENVIRONMENTS = "env.parquet"
 # The name of a part tells its content, so that damage of any kind shows when it is read.
@@ -288,9 +295,20 @@ def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
     filled |= {"schema_version": SCHEMA_VERSION, "point_id": point_id(row)}
     if row.get("samples_seconds") is not None:
         filled |= summarise(row["samples_seconds"])
+        filled |= _compared(filled["median_seconds"], row)
     elif row["status"] in TIMED:
         raise ValueError(f"a row with status {row['status']} needs samples_seconds")
     return filled
+
+
+def _compared(median_seconds: float, row: Mapping[str, Any]) -> dict[str, float]:
+    """The columns that set a time beside what the device can do, and beside how it did meanwhile."""
+    columns = {}
+    if (roofline := row.get("roofline_seconds")) is not None:
+        columns["utilisation"] = roofline / median_seconds
+    if (ratio := row.get("reference_ratio")) is not None:
+        columns["corrected_seconds"] = median_seconds / ratio
+    return columns
 
 
 def write_rows(folder: Place, table: pa.Table) -> Place:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from latbench import digests, environments, places, tables
+from latbench import digests, environments, gates, places, tables
 from latbench.errors import BadData
 from latbench.places import Place
 
@@ -129,7 +129,7 @@ _Found = Iterator[tuple[str, int, str]]
 
 
 def _row_findings(table: pa.Table) -> _Found:
-    for check in (_identity, _structure, _shape, _sparsity, _times, _samples, _physics):
+    for check in (_identity, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics):
         yield from check(table)
 
 
@@ -257,6 +257,24 @@ def summaries(samples: Reals) -> dict[str, Reals]:
         "low_seconds": nothing if rank is None else ordered[:, rank],
         "high_seconds": nothing if rank is None else ordered[:, -1 - rank],
     }
+
+
+def _comparisons(table: pa.Table) -> _Found:
+    """Columns that follow from the median and what stands beside it."""
+    median, roofline, ratio = (_reals(table, f) for f in ("median_seconds", "roofline_seconds", "reference_ratio"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        derived = {"utilisation": roofline / median, "corrected_seconds": median / ratio}
+    for name, expected in derived.items():
+        found = _reals(table, name)
+        wrong = ~(np.abs(found - expected) <= _CLOSE * expected) & ~np.isnan(expected)
+        yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+    timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
+    yield from _each(
+        "corrupt",
+        fast,
+        lambda row: f"status {table['status'][row]}, but {gates.too_fast(median[row], roofline[row])}",
+    )
 
 
 def _physics(table: pa.Table) -> _Found:

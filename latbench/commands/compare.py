@@ -21,6 +21,9 @@ def compare(
         str, typer.Option(help="Exit 1 if a point is so: any of slower,missing,unclear,faster,same,new.")
     ] = "",
     threshold: Annotated[float, typer.Option(help="A smaller change is none: a share, 0.02 is 2%.")] = 0.02,
+    correct_drift: Annotated[
+        bool, typer.Option("--correct-drift", help="Divide times by how much slower than usual a reference was then.")
+    ] = False,
     across_devices: Annotated[
         bool, typer.Option("--across-devices", help="Compare points of unlike devices all the same.")
     ] = False,
@@ -51,13 +54,16 @@ def compare(
         across += [field.name for field in tables.KEY if field.name in likeness.MODES]
     elif (unlike := likeness.unlike_modes(values)) is not None:
         raise UsageError(f"{unlike}; --across-modes compares them all the same")
-    changes = comparing.compare(frames[before], frames[after], threshold=threshold, across=across)
+    changes = comparing.compare(
+        frames[before], frames[after], threshold=threshold, across=across, corrected=correct_drift
+    )
     counts = Counter(change.kind for change in changes)
     if as_json:
         document = {
             "before": {"table": str(before), "hash": tables.table_hash(before)},
             "after": {"table": str(after), "hash": tables.table_hash(after)},
             "threshold": threshold,
+            "corrected_for_drift": correct_drift,
             "counts": {kind: counts[kind] for kind in comparing.KINDS},
             "points": [vars(change) for change in changes],
         }

@@ -37,13 +37,14 @@ def table(tmp_path: Path) -> Any:
 
 
 def test_points_are_matched_by_key_and_the_most_slowed_come_first(latbench: Any, table: Any, at: Any) -> None:
+    unchanged = [at(1e-3, m=m) for m in range(20, 30)]  # most points tell how runs differ
     before = table(
         "before",
-        at(1e-3, m=1), at(1e-3, m=2), at(1e-3, m=3), at(1e-3, 0.3, m=4), at(1e-3, m=5), at(1e-3, **CONV),
+        *unchanged, at(1e-3, m=2), at(1e-3, m=3), at(1e-3, 0.3, m=4), at(1e-3, m=5), at(1e-3, **CONV),
     )  # fmt: skip
     after = table(
         "after",
-        at(1e-3, m=6), at(2e-3, **CONV), at(1.05e-3, 0.3, m=4), at(0.5e-3, m=3), at(1.2e-3, m=2), at(1e-3, m=1),
+        at(1e-3, m=6), at(2e-3, **CONV), at(1.05e-3, 0.3, m=4), at(0.5e-3, m=3), at(1.2e-3, m=2), *unchanged,
     )  # fmt: skip
     ran = latbench("compare", before, after)
     assert ran.code == 0
@@ -53,17 +54,17 @@ def test_points_are_matched_by_key_and_the_most_slowed_come_first(latbench: Any,
     assert "conv 3×3, 8 → 16, 14×14, batch 1, vector:32 75%, numba" in ran.out.splitlines()[1]
     assert "not in the second table" in ran.out and "no time in the first table" in ran.out
     assert ran.out.splitlines()[-1] == (
-        "2 SLOWER, 1 MISSING, 1 UNCLEAR, 1 FASTER, 1 SAME, 1 NEW; 1 points are not listed"
+        "2 SLOWER, 1 MISSING, 1 UNCLEAR, 1 FASTER, 10 SAME, 1 NEW; 10 points are not listed"
     )
     document = json.loads(latbench("compare", before, after, "--json").out)
-    assert document["counts"] == {"SLOWER": 2, "MISSING": 1, "UNCLEAR": 1, "FASTER": 1, "SAME": 1, "NEW": 1}
+    assert document["counts"] == {"SLOWER": 2, "MISSING": 1, "UNCLEAR": 1, "FASTER": 1, "SAME": 10, "NEW": 1}
     assert document["before"] == {"table": str(before), "hash": tables.table_hash(before)}
     points = {(point["key"]["op"], point["key"]["m"]): point for point in document["points"]}
     assert points["linear", 2]["kind"] == "SLOWER" and points["linear", 2]["ratio"] == pytest.approx(1.2, rel=0.01)
     assert points["linear", 2]["low"] < points["linear", 2]["ratio"] < points["linear", 2]["high"]
-    assert points["linear", 1]["key"]["batch"] is None and points["linear", 5]["ratio"] is None
-    assert [point["ratio"] for point in document["points"][:5]] == sorted(
-        (point["ratio"] for point in document["points"][:5]), reverse=True
+    assert points["linear", 20]["key"]["batch"] is None and points["linear", 5]["ratio"] is None
+    assert [point["ratio"] for point in document["points"][:14]] == sorted(
+        (point["ratio"] for point in document["points"][:14]), reverse=True
     )
 
 
@@ -148,3 +149,23 @@ def test_an_unknown_word_is_a_wrong_request(latbench: Any, table: Any, at: Any) 
 def test_too_few_samples_are_unclear_whatever_they_say(latbench: Any, table: Any, at: Any) -> None:
     before, after = table("before", at(1e-3)), table("after", at(1e-3, samples_seconds=[1.0, 2.0]))
     assert "1 UNCLEAR" in latbench("compare", before, after, "--fail-on", "slower").out
+
+
+def test_drift_is_corrected_only_if_asked(latbench: Any, table: Any, at: Any) -> None:
+    before = table("before", at(1e-3, reference_ratio=1.0))
+    after = table("after", at(1.3e-3, reference_ratio=1.3))
+    assert "1 SLOWER" in latbench("compare", before, after).out
+    document = json.loads(latbench("compare", before, after, "--correct-drift", "--json").out)
+    assert document["counts"]["SAME"] == 1 and document["corrected_for_drift"]
+    assert document["points"][0]["after"] == pytest.approx(1e-3, rel=0.01)
+    unknown = table("unknown", at(1e-3))
+    assert "has no reference_ratio" in latbench("compare", before, unknown, "--correct-drift").refused(5)
+
+
+def test_how_unlike_two_runs_are_is_learned_from_all_points(latbench: Any, table: Any, at: Any) -> None:
+    # Each point's own samples hardly scatter, but every ratio is another: a run's luck, not a change.
+    ratios = [0.9, 0.94, 0.97, 1.0, 1.03, 1.07, 1.1]
+    before = table("before", *(at(1e-3, m=m) for m in range(1, 8)))
+    after = table("after", *(at(1e-3 * ratio, m=m) for m, ratio in enumerate(ratios, start=1)))
+    ran = latbench("compare", before, after, "--fail-on", "slower,faster")
+    assert ran.code == 0 and "UNCLEAR" in ran.out

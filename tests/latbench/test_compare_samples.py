@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from latbench.compare_samples import verdict
+from latbench.compare_samples import spread, verdict
 
 DIFFERENCES = {"SAME": 1.0, "SLOWER": 1.05, "FASTER": 1 / 1.05}
 
@@ -76,3 +76,23 @@ def test_what_is_no_time_is_refused(samples):
 def test_a_threshold_of_nothing_is_refused():
     with pytest.raises(ValueError, match="threshold"):
         verdict([1.0], [1.0], threshold=0)
+
+
+def test_runs_that_differ_widen_the_interval():
+    rng = np.random.default_rng(5)
+    before, after = noise(rng, 200, 0.001), 1.05 * noise(rng, 200, 0.001)
+    assert verdict(before, after).kind == "SLOWER"
+    assert verdict(before, after, between=0.005).kind == "SLOWER"
+    wide = verdict(before, after, between=0.05)
+    assert wide.kind == "UNCLEAR"
+    assert np.log(wide.high / wide.ratio) == pytest.approx(2.576 * 0.05, rel=0.01)
+    assert np.log(wide.ratio / wide.low) == pytest.approx(2.576 * 0.05, rel=0.01)
+
+
+def test_the_spread_of_runs_is_that_of_the_points_that_did_not_change():
+    rng = np.random.default_rng(6)
+    ratios = 1.1 * np.exp(0.03 * rng.normal(size=400))  # a machine that is slower as a whole spreads nothing
+    assert spread(ratios) == pytest.approx(0.03, rel=0.15)
+    ratios[:60] *= 1.5
+    assert spread(ratios) == pytest.approx(0.03, rel=0.35)
+    assert spread([1.0, 2.0]) == 0.0

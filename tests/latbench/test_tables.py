@@ -26,7 +26,7 @@ def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None
     }
     assert first["samples_seconds"].tolist() == row["samples_seconds"]  # raw, in the order they were taken
     assert first["median_seconds"] == 2e-3
-    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, 1)
+    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, tables.SCHEMA_VERSION)
     assert math.isnan(first["block_h"]) and math.isnan(frame.iloc[1]["median_seconds"])
     assert frame.iloc[1]["error"] == "boom"
     pd.testing.assert_frame_equal(frame, tables.read(path))
@@ -229,7 +229,7 @@ def test_another_version_is_refused_with_both_numbers(tmp_path: Path, row: dict[
     )
     parquet.write_table(newer, tmp_path / "newer.parquet")
     assert _refusal(tmp_path / "newer.parquet") == (
-        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads 1"
+        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads {tables.SCHEMA_VERSION}"
     )
 
 
@@ -295,3 +295,17 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, 
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
         tables.write_part(tmp_path / "file" / "table", [row])
+
+
+def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict[str, Any]) -> None:
+    compared = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+    tables.write_part(tmp_path, [row | compared, row | {"m": 8}])
+    first, second = (found for _, found in tables.read(tmp_path).iterrows())
+    assert (first["median_seconds"], first["corrected_seconds"]) == (2e-3, 2e-3 / 1.25)
+    assert first["utilisation"] == 1.8e-3 / 2e-3
+    assert math.isnan(second["corrected_seconds"]) and math.isnan(second["utilisation"])
+
+
+def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
+    assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]
