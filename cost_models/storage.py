@@ -17,10 +17,11 @@ from typing import Any
 from cost_models.boosted import Boosted
 from cost_models.errors import BadModel
 from cost_models.lookup import AnchoredLookup
-from cost_models.rows import KEY, training_rows
+from cost_models.rows import KEY, read_training_rows
 from cost_models.validation import Figures
 from latbench import tables
 from latbench.files import write_text_atomically
+from latbench.places import Place
 
 VERSION = 1
 ESTIMATORS: dict[str, type[AnchoredLookup] | type[Boosted]] = {"AnchoredLookup": AnchoredLookup, "Boosted": Boosted}
@@ -80,15 +81,15 @@ def read(path: str | Path) -> ModelFile:
     return ModelFile(estimator, str(content["table_hash"]), content.get("backend"), validation)
 
 
-def load(path: str | Path, table: str | Path) -> AnchoredLookup | Boosted:
+def load(path: str | Path, table: str | Place) -> AnchoredLookup | Boosted:
     """The model of the file `path`, fitted again to the table at `table`.
 
     Raises BadModel as `read` does, and for a table other than the one it was fitted to; BadData for no table.
     """
-    saved, found = read(path), tables.table_hash(Path(table))
+    saved, found = read(path), tables.table_hash(table)
     if saved.table_hash != found:
         raise BadModel(
             f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "
             "fit it again with latbench fit"
         )
-    return saved.estimator.fit(*training_rows(tables.read(Path(table)), saved.backend))
+    return saved.estimator.fit(*read_training_rows(table, saved.backend))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from latbench.errors import EnvironmentUnusable
+from latbench.errors import EnvironmentUnusable, UsageError
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash where a URI has two
 
 
 def cache_folder() -> Path:
@@ -21,8 +24,11 @@ def cache_folder() -> Path:
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write(temporary)` and rename the result to `path`; on any failure `path` keeps its old content.
 
-    Raises EnvironmentUnusable when the disk is full or the folder cannot be written.
+    Raises EnvironmentUnusable when the disk is full or the folder cannot be written, and UsageError for a URI: only
+    tables are written to object stores.
     """
+    if _URI.match(str(path)):
+        raise UsageError(f"cannot write {path}: only tables go to a URI, everything else to a path of this machine")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

@@ -1,37 +1,58 @@
 """The timing loop: bursts of samples, several runs in turn, until each median is known well enough.
 
 Pure: the clock is an argument, nothing here knows what it times. One sample is the mean of `inner_loops` calls, so
-that the clock's own resolution and cost stay far below it. Runs are sampled in rounds, a burst each in random order:
-a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by 40%).
+that the clock's own resolution and cost stay far below it. Runs are sampled in rounds, a short burst each in random
+order: a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by 40%), and
+the bursts of one run lie so far apart that they see it in several moods. How much they disagree is part of the error.
 A noisy result is a fact (`converged` is false), not an exception.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
 import resource
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from latbench import devices
 from latbench.tables import median_interval
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
-Usage = Callable[[], tuple[int, float]]
-"""Involuntary context switches and CPU seconds of this process so far."""
+
+
+class Used(NamedTuple):
+    """What this process used so far, and what it had to do without.
+
+    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; clock ticks
+    that the hypervisor gave to others. None where the system does not say.
+    """
+
+    switches: int
+    cpu_seconds: float
+    waited_seconds: float | None = None
+    stolen: int | None = None
+
+
+Usage = Callable[[], Used]
+"""Reads what this process used so far."""
 
 SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times what reading perf_counter costs (50-100 ns)
 MOST_INNER_LOOPS = 1_000_000
 
 FEWEST_SAMPLES = 10
-FEWEST_ROUNDS = 3  # the spread between bursts is part of the noise
+FEWEST_ROUNDS = 5  # the spread between bursts is part of the noise
 PLATEAU_ROUNDS = 6
+# nvbench's idea: stop where more samples do not make the error smaller. Independent ones would by 29% if doubled.
+PLATEAU_GAIN, PLATEAU_BURSTS = 0.05, 16
 NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
 STRETCH = 2
 SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
@@ -39,19 +60,28 @@ SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples
 # Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
 # beside one to four busy processes 200 to 300 times, and its median is 1.3 to 13 times longer.
 PREEMPTIONS_PER_SECOND = 60
+# Of the time of a burst, that the threads of its process waited for a core. Measured on two cores: 0.5% alone, 40%
+# and more beside one busy process, which need not show in context switches: a thread may wake up to a taken core.
+MOST_WAITED = 0.1
+SLOW_CLOCK = 0.75  # of the fastest clock seen: nvbench's threshold
+
+PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
 
 
 @dataclass(frozen=True)
 class Burst:
     """Samples taken one after the other, in seconds a call.
 
-    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat. `states`: what the device
-    reported meanwhile, if it reports anything.
+    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
+    showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
+    were taken, and left out at once.
     """
 
     samples: list[float]
     preempted: bool = False
     states: tuple[Any, ...] = ()
+    reasons: tuple[str, ...] = ()
+    discarded: int = 0
 
 
 Sampler = Callable[[float], Burst]
@@ -64,12 +94,17 @@ class Timing:
 
     bursts: list[Burst] = field(default_factory=list)
     medians: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
     stop_reason: str = ""
+    began: float = math.nan  # by the clock of who measures
+    ended: float = math.nan
 
     def add(self, burst: Burst) -> None:
         """Take in a burst."""
         self.bursts.append(burst)
-        self.medians.append(float(np.median(self.samples)))
+        samples = np.sort(self.samples)
+        self.medians.append(float(np.median(samples)))
+        self.errors.append(max(_sample_error(samples), _burst_error(self.counted)))
 
     @property
     def preempted(self) -> bool:
@@ -88,6 +123,17 @@ class Timing:
         return [sample for burst in self.counted for sample in burst.samples]
 
     @property
+    def discarded(self) -> int:
+        """How many samples were taken and do not count."""
+        every = sum(len(burst.samples) + burst.discarded for burst in self.bursts)
+        return every - sum(len(burst.samples) for burst in self.counted)
+
+    @property
+    def reasons(self) -> list[str]:
+        """How disturbances showed, in the bursts that count and in those that do not."""
+        return sorted({reason for burst in self.bursts for reason in burst.reasons})
+
+    @property
     def states(self) -> list[Any]:
         """What the device reported during the bursts that count."""
         return [state for burst in self.counted for state in burst.states]
@@ -99,9 +145,11 @@ class Timing:
 
     @property
     def relative_error(self) -> float:
-        """Half the 95% interval of the median over the median; infinite while there are too few samples to tell."""
-        low, high = median_interval(np.sort(self.samples))
-        return float("inf") if low is None or high is None else (high - low) / 2 / self.medians[-1]
+        """Half the 95% interval of the median over the median; infinite while there are too few samples to tell.
+
+        The larger of two: as if every sample told something of its own, and as the bursts disagree.
+        """
+        return self.errors[-1]
 
     def drift(self) -> float | None:
         """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
@@ -113,6 +161,27 @@ class Timing:
             for half in (bursts[: len(bursts) // 2], bursts[len(bursts) // 2 :])
         )
         return float(late / early)
+
+
+def _sample_error(ordered: np.ndarray) -> float:
+    """Half the 95% interval of the median of rising samples, over the median."""
+    low, high = median_interval(ordered)
+    return math.inf if low is None or high is None else (high - low) / 2 / float(np.median(ordered))
+
+
+# The standard error of a median of normal values is this much larger than that of their mean (sqrt(pi / 2)), and the
+# median absolute deviation this much smaller than the standard deviation.
+_OF_A_MEDIAN, _MAD = 1.2533, 0.6745
+
+
+def _burst_error(bursts: list[Burst]) -> float:
+    """Half the 95% interval of the median of the bursts' medians, over it; a single burst may not be the last one's
+    like, so it says nothing (0).
+    """
+    medians = np.array([np.median(burst.samples) for burst in bursts])
+    middle = float(np.median(medians))
+    deviation = float(np.median(np.abs(medians - middle))) / _MAD
+    return 1.96 * _OF_A_MEDIAN * deviation / math.sqrt(len(medians)) / middle
 
 
 class Timer(Protocol):
@@ -137,16 +206,35 @@ class WallClock:
         self.inner_loops = calibrate(run)
         self.facts: dict[str, Any] = getattr(run, "facts", {})
         self._run = run
+        self._fastest_hertz = 0.0
 
     def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`, at least one."""
-        return burst(self._run, seconds, self.inner_loops)
+        taken = burst(self._run, seconds, self.inner_loops)
+        hertz = devices.scaling_hertz()  # while the cores are still warm from it
+        if hertz is None:
+            return taken
+        self._fastest_hertz = max(self._fastest_hertz, hertz)
+        if hertz >= SLOW_CLOCK * self._fastest_hertz:
+            return taken
+        return replace(taken, preempted=True, reasons=(*taken.reasons, SLOWED))
 
 
-def process_usage() -> tuple[int, float]:
-    """Involuntary context switches and CPU seconds of all threads of this process."""
+_THREADS = Path("/proc/self/task")
+
+
+def process_usage() -> Used:
+    """What all threads of this process used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_nivcsw, used.ru_utime + used.ru_stime
+    waited = 0
+    try:
+        for thread in _THREADS.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+                waited += int((thread / "schedstat").read_bytes().split()[1])
+    except (OSError, IndexError):  # not Linux, or a kernel that keeps no count
+        return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime)
+    times = devices.cpu_times()
+    return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, times.steal if times else None)
 
 
 def calibrate(run: Run, *, clock: Clock = perf_counter) -> int:
@@ -174,18 +262,28 @@ def burst(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        switches, cpu_seconds = usage()
+        before, began = usage(), clock()
         _time(run, inner_loops, clock)
         end = clock() + seconds
         samples = [_time(run, inner_loops, clock) / inner_loops]
         while clock() < end:
             samples.append(_time(run, inner_loops, clock) / inner_loops)
-        now_switches, now_cpu_seconds = usage()
+        ended, after = clock(), usage()
     finally:
         if collecting:
             gc.enable()
-    allowed = 1 + PREEMPTIONS_PER_SECOND * (now_cpu_seconds - cpu_seconds)
-    return Burst(samples, now_switches - switches > allowed)
+    reasons = disturbances(before, after, ended - began)
+    return Burst(samples, bool(reasons), reasons=reasons)
+
+
+def disturbances(before: Used, after: Used, seconds: float) -> tuple[str, ...]:
+    """How it shows that others had the cores in these `seconds`: PREEMPTED, STOLEN; nothing if it does not."""
+    switched = after.switches - before.switches > 1 + PREEMPTIONS_PER_SECOND * (
+        after.cpu_seconds - before.cpu_seconds
+    )
+    waited = (after.waited_seconds or 0.0) - (before.waited_seconds or 0.0) > MOST_WAITED * seconds
+    stolen = (after.stolen or 0) > (before.stolen or 0)
+    return ((PREEMPTED,) if switched or waited else ()) + ((STOLEN,) if stolen else ())
 
 
 def _time(run: Run, loops: int, clock: Clock) -> float:
@@ -224,14 +322,16 @@ def interleave(
     round_seconds: float = 0.05,
     clock: Clock = perf_counter,
     order: random.Random | None = None,
+    between: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, Timing]]:
     """Sample all `samplers` in rounds, a burst of about `round_seconds` each, and yield each as it finishes.
 
     One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
-    its median has stayed within a quarter of that for several rounds although samples scatter (plateau), when it has
-    used `max_seconds` (budget; up to twice that while it is not known to 10%, or bursts were preempted and too
-    few were not; longer for calls so slow that there are not six yet), or when it returns no samples (failed).
-    `order` shuffles the rounds.
+    for several rounds its median has stayed within a quarter of that although samples scatter, or twice as many
+    bursts have not made the interval narrower (plateau), when it has used `max_seconds` (budget; up to twice that
+    while it is not known to 10%, or bursts were preempted and too few were not; longer for calls so slow that there
+    are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
+    every burst.
     """
     shuffle = (order or random.Random(0)).shuffle
     timings = {name: Timing() for name in samplers}
@@ -240,9 +340,13 @@ def interleave(
         names = list(timings)
         shuffle(names)
         for name in names:
+            between()
             timing, start = timings[name], clock()
+            if not timing.bursts:
+                timing.began = start
             sampled = samplers[name](round_seconds)
-            spent[name] += clock() - start
+            timing.ended = clock()
+            spent[name] += timing.ended - start
             if sampled.samples:
                 timing.add(sampled)
                 timing.stop_reason = _stop(timing, spent[name], rel_error, max_seconds)
@@ -259,7 +363,9 @@ def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) ->
         return "relative_error"
     recent = timing.medians[-PLATEAU_ROUNDS:]
     steady = len(timing.medians) > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
-    if known and steady:
+    bursts = len(timing.errors)
+    useless = bursts >= PLATEAU_BURSTS and error > (1 - PLATEAU_GAIN) * timing.errors[bursts // 2 - 1]
+    if known and (steady or useless):
         return "plateau"
     most = STRETCH if math.isfinite(error) else SLOW_STRETCH
     if (known and spent >= max_seconds) or spent >= most * max_seconds:

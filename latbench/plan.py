@@ -44,6 +44,9 @@ _LAYOUTS = {("torch", "conv2d", "prepacked"): "nhwc", ("openvino", "conv2d", "au
 # Anchors first: a look-up that interpolates over sparsity needs them, the others make it sharper.
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)
 
+# What an adaptive sweep may choose from: six of them anchor a curve.
+FINE_SPARSITIES = tuple(round(0.5 + 0.025 * step, 3) for step in range(20))
+
 # What a point costs on an ordinary core, for the estimate: compiling or building, checking; then timing.
 _PREPARE_SECONDS = {
     "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
@@ -202,8 +205,12 @@ def parse_sparsities(texts: Sequence[str]) -> list[float]:
     return values
 
 
-def blocks(wanted: Iterable[Point], seed: int) -> list[list[Point]]:
-    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood."""
+def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
+    """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood.
+
+    Shapes of few points come together in blocks of `least` points or more, as far as there are any: the more take
+    turns, the longer the time over which each is sampled.
+    """
     by_shape: dict[Shape, list[Point]] = {}
     for point in wanted:
         by_shape.setdefault(point.shape, []).append(point)
@@ -212,7 +219,13 @@ def blocks(wanted: Iterable[Point], seed: int) -> list[list[Point]]:
         # By hash, not by a generator: a rerun with fewer points left keeps the order.
         return hashlib.sha256(f"{seed} {shape}".encode()).digest()
 
-    return [by_shape[shape] for shape in sorted(by_shape, key=lot)]
+    found: list[list[Point]] = []
+    for shape in sorted(by_shape, key=lot):
+        if found and len(found[-1]) < least:
+            found[-1] += by_shape[shape]
+        else:
+            found.append(by_shape[shape])
+    return found
 
 
 def estimated_seconds(wanted: Iterable[Point]) -> float:
@@ -236,8 +249,10 @@ def select(
     backends: Sequence[str] = STANDARD,
     seed: int = 0,
     tune: bool = False,
+    usual: Sequence[float] = SPARSITIES,
 ) -> list[Point]:
-    """The points that a command line asks for; where it is silent, all bundled workloads and the defaults.
+    """The points that a command line asks for; where it is silent, all bundled workloads, the default patterns and
+    the `usual` sparsities.
 
     Raises UsageError for an unknown workload, pattern or sparsity, BadData for a file that is no workload.
     """
@@ -248,7 +263,7 @@ def select(
         threads=threads,
         backends=backends,
         wanted=parse_patterns(pattern_specs) if pattern_specs else None,
-        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else SPARSITIES,
+        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else usual,
         seed=seed,
         tune=tune,
     )

@@ -1,9 +1,13 @@
 """A sweep: measures points block by block and writes each finished block to the table at once.
 
-A block is a layer's shape. Each engine has a process of its own; all points of a block are prepared and checked
-first, and then sampled in turn. What fails is a row as well, and a kernel that has killed its process twice is left
-alone for the rest of the run. A point that the table has already is skipped, so that the same sweep goes on where it
-was stopped, in whatever way it was.
+A block is a layer's shape; shapes of few points share one. Each engine has a process of its own; all points of a
+block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a kernel that has
+killed its process twice is left alone for the rest of the run. A point that the table has already is skipped, so that
+the same sweep goes on where it was stopped, in whatever way it was.
+
+Every few bursts fixed work is timed (`latbench.pace`). How much slower it is than usual stands in each row
+(reference_ratio), and the time corrected for it in a column of its own; a point that was timed in a slow spell gets
+other chances. What is not physically possible, or far off its neighbours, is a status (`latbench.gates`).
 """
 
 from __future__ import annotations
@@ -18,10 +22,15 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import psutil
 
-from latbench import backends, devices, measure, plan, tables
+from latbench import backends, ceilings, devices, gates, measure, plan, tables
+from latbench.backends import reference
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
+from latbench.least_work import inside_share
+from latbench.pace import Pace
+from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
 from sparse_kernels.cpu.target import rotated_bytes
@@ -98,6 +107,9 @@ class Machine(Protocol):
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """The telemetry columns of one row, from what its bursts reported."""
 
+    def pace(self) -> Pace | None:
+        """The fixed work that is timed every few bursts; None where the device tells itself when it is slow."""
+
     def available_bytes(self) -> float:
         """The memory that points of one block may take together."""
 
@@ -152,6 +164,16 @@ class Cpu:
         """Nothing: a CPU is only watched as a whole."""
         return {}
 
+    def pace(self) -> Pace:
+        """A dense product and a sum over memory; the ceilings of the CPU, which are measured when there are none."""
+        worker = Worker(threads=self.threads, name="reference")
+
+        def find() -> ceilings.Ceilings:
+            found: ceilings.Ceilings = worker.call("latbench.backends.reference:find", self.threads)
+            return found
+
+        return Pace(worker, ceilings.kept(self.device, self.threads, reference.WORK, find))
+
     def available_bytes(self) -> float:
         """See Machine."""
         return psutil.virtual_memory().available / 4
@@ -163,11 +185,14 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Settings:
-    """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`."""
+    """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`, in bursts of
+    `round_seconds` that take turns with those of `block_points` points at least.
+    """
 
     rel_error: float = 0.01
     max_seconds: float = 0.4
-    round_seconds: float = 0.03
+    round_seconds: float = 0.015
+    block_points: int = 24
 
 
 @dataclass(frozen=True)
@@ -187,8 +212,14 @@ class Summary:
     skipped: int
 
 
+class Stopped(Incomplete):
+    """A sweep that was interrupted, or used up its time; `summary` is of what it measured."""
+
+    summary: Summary
+
+
 def run(
-    folder: Path,
+    folder: Place,
     choose: Choose,
     *,
     machine: Machine,
@@ -201,8 +232,8 @@ def run(
     """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
     block.
 
-    Raises Incomplete, with everything finished written, when interrupted or when `time_budget` seconds are over
-    before the points are; UsageError if the table is of another device, BadData if it cannot be read;
+    Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
+    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
     device = machine.device
@@ -217,12 +248,14 @@ def run(
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
                 for chance in range(1, NOISY_CHANCES + 1):
-                    noisy = [point for point in todo if sweep.statuses[point.id] == "noisy"]
-                    sweep.measure_all(noisy, last=chance == NOISY_CHANCES)
+                    again = [point for point in todo if sweep.statuses[point.id] in ("noisy", "spike")]
+                    sweep.measure_all(again, last=chance == NOISY_CHANCES)
         except (KeyboardInterrupt, _TimeUsedUp) as end:
             why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
             kept = f"{sweep.done} of {sweep.total} points are in {folder}"
-            raise Incomplete(f"{why}: {kept}, and the same command goes on from there") from None
+            stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
+            stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
+            raise stopped from None
         return Summary(sweep.statuses, len(sweep.skipped))
 
 
@@ -235,7 +268,7 @@ class _Sweep:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Place,
         machine: Machine,
         engines: _Engines,
         seed: int,
@@ -255,6 +288,7 @@ class _Sweep:
         self.total = 0
         self.block = 0
         self.last = False
+        self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
 
     @property
     def done(self) -> int:
@@ -263,7 +297,7 @@ class _Sweep:
 
     def table(self) -> pd.DataFrame | None:
         """The table so far; None while there is none."""
-        if not any(self.folder.glob("part-*.parquet")):
+        if not tables.holds_rows(self.folder):
             return None
         table = tables.read(self.folder)
         others = set(table["device"]) - {self.machine.device}
@@ -291,7 +325,7 @@ class _Sweep:
         self.last = last
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
-        for block in plan.blocks(points, self.seed):
+        for block in plan.blocks(points, self.seed, self.settings.block_points):
             for chunk in _fitting(block, self.machine.available_bytes(), self.machine.needed_bytes):
                 self._check_time(even_first=True)
                 self._measure_block(chunk)
@@ -313,6 +347,7 @@ class _Sweep:
             # Also on the way out of an interruption: what is finished is written.
             if rows:
                 state = watched()
+                self._judge_spikes(rows)
                 tables.write_part(self.folder, [{**state, **row} for row in rows])
                 self.statuses |= {tables.point_id(row): row["status"] for row in rows}
                 self.saved()
@@ -357,8 +392,9 @@ class _Sweep:
             max_seconds=self.settings.max_seconds,
             round_seconds=self.settings.round_seconds,
             order=random.Random(f"{self.seed} {self.block}"),
+            between=self.engines.keep_pace,
         )
-        activity = f"timing: {plan.describe(points[0].shape)}"
+        activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
         self.report(Progress(done, self.total, activity))
         for count, (name, timing) in enumerate(finished, start=1):
             self.report(Progress(min(done + count, self.total), self.total, activity))
@@ -403,17 +439,61 @@ class _Sweep:
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
         prepared = self.engines.prepared(point)
         known = timing.relative_error <= measure.NOISY_ERROR
-        flags = ("preempted" if timing.preempted else "", prepared.facts.get("flags"))
-        return {
-            "status": self._status(known, timing.preempted),
+        beside, slow_spell = self._beside(point, timing, prepared.facts)
+        flags = (
+            "preempted" if timing.preempted else "",
+            "slow_spell" if slow_spell else "",
+            prepared.facts.get("flags"),
+        )
+        outcome = {
+            "status": self._status(known, timing.preempted or slow_spell),
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
+            "discarded_samples": timing.discarded,
             "inner_loops": prepared.inner_loops,
             "drift_ratio": timing.drift(),
+            "event_reasons": "+".join(timing.reasons),
+            **beside,
             **self.machine.columns(timing.states),
             **prepared.facts,
             "flags": "+".join(flag for flag in flags if flag),
         }
+        if (why := gates.impossible(timing.samples, beside.get("roofline_seconds"))) is not None:
+            return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
+        return outcome
+
+    def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The columns that compare a time with what the machine can and with its pace meanwhile; whether it was timed
+        in a spell in which the machine was slower than in the rest of this sweep.
+        """
+        pace = self.engines.pace
+        if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
+            return {}, False
+        flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
+        ratio, slow_spell = pace.ratio(timing.began, flop, size)
+        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size), "reference_ratio": ratio}
+        return columns, slow_spell
+
+    def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
+        """A point far above its neighbours in sparsity is no time before it has been seen twice."""
+        for row in rows:
+            first = self.spikes.get(tables.point_id(row))
+            if first is not None and row["status"] in tables.TIMED:
+                again = float(np.median(row["samples_seconds"]))
+                if first / gates.SPIKE < again < first * gates.SPIKE:
+                    row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
+        curves: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
+        for row in rows:
+            if row["status"] in tables.TIMED:
+                curve = tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
+                curves.setdefault(curve, {})[row["sparsity_target"]] = row
+        for by_sparsity in curves.values():
+            medians = {at: float(np.median(row["samples_seconds"])) for at, row in by_sparsity.items()}
+            for at in gates.spikes(medians):
+                row = by_sparsity[at]
+                if (key := tables.point_id(row)) not in self.spikes:
+                    self.spikes[key] = medians[at]
+                    row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
 
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
@@ -452,6 +532,7 @@ class _Engines:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self.pace: Pace | None = None
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
 
@@ -461,6 +542,15 @@ class _Engines:
     def __exit__(self, *_: object) -> None:
         for worker in self._workers.values():
             worker.close()
+        if self.pace is not None:
+            self.pace.close()
+
+    def keep_pace(self) -> None:
+        """Before every burst: time the reference kernels, if it is their turn."""
+        if self.pace is None:
+            self.pace = self.machine.pace()
+        if self.pace is not None:
+            self.pace.turn()
 
     def prepare(self, point: Point) -> None:
         """Get the point ready in the worker of its engine."""
@@ -517,9 +607,11 @@ def _fitting(
         yield part
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What a killed sweep was writing; nothing else writes here while the device is locked."""
-    for leftover in folder.glob(".*.parquet.*.tmp"):
+def _remove_leftovers(folder: Place) -> None:
+    """What a killed sweep was writing; nothing else writes here while the device is locked. A store has nothing left:
+    an object is there when it is whole.
+    """
+    for leftover in folder.glob(".*.parquet.*.tmp") if isinstance(folder, Path) else ():
         try:
             leftover.unlink(missing_ok=True)
         except OSError as error:

@@ -1,6 +1,7 @@
-"""The table, version 1: one row per measured point, the same columns whether it was swept, verified or imported.
+"""The table, version 2: one row per measured point, the same columns whether it was swept, verified or imported.
 
-A table is a flat folder of `part-<id>.parquet` files with an `env.parquet` beside them, or a single Parquet file.
+A table is a flat folder of `part-<id>.parquet` files with an `env.parquet` beside them, or a single Parquet file;
+on this machine or wherever `latbench.places` reaches.
 Units are in the column names, the identity of a point is in columns, raw samples are kept. Times are in seconds.
 """
 
@@ -11,24 +12,27 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import parquet
 from scipy.special import bdtr, bdtrik
 
-from latbench import files
+from latbench import digests, places
 from latbench.errors import BadData
+from latbench.places import Place
 from sparse_kernels import patterns
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _text, _whole, _real = pa.string(), pa.int64(), pa.float64()
 
@@ -92,6 +96,8 @@ TIME = [
     )),  # low and high: 95% interval of the median
     pa.field("sample_count", _whole),
     pa.field("inner_loops", _whole),
+    pa.field("discarded_samples", _whole),  # taken while the device was disturbed, and left out
+    pa.field("corrected_seconds", _real),  # median_seconds / reference_ratio: what it may take when all is as usual
 ]  # fmt: skip
 
 PHYSICS = [
@@ -109,12 +115,13 @@ TELEMETRY = [
     pa.field("event_reasons", _text),
     pa.field("load", _real),
     pa.field("steal_fraction", _real),
-    pa.field("drift_ratio", _real),
+    pa.field("drift_ratio", _real),  # the later half of the samples over the earlier
+    pa.field("reference_ratio", _real),  # the time of a fixed piece of work meanwhile over what it usually takes
 ]
 
 QUALITY = [
     pa.field("stop_reason", _text),  # relative_error, plateau, budget
-    pa.field("status", _text),  # ok, noisy, throttled, unsupported, oom, incorrect, timeout, error
+    pa.field("status", _text),  # one of STATUSES
     pa.field("max_rel_err", _real),
     # Joined by plus signs; preempted: other processes took the cores, or heat slowed a GPU down, in most bursts;
     # in_l2: even the most copies of so small a layer may have stayed in a GPU's cache.
@@ -125,11 +132,18 @@ QUALITY = [
 SCHEMA = pa.schema([*IDENTITY, *KEY, *STRUCTURE, *TIME, *PHYSICS, *TELEMETRY, *QUALITY])
 
 TIMED = ("ok", "noisy")
-STATUSES = (*TIMED, "throttled", "unsupported", "oom", "incorrect", "timeout", "error")
+# impossible: faster than the device can be, or no time at all. spike: far above its neighbours in sparsity, until it
+# has been measured a second time.
+STATUSES = (
+    *TIMED, "throttled", "impossible", "spike", "unsupported", "oom", "incorrect", "timeout", "error",
+)  # fmt: skip
 
-_ENVIRONMENTS = "env.parquet"
+ENVIRONMENTS = "env.parquet"
 # The name of a part tells its content, so that damage of any kind shows when it is read.
-_PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
+PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
+
+BATCH_ROWS = 1 << 16
+_READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
 
 # Identity ---------------------------------------------------------------------------------------------------------
@@ -145,13 +159,31 @@ def point_id(row: Mapping[str, Any]) -> str:
 
 
 def _canonical(kind: pa.DataType, value: Any) -> str | int | None:
+    value = plain(kind, value)
+    return f"{value + 0.0:.9g}" if isinstance(value, float) else value
+
+
+def plain(kind: pa.DataType, value: Any) -> str | int | float | None:
+    """A value of a text, whole or real column as Python has it, whatever a frame made of it: NaN is None, 3.0 3."""
     if value is None or value != value:
         return None
     if kind == _whole:
         return int(value)
-    if kind == _real:
-        return f"{float(value) + 0.0:.9g}"
-    return str(value)
+    return float(value) if kind == _real else str(value)
+
+
+def point_ids(table: pa.Table) -> list[str]:
+    """The hash of the key columns of every row of `table`, as `point_id` gives it."""
+    texts = [_json_texts(table[field.name].combine_chunks(), field.type) for field in KEY]
+    keys = pc.binary_join_element_wise(*texts, ", ")
+    return [hashlib.sha256(f"[{key}]".encode()).hexdigest()[:16] for key in keys.to_pylist()]
+
+
+def _json_texts(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Each value of a key column as JSON; keys repeat few values, so each is written once."""
+    encoded = column.dictionary_encode()
+    values = [json.dumps(_canonical(kind, value)) for value in encoded.dictionary.to_pylist()]
+    return pa.array([*values, "null"]).take(encoded.indices.fill_null(len(values)))
 
 
 def structure(pattern: str) -> dict[str, Any]:
@@ -211,13 +243,14 @@ FEWEST_FOR_INTERVAL = 6  # with five, all fall on one side of the median in 2 * 
 
 def median_interval(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
     """The 95% interval of the median from rising samples; (None, None) with fewer than six."""
-    rank = _rank(len(ordered))
+    rank = interval_rank(len(ordered))
     return (None, None) if rank is None else (float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 @functools.cache
-def _rank(count: int) -> int | None:
-    """The largest rank r (from 0) such that the r-th smallest and r-th largest of `count` enclose the median in 95%.
+def interval_rank(count: int) -> int | None:
+    """The largest rank r (from 0) such that the r-th smallest and r-th largest of `count` enclose the median in 95%;
+    None with fewer than six.
 
     They fail to where at most r samples fall on one side: P(Binomial(count, 1/2) <= r) <= 2.5% on each.
     """
@@ -234,8 +267,8 @@ def _rank(count: int) -> int | None:
 # Writing ----------------------------------------------------------------------------------------------------------
 
 
-def write_part(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write `rows` as a new part of the table in `folder` and return its path; a part is never changed afterwards.
+def write_part(folder: str | Place, rows: Iterable[Mapping[str, Any]]) -> Place:
+    """Write `rows` as a new part of the table in `folder` and return its place; a part is never changed afterwards.
 
     A row gives its key, how it was measured, its status and, if that is ok, samples_seconds; what follows from these
     (schema_version, point_id, structure and time columns) is filled in here. Missing columns are null.
@@ -246,9 +279,10 @@ def write_part(folder: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     if not complete:
         raise ValueError("a part needs at least one row")
     try:
-        return _write_table(Path(folder), pa.Table.from_pylist(complete, schema=SCHEMA))
+        table = pa.Table.from_pylist(complete, schema=SCHEMA)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise ValueError(f"a row does not fit the table: {error}") from error
+    return write_rows(places.at(folder), table)
 
 
 def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,140 +295,219 @@ def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
     filled |= {"schema_version": SCHEMA_VERSION, "point_id": point_id(row)}
     if row.get("samples_seconds") is not None:
         filled |= summarise(row["samples_seconds"])
+        filled |= _compared(filled["median_seconds"], row)
     elif row["status"] in TIMED:
         raise ValueError(f"a row with status {row['status']} needs samples_seconds")
     return filled
 
 
-def _write_table(folder: Path, table: pa.Table) -> Path:
-    sink = pa.BufferOutputStream()
-    parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    content = sink.getvalue().to_pybytes()
+def _compared(median_seconds: float, row: Mapping[str, Any]) -> dict[str, float]:
+    """The columns that set a time beside what the device can do, and beside how it did meanwhile."""
+    columns = {}
+    if (roofline := row.get("roofline_seconds")) is not None:
+        columns["utilisation"] = roofline / median_seconds
+    if (ratio := row.get("reference_ratio")) is not None:
+        columns["corrected_seconds"] = median_seconds / ratio
+    return columns
+
+
+def write_rows(folder: Place, table: pa.Table) -> Place:
+    """Write `table`, which has the columns of SCHEMA, as a new part of the table in `folder` and return its place."""
+    content = to_parquet(table)
     path = folder / f"part-{hashlib.sha256(content).hexdigest()[:16]}.parquet"
-    files.write_bytes_atomically(path, content)
+    places.write(path, content)
     return path
 
 
-def write_environment(folder: Path, environment: Mapping[str, Any]) -> None:
+def write_environment(folder: str | Place, environment: Mapping[str, Any]) -> None:
     """Add `environment` (one value a column, `env_id` among them) to the env.parquet of the table in `folder`.
 
-    An environment that is there already is left as it is. Raises EnvironmentUnusable where the disk refuses.
+    An environment that is there already is left as it is. Raises BadData where the file is damaged, and
+    EnvironmentUnusable where the disk refuses.
     """
-    path = Path(folder) / _ENVIRONMENTS
-    known = parquet.read_table(path).to_pylist() if path.exists() else []
-    if any(row["env_id"] == environment["env_id"] for row in known):
-        return
-    _write_environments(path, [*known, dict(environment)])
+    known = environment_rows(folder)
+    if not any(row["env_id"] == environment["env_id"] for row in known):
+        write_environments(folder, [*known, environment])
 
 
-def _write_environments(path: Path, rows: list[dict[str, Any]]) -> None:
-    names = list(dict.fromkeys(name for row in rows for name in row))
+def write_environments(folder: str | Place, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace the env.parquet of the table in `folder`."""
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
+    places.write(places.at(folder) / ENVIRONMENTS, to_parquet(pa.table(columns)))
+
+
+def to_parquet(table: pa.Table) -> pa.Buffer:
+    """`table` as the content of a Parquet file, compressed, every page with a checksum."""
     sink = pa.BufferOutputStream()
-    parquet.write_table(pa.table(columns), sink, compression="zstd", write_page_checksum=True)
-    files.write_bytes_atomically(path, sink.getvalue().to_pybytes())
-
-
-def merge(sources: Sequence[Path], folder: Path) -> Path:
-    """Write every row of the tables `sources`, equal rows once, as one part of a table in `folder`; with their
-    environments. Raises BadData as `read` does, and EnvironmentUnusable where the disk refuses.
-    """
-    rows = {_row_digest(row): row for source in sources for row in _load(Path(source)).to_pylist()}
-    environments = {row["env_id"]: row for source in sources for row in _environment_rows(Path(source))}
-    if environments:
-        _write_environments(Path(folder) / _ENVIRONMENTS, list(environments.values()))
-    ordered = sorted(rows.values(), key=lambda row: (row["started_at"], row["point_id"]))
-    return _write_table(Path(folder), pa.Table.from_pylist(ordered, schema=SCHEMA))
+    parquet.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    return sink.getvalue()
 
 
 # Reading ----------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> pd.DataFrame:
-    """The rows of the table at `path` (a folder or one Parquet file), with the columns of SCHEMA.
+def read(path: str | Place, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """The rows of the table at `path` (a folder or one Parquet file), with the columns of SCHEMA, or those named.
 
     What is being written or describes the environment is left out. Raises BadData, naming the file, for one that is
     missing, empty, foreign, damaged or of another schema version.
     """
-    return _load(Path(path)).to_pandas()
+    return load(path, columns).to_pandas(self_destruct=True)
 
 
-def read_env(path: Path) -> pd.DataFrame:
+def load(path: str | Place, columns: Sequence[str] | None = None) -> pa.Table:
+    """What `read` gives, as an Arrow table."""
+    schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(name) for name in columns])
+    return pa.concat_tables([schema.empty_table(), *batches(path, columns)])
+
+
+def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """The table at `path` in pieces of at most BATCH_ROWS rows, which need not fit into memory together."""
+    wanted = list(SCHEMA.names if columns is None else columns)
+    judged = list(dict.fromkeys([*wanted, "status", "median_seconds"]))
+    for part in parts(path):
+        for start, table in part_batches(part, judged):
+            if (untimed := np.flatnonzero(without_time(table))).size:
+                status = table["status"][untimed[0]]
+                raise BadData(f"{part}, row {start + untimed[0] + 1}: status {status} and no positive time")
+            yield table.select(wanted)
+
+
+def compact_frame(pieces: Iterable[pa.Table], columns: Sequence[str]) -> pd.DataFrame:
+    """The rows of `pieces`, which have these columns of SCHEMA, as a frame whose texts are categories.
+
+    Keys repeat few texts: written once each, a row takes a sixth of the memory. A point_id, which few rows share, is
+    a whole number of 64 bits.
+    """
+    short = [_numbered(piece) for piece in pieces]
+    empty = _numbered(pa.schema([SCHEMA.field(name) for name in columns]).empty_table())
+    return pa.concat_tables([empty, *short]).unify_dictionaries().to_pandas(self_destruct=True)
+
+
+def _numbered(table: pa.Table) -> pa.Table:
+    for index, field in enumerate(table.schema):
+        if field.name == "point_id":
+            table = table.set_column(index, field.name, pa.array(digests.rows(table.select([index]))[:, 0]))
+        elif field.type == _text:
+            table = table.set_column(index, field.name, table[field.name].dictionary_encode())
+    return table
+
+
+def without_time(table: pa.Table) -> NDArray[np.bool_]:
+    """(rows,) whether a row's status says that it has a time, and it has no positive finite one."""
+    timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
+    seconds = table["median_seconds"].to_numpy()
+    found: NDArray[np.bool_] = timed & ~((seconds > 0) & (seconds < math.inf))
+    return found
+
+
+def read_env(path: str | Place) -> pd.DataFrame:
     """The environments of the table at `path`, a row each with its env_id; empty where none are known."""
-    return pa.Table.from_pylist(_environment_rows(Path(path))).to_pandas()
+    return pa.Table.from_pylist(environment_rows(path)).to_pandas()
 
 
-def parts(path: Path) -> list[Path]:
+def environment_rows(path: str | Place) -> list[dict[str, Any]]:
+    """The environments of the table at `path` in plain values. Raises BadData for a damaged file."""
+    path = places.at(path)
+    beside = (path.parent if path.is_file() else path) / ENVIRONMENTS
+    if not beside.exists():
+        return []
+    with _opened(beside) as file:
+        return file.read().to_pylist()
+
+
+def exists(path: str | Place) -> bool:
+    """Whether there is a table at `path`, if only one without rows: a file, or a folder with anything in it."""
+    path = places.at(path)
+    return path.is_file() or (path.is_dir() and any(True for _ in path.iterdir()))
+
+
+def parts(path: str | Place) -> list[Place]:
     """The Parquet files with rows of the table at `path` (a folder or one file). Raises BadData if there are none."""
-    path = Path(path)
+    path = places.at(path)
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise BadData(f"{path}: no such table")
-    found = sorted(p for p in path.glob("*.parquet") if p.name != _ENVIRONMENTS and not p.name.startswith("."))
-    if not found:
+    if not (found := _parts_in(path)):
         raise BadData(f"{path}: an empty table, there is no part-*.parquet in it; `latbench sweep` measures one")
     return found
 
 
-def read_part(path: Path) -> pa.Table:
-    """One file of a table, checked, with the columns of SCHEMA. Raises BadData, naming the file, as `read` does."""
-    try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise BadData(f"{path}: {error.strerror or error}") from error
-    named = _PART_NAME.fullmatch(path.name)
-    if named and not hashlib.sha256(content).hexdigest().startswith(named[1]):
-        raise BadData(
-            f"{path}: damaged, truncated or edited, its content is not what its name promises; "
-            "delete it, and a sweep measures its points again"
-        )
-    try:
-        table = parquet.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise BadData(f"{path}: not a readable Parquet file ({reason})") from error
-    return _conform(path, table)
+def holds_rows(path: str | Place) -> bool:
+    """Whether there is a table with rows at `path`."""
+    path = places.at(path)
+    return path.is_file() or (path.is_dir() and bool(_parts_in(path)))
 
 
-def _load(path: Path) -> pa.Table:
-    return pa.concat_tables(read_part(part) for part in parts(path))
+def _parts_in(folder: Place) -> list[Place]:
+    files = (p for p in folder.iterdir() if p.name.endswith(".parquet") and not p.name.startswith("."))
+    return sorted((p for p in files if p.name != ENVIRONMENTS), key=lambda p: p.name)
 
 
-def _conform(path: Path, table: pa.Table) -> pa.Table:
-    if "schema_version" not in table.column_names or "point_id" not in table.column_names:
-        columns = ", ".join(table.column_names[:4])
-        raise BadData(f"{path}: not a latbench table (its columns are {columns or 'none'} ...)")
-    versions = set(table["schema_version"].to_pylist())
-    for version in versions - {SCHEMA_VERSION}:
-        raise BadData(f"{path}: table version {version}, this latbench reads {SCHEMA_VERSION}")
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise BadData(f"{path}: not a whole latbench table, it has no column {', '.join(missing[:4])}")
-    for field in SCHEMA:
-        column = table.schema.get_field_index(field.name)
+def part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:
+    """One file of a table in pieces: the number of rows before, and the columns of SCHEMA or those named.
+
+    What rows say is not looked at. Raises BadData, naming the file, as `read` does.
+    """
+    wanted = [SCHEMA.field(name) for name in (SCHEMA.names if columns is None else columns)]
+    start = 0
+    with _opened(part) as file:
+        _check_schema(part, file)
+        _check_counts(part, file.metadata)
+        for batch in file.iter_batches(BATCH_ROWS, columns=[field.name for field in wanted]):
+            yield (
+                start,
+                pa.table([_cast(part, batch.column(field.name), field) for field in wanted], pa.schema(wanted)),
+            )
+            start += batch.num_rows
+
+
+@contextmanager
+def _opened(path: Place) -> Iterator[parquet.ParquetFile]:
+    """The Parquet file at `path`, its content checked against its name; whatever is wrong with it is BadData."""
+    with places.open_input(path) as stream:
+        content = pa.BufferReader(stream.read()) if stream.size() <= _READ_WHOLE_BYTES else stream
+        named = PART_NAME.fullmatch(path.name)
+        if named and not hashlib.file_digest(content, "sha256").hexdigest().startswith(named[1]):
+            raise BadData(
+                f"{path}: damaged, truncated or edited, its content is not what its name promises; "
+                "delete it, and a sweep measures its points again"
+            )
+        content.seek(0)
         try:
-            table = table.set_column(column, field, table[field.name].cast(field.type))
-        except pa.ArrowException as error:
-            raise BadData(f"{path}: column {field.name} does not hold {field.type} ({error})") from error
-    table = table.select(SCHEMA.names)
-    untimed = [
-        row for row in table.select(["point_id", "status", "median_seconds"]).to_pylist()
-        if row["status"] in TIMED and not 0 < (row["median_seconds"] or 0) < math.inf
-    ]  # fmt: skip
-    if untimed:
-        raise BadData(
-            f"{path}: point {untimed[0]['point_id']} has status {untimed[0]['status']} and no positive time"
-        )
-    return table
+            with parquet.ParquetFile(content, page_checksum_verification=True) as file:
+                yield file
+        except (pa.ArrowException, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise BadData(f"{path}: not a readable Parquet file ({reason})") from error
 
 
-def _environment_rows(path: Path) -> list[dict[str, Any]]:
-    beside = (path.parent if path.is_file() else path) / _ENVIRONMENTS
+def _check_schema(path: Place, file: parquet.ParquetFile) -> None:
+    names = file.schema_arrow.names
+    if "schema_version" not in names or "point_id" not in names:
+        raise BadData(f"{path}: not a latbench table (its columns are {', '.join(names[:4]) or 'none'} ...)")
+    column = (batch.column(0) for batch in file.iter_batches(columns=["schema_version"]))
+    for version in {version for values in column for version in pc.unique(values).to_pylist()} - {SCHEMA_VERSION}:
+        raise BadData(f"{path}: table version {version}, this latbench reads {SCHEMA_VERSION}")
+    if missing := [name for name in SCHEMA.names if name not in names]:
+        raise BadData(f"{path}: not a whole latbench table, it has no column {', '.join(missing[:4])}")
+
+
+def _check_counts(path: Place, metadata: parquet.FileMetaData) -> None:
+    """That a file's footer, which has no checksum, agrees with itself on how many rows there are."""
+    groups = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    if metadata.num_rows != sum(groups):
+        raise BadData(f"{path}: damaged, its footer tells of {metadata.num_rows} rows and of {sum(groups)}")
+
+
+def _cast(path: Place, column: pa.Array, field: pa.Field) -> pa.Array:
     try:
-        return parquet.read_table(beside).to_pylist() if beside.exists() else []
-    except (pa.ArrowException, OSError) as error:
-        raise BadData(f"{beside}: not a readable Parquet file") from error
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise BadData(f"{path}: column {field.name} does not hold {field.type} ({error})") from error
 
 
 def timed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -402,16 +515,17 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
 
     A noisy time is known less well, and its interval says how well; a throttled or incorrect one is no time.
     """
-    valid = frame[frame["status"].isin(TIMED)]
-    ranked = valid.assign(settled=valid["status"] == "ok").sort_values(["settled", "started_at"], kind="stable")
-    return ranked.drop_duplicates("point_id", keep="last").drop(columns="settled").sort_index()
+    rows = np.flatnonzero(frame["status"].isin(TIMED))
+    ranked = frame[["point_id", "status", "started_at"]].iloc[rows].set_axis(rows)
+    ranked = ranked.assign(settled=ranked["status"] == "ok").sort_values(["settled", "started_at"], kind="stable")
+    kept = np.sort(ranked.drop_duplicates("point_id", keep="last").index)
+    return frame if len(kept) == len(frame) else frame.iloc[kept]
 
 
-def table_hash(path: Path) -> str:
+def table_hash(path: str | Place) -> str:
     """The hash of the rows of the table at `path`, whatever their order and however they are split into parts."""
-    digests = sorted(_row_digest(row) for row in _load(Path(path)).to_pylist())
-    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
-
-
-def _row_digest(row: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
+    sums, count = np.zeros(2, np.uint64), 0
+    for table in batches(path):
+        sums += digests.rows(table).sum(axis=0, dtype=np.uint64)
+        count += table.num_rows
+    return digests.of_multiset(sums, count)

@@ -1,115 +1,315 @@
-"""Is a table what it claims to be? What `tables.read` cannot see from the schema alone.
+"""Is a table what it claims to be? Everything that can be known from the files alone, row by row and between rows.
 
 A finding is of a file and has a severity: `corrupt` where the content contradicts itself, `suspect` where it is
-unlikely, `note` where it is only worth knowing.
+unlikely, `note` where it is only worth knowing. Files are read in pieces and columns are checked as a whole, so a
+table of millions of rows takes minutes at most, and of each row only 32 bytes stay in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from latbench import tables
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from latbench import digests, environments, gates, places, tables
 from latbench.errors import BadData
+from latbench.places import Place
 
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
 MOST_FLOP_PER_SECOND = 1e16
 LONGEST_SECONDS = 3600.0
 _CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
+_FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
+
+_NEVER_NULL = (
+    "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
+)  # fmt: skip
+_SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
+# What makes a measurement: one run does not measure a point twice at the same moment.
+_MEASUREMENT = ("point_id", "run_id", "started_at")
+
+Bools = NDArray[np.bool_]
+Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Finding:
     """What is wrong, or worth knowing, with a file of a table."""
 
-    path: Path
+    path: Place
     severity: str
     text: str
 
 
-def findings(path: Path) -> Iterator[Finding]:
+def findings(path: str | Place) -> Iterator[Finding]:
     """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
-    counts: Counter[str] = Counter()
-    for part in tables.parts(path):
+    path = places.at(path)
+    parts = tables.parts(path)
+    known: set[str] | None
+    try:
+        described = tables.environment_rows(path)
+        known = {row["env_id"] for row in described}
+        yield from (Finding(path / tables.ENVIRONMENTS, "corrupt", text) for text in environments.faults(described))
+    except (BadData, KeyError) as error:
+        known = None
+        yield Finding(path, "corrupt", str(error) if isinstance(error, BadData) else "env.parquet has no env_id")
+    measured = _Measured(parts)
+    for number, part in enumerate(parts):
+        if not tables.PART_NAME.fullmatch(part.name):
+            text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
+            yield Finding(part, "note", text)
+        unknown: set[str] = set()
+        rows = 0
         try:
-            rows = tables.read_part(part).to_pylist()
+            for start, table in tables.part_batches(part):
+                rows += table.num_rows
+                for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
+                    point = table["point_id"][row]
+                    yield Finding(part, severity, f"row {start + row + 1} (point {point}): {text}")
+                measured.add(number, start, table)
+                if known is not None:
+                    unknown |= set(pc.unique(table["env_id"].drop_null()).to_pylist()) - known
         except BadData as error:
             yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
-            continue
-        for row in rows:
-            for severity, text in _row_findings(row):
-                yield Finding(part, severity, f"point {row['point_id']}: {text}")
-        counts.update(row["point_id"] for row in rows if row["status"] == "ok")
-    repeated = sum(count > 1 for count in counts.values())
-    if repeated:
-        yield Finding(path, "note", f"{repeated} points are measured more than once: readers take the latest")
-    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() else []:
+        else:
+            if not rows:
+                yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
+        for env_id in sorted(unknown):
+            yield Finding(part, "suspect", f"environment {env_id} is not described in {tables.ENVIRONMENTS}")
+    yield from measured.findings(path)
+    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, places.Remote) else []:
         yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
 
 
-def _row_findings(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if row["point_id"] != tables.point_id(row):
-        yield "corrupt", f"its key hashes to {tables.point_id(row)}"
-    if row["status"] not in tables.STATUSES:
-        yield "corrupt", f"unknown status {row['status']!r}"
-    try:
-        structure = tables.structure(row["pattern"])
-    except ValueError as error:
-        yield "corrupt", str(error)
-    else:
-        if row["op"] != "model":
-            for name in [name for name, value in structure.items() if row[name] != value]:
-                yield "corrupt", f"{name} is {row[name]}, and pattern {row['pattern']} says {structure[name]}"
-    yield from _shape_findings(row)
-    if row["median_seconds"] is not None:
-        yield from _time_findings(row)
+class _Measured:
+    """The rows seen so far, in 32 bytes each: the point, the measurement, all of the row, and where it stands."""
 
+    def __init__(self, parts: list[Place]) -> None:
+        self.parts = parts
+        self.rows: list[NDArray[np.uint64]] = []
 
-def _shape_findings(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if row["op"] == "conv2d" and row["c_in"] is not None and row["k"] != row["kh"] * row["kw"] * row["c_in"]:
-        yield "corrupt", f"k is {row['k']}, and the convolution has {row['kh']}x{row['kw']}x{row['c_in']}"
-    if row["nnz"] is None or row["sparsity_actual"] is None:
-        return
-    weights = row["m"] * row["k"]
-    if not 0 <= row["nnz"] <= weights or abs(1 - row["nnz"] / weights - row["sparsity_actual"]) > _CLOSE:
-        yield "corrupt", f"nnz {row['nnz']} of {weights} weights is no sparsity of {row['sparsity_actual']:g}"
-    # Whole blocks or vectors can miss a target on a small layer; a tenth of the layer is more than that.
-    elif isinstance(row["sparsity_target"], float) and abs(row["sparsity_actual"] - row["sparsity_target"]) > 0.1:
-        yield "suspect", f"sparsity {row['sparsity_actual']:g} where {row['sparsity_target']:g} was wanted"
+    def add(self, number: int, start: int, table: pa.Table) -> None:
+        """The rows of part `number` from row `start` on."""
+        place = np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40)
+        hashed = [
+            digests.rows(part)[:, 0] for part in (table.select(["point_id"]), table.select(_MEASUREMENT), table)
+        ]
+        self.rows.append(np.stack([*hashed, place]))
 
-
-def _time_findings(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    median = row["median_seconds"]
-    if not 0 < median < math.inf:
-        yield "corrupt", f"a time of {median} s"
-        return
-    samples = row["samples_seconds"]
-    if samples:
-        try:
-            summary = tables.summarise(samples)
-        except ValueError as error:
-            yield "corrupt", str(error)
+    def findings(self, path: Place) -> Iterator[Finding]:
+        """Rows that say unlike things of one measurement, and how many are there more than once."""
+        if not self.rows:
             return
-        for name, value in summary.items():
-            if not _same(row[name], value):
-                yield "corrupt", f"{name} is {row[name]}, and its samples give {value}"
-    elif row["purpose"] != "import":
-        yield "suspect", "a time without the samples it comes from"
-    if median > LONGEST_SECONDS:
-        yield "suspect", f"a call of {median:g} s: times are in seconds"
-    work = row["flop_nnz"] if row["flop_nnz"] is not None else _flop(row)
-    if work is not None and work / median > MOST_FLOP_PER_SECOND:
-        yield "suspect", f"{work / median:.2g} operations a second is beyond any device: times are in seconds"
+        points, measurements, contents, at = np.concatenate(self.rows, axis=1)
+        order = np.argsort(measurements, kind="stable")
+        measurements, contents = measurements[order], contents[order]
+        again = np.flatnonzero(measurements[1:] == measurements[:-1])
+        conflicts = again[contents[again + 1] != contents[again]]
+        for index in conflicts:
+            (first, row), (part, other) = (self._where(int(at[order[i]])) for i in (index, index + 1))
+            text = f"row {other}: the same measurement as in row {row} of {first.name}, with other values"
+            yield Finding(part, "corrupt", text)
+        if copies := len(again) - len(conflicts):
+            yield Finding(path, "note", f"{copies} rows are there more than once; `latbench merge` keeps one of each")
+        if repeated := int((np.unique(points, return_counts=True)[1] > 1).sum()):
+            yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
+
+    def _where(self, place: int) -> tuple[Place, int]:
+        return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
 
 
-def _flop(row: dict[str, Any]) -> float | None:
-    sizes = (row["m"], row["k"], row["n"], row["sparsity_target"])
-    return None if None in sizes else 2 * math.prod(sizes[:3]) * (1 - sizes[3])
+# Rows: each check yields (severity, row, text) of the rows that fail it ---------------------------------------------
+
+_Found = Iterator[tuple[str, int, str]]
 
 
-def _same(a: float | None, b: float | None) -> bool:
-    return a is b if a is None or b is None else math.isclose(a, b, rel_tol=_CLOSE)
+def _row_findings(table: pa.Table) -> _Found:
+    for check in (_identity, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics):
+        yield from check(table)
+
+
+def _identity(table: pa.Table) -> _Found:
+    for name in _NEVER_NULL:
+        yield from _each("corrupt", table[name].is_null().to_numpy(), _always(f"{name} is null"))
+    ids = tables.point_ids(table)
+    wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
+    yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")
+    status = table["status"].fill_null("")
+    unknown = ~pc.is_in(status, pa.array([*tables.STATUSES, ""])).to_numpy()
+    yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
+
+
+def _structure(table: pa.Table) -> _Found:
+    """Against what the pattern says; a whole model's pattern says nothing of it."""
+    patterns = table["pattern"].combine_chunks().dictionary_encode()
+    layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
+    index = patterns.indices.fill_null(-1).to_numpy()
+    for level, pattern in enumerate(patterns.dictionary.to_pylist()):
+        rows = index == level
+        try:
+            expected = tables.structure(pattern)
+        except ValueError as error:
+            yield from _each("corrupt", rows, _always(str(error)))
+            continue
+        for name, value in expected.items():
+            column = table[name]
+            same = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+            yield from _each(
+                "corrupt", rows & layer & ~same.to_numpy(), _unlike(name, column, f"pattern {pattern} says {value}")
+            )
+
+
+def _unlike(name: str, column: pa.ChunkedArray, other: str) -> Callable[[int], str]:
+    return lambda row: f"{name} is {column[row]}, and {other}"
+
+
+def _shape(table: pa.Table) -> _Found:
+    for name in ("m", "k", "n", "batch", "c_in", "c_out", "kh", "kw"):
+        sizes = _reals(table, name)
+        least = 0 if name in ("n", "batch") else 1
+        yield from _each("corrupt", sizes < least, _valued(name, sizes))
+    k, kh, kw, c_in = (_reals(table, name) for name in ("k", "kh", "kw", "c_in"))
+    wrong = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy() & (k != kh * kw * c_in) & ~np.isnan(c_in)
+    yield from _each(
+        "corrupt",
+        wrong,
+        lambda row: f"k is {k[row]:g}, and the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
+    )
+
+
+def _sparsity(table: pa.Table) -> _Found:
+    target, actual, nnz = (_reals(table, name) for name in ("sparsity_target", "sparsity_actual", "nnz"))
+    for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
+        outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
+        yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))
+    weights = _reals(table, "m") * _reals(table, "k")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
+    yield from _each(
+        "corrupt", wrong,
+        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights is no sparsity of {actual[row]:g}",
+    )  # fmt: skip
+    far = ~wrong & ~np.isnan(nnz) & (np.abs(actual - target) > _FAR_FROM_TARGET)
+    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was wanted")
+
+
+def _times(table: pa.Table) -> _Found:
+    for name in _SUMMARY:
+        seconds = _reals(table, name, null=1.0)
+        wrong = ~((seconds > 0) & (seconds < math.inf))
+        if name == "std_seconds":
+            wrong = ~((seconds >= 0) & (seconds < math.inf))
+        yield from _each("corrupt", wrong, _valued(name, seconds, ": no time"))
+    absent = tables.without_time(table) & table["median_seconds"].is_null().to_numpy()
+    yield from _each("corrupt", absent, lambda row: f"status {table['status'][row]} and no time")
+
+
+def _samples(table: pa.Table) -> _Found:
+    lists = table["samples_seconds"].combine_chunks()
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
+    flat = lists.flatten().to_numpy(zero_copy_only=False)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else lengths
+    bad = np.zeros(len(lengths), bool)
+    bad[np.repeat(np.arange(len(lengths)), lengths)[~((flat > 0) & (flat < math.inf))]] = True
+    yield from _each(
+        "corrupt", bad, lambda row: f"samples must be positive finite seconds, not {_few(lists[row].as_py())}"
+    )
+    counts = _reals(table, "sample_count", null=0.0)
+    yield from _each(
+        "corrupt", counts != lengths, lambda row: f"sample_count is {counts[row]:g}, and it has {lengths[row]}"
+    )
+    columns = {name: _reals(table, name) for name in _SUMMARY}
+    for length in np.unique(lengths[(lengths > 0) & ~bad]):
+        rows = np.flatnonzero((lengths == length) & ~bad)
+        summary = summaries(flat[starts[rows, None] + np.arange(length)])
+        for name, expected in summary.items():
+            found = columns[name][rows]
+            # Not relative to the value alone: the spread of equal samples is rounding.
+            close = np.abs(found - expected) <= _CLOSE * summary["median_seconds"]
+            for index in np.flatnonzero(~close & ~(np.isnan(found) & np.isnan(expected))):
+                said = "none" if np.isnan(expected[index]) else f"{float(expected[index])!r}"
+                yield "corrupt", int(rows[index]), f"{name} is {float(found[index])!r}, and its samples give {said}"
+    bare = (lengths == 0) & ~np.isnan(columns["median_seconds"])
+    imported = pc.equal(table["purpose"], "import").fill_null(False).to_numpy()
+    yield from _each("suspect", bare & ~imported, lambda _: "a time without the samples it comes from")
+
+
+def summaries(samples: Reals) -> dict[str, Reals]:
+    """What `tables.summarise` says of each row of `samples` (rows, count); NaN where it says None."""
+    ordered = np.sort(samples, axis=1)
+    count = samples.shape[1]
+    q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
+    nothing = np.full(len(samples), math.nan)
+    rank = tables.interval_rank(count)
+    return {
+        "median_seconds": median,
+        "min_seconds": ordered[:, 0],
+        "mean_seconds": ordered.mean(axis=1),
+        "q25_seconds": q25,
+        "q75_seconds": q75,
+        "p95_seconds": p95,
+        "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
+        "low_seconds": nothing if rank is None else ordered[:, rank],
+        "high_seconds": nothing if rank is None else ordered[:, -1 - rank],
+    }
+
+
+def _comparisons(table: pa.Table) -> _Found:
+    """Columns that follow from the median and what stands beside it."""
+    median, roofline, ratio = (_reals(table, f) for f in ("median_seconds", "roofline_seconds", "reference_ratio"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        derived = {"utilisation": roofline / median, "corrected_seconds": median / ratio}
+    for name, expected in derived.items():
+        found = _reals(table, name)
+        wrong = ~(np.abs(found - expected) <= _CLOSE * expected) & ~np.isnan(expected)
+        yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+    timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
+    yield from _each(
+        "corrupt",
+        fast,
+        lambda row: f"status {table['status'][row]}, but {gates.too_fast(median[row], roofline[row])}",
+    )
+
+
+def _physics(table: pa.Table) -> _Found:
+    median = _reals(table, "median_seconds")
+    long = median > LONGEST_SECONDS
+    yield from _each(
+        "suspect", long & ~np.isinf(median), lambda row: f"a call of {median[row]:g} s: times are in seconds"
+    )
+    m, k, n, sparsity, nnz = (_reals(table, name) for name in ("m", "k", "n", "sparsity_target", "flop_nnz"))
+    work = np.where(np.isnan(nnz), 2 * m * k * n * (1 - sparsity), nnz)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = np.where(median > 0, work / median, 0.0)
+    yield from _each(
+        "suspect", rate > MOST_FLOP_PER_SECOND,
+        lambda row: f"{rate[row]:.2g} operations a second is beyond any device: times are in seconds",
+    )  # fmt: skip
+
+
+def _each(severity: str, failing: Bools, text: Callable[[int], str]) -> _Found:
+    return ((severity, int(row), text(int(row))) for row in np.flatnonzero(failing))
+
+
+def _always(text: str) -> Callable[[int], str]:
+    return lambda _: text
+
+
+def _valued(name: str, values: Reals, remark: str = "") -> Callable[[int], str]:
+    return lambda row: f"{name} is {values[row]:g}{remark}"
+
+
+def _reals(table: pa.Table, name: str, null: float = math.nan) -> Reals:
+    """A column as float64 (rows,)."""
+    values: Reals = table[name].cast(pa.float64()).fill_null(null).to_numpy()
+    return values
+
+
+def _few(samples: list[float | None]) -> str:
+    return f"{samples[:5]}{' ...' if len(samples) > 5 else ''}"

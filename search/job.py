@@ -30,6 +30,7 @@ import cost_models
 from latbench import devices, tables, workloads
 from latbench.errors import PromiseMissed, UsageError
 from latbench.files import sha256
+from latbench.places import Place
 from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
@@ -81,7 +82,7 @@ class Inputs:
 
     task: Task
     model: Any
-    table: Path
+    table: Place
     cost_model: Path | None
     database: Path
     model_hash: str
@@ -104,7 +105,7 @@ class Inputs:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Path, cost_model: Path | None, database: Path) -> Inputs:
+def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
     return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench import devices
+from latbench.least_work import inputs_read
 from latbench.plan import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.target import rotated_bytes
@@ -117,13 +118,14 @@ def prepare(point: Point) -> Rotation:
             error = max(error, _check(point.shape, layer, y))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
+    inputs = inputs_read(point.shape, layer.weight != 0)
     facts = {
         "kernel_used": engine.kernel,
         "sparsity_actual": 1 - nnz / (m * k),
         "nnz": nnz,
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
-        "bytes_min": engine.weight_bytes + layer.bias.nbytes + layer.x.nbytes + 4 * m * n,
+        "bytes_min": engine.weight_bytes + layer.bias.nbytes + 4 * inputs + 4 * m * n,
         "max_rel_err": error,
     }
     return Rotation(engine.calls, facts)

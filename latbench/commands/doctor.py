@@ -10,7 +10,7 @@ import typer
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the CPU, the engines that can be timed on it, GPUs, and what may disturb a measurement."""
+    """Show the CPU, GPUs, the engines that can be timed, and what to change for quieter numbers."""
     import json
 
     facts = _facts()
@@ -21,10 +21,14 @@ def doctor(
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for heading, text in _lines(facts):
         table.add_row(heading, text)
     console = Console()
     console.print(table)
+    if not facts["advice"]:
+        console.print("nothing found that would disturb a measurement")
     for advice in facts["advice"]:
         console.print(f"! {advice}", highlight=False, soft_wrap=True)
 
@@ -32,14 +36,15 @@ def doctor(
 def _facts() -> dict[str, Any]:
     """Everything found out, in plain values."""
     import time
+    from dataclasses import asdict
 
-    from latbench import backends, devices
+    from latbench import backends, devices, disturbances
     from latbench.backends import deepsparse_environment
 
     environment = devices.environment(devices.cores())
     before = devices.cpu_times()
     time.sleep(1.0)  # steal is a rate: look twice
-    state = devices.telemetry(before)
+    host = disturbances.host(devices.telemetry(before)["steal_fraction"])
     engines = {
         name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
         for name, version in backends.available().items()
@@ -48,13 +53,14 @@ def _facts() -> dict[str, Any]:
     facts = {
         "device": environment["device"],
         "environment": environment,
-        "state": state,
+        "host": asdict(host),
         "backends": engines,
         "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
-        "gpus": [{"name": gpu.name, "device": gpu.device} for gpu in gpus],
+        "gpus": [{"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid)} for gpu in gpus],
         "no_gpu": no_gpu,
+        "gpu_backends": _gpu_backends(),
     }
-    return {**facts, "advice": _advice(facts)}
+    return {**facts, "advice": [*_unknown_vectors(environment), *disturbances.advice(host), *_gpu_advice(facts)]}
 
 
 def _missing(packages: tuple[str, ...]) -> list[str]:
@@ -63,40 +69,76 @@ def _missing(packages: tuple[str, ...]) -> list[str]:
     return [package for package in packages if devices.version(package) is None]
 
 
-def _advice(facts: dict[str, Any]) -> list[str]:
-    environment, state = facts["environment"], facts["state"]
-    advice = []
-    # One thread of load may be this command's own start.
-    if state["load"] > 1 + environment["cores"] / 2:
-        advice.append(f"the load is {state['load']:.1f} on {environment['cores']} cores: times will be too long")
-    if (state["steal_fraction"] or 0) > 0.02:
-        advice.append(f"the hypervisor takes {state['steal_fraction']:.0%} of the time: expect noise")
-    if environment["governor"] not in (None, "performance"):
-        advice.append(f"the clock governor is {environment['governor']}: performance gives steadier times")
+def _gpu_backends() -> dict[str, dict[str, Any]]:
+    """The engines that run on GPUs: version, and the packages of which one has to be installed where none is."""
+    from latbench.backends.on_gpu import BACKENDS
+
+    return {
+        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.packages)}
+        for name, backend in BACKENDS.items()
+    }
+
+
+def _gpu_state(uuid: str) -> dict[str, Any]:
+    """Driver, limits, clocks, power and temperature of a GPU; a slice of one hides some of them."""
+    from latbench.gpu import nvml
+
+    with nvml.observing(uuid) as observer:
+        state = observer()
+        return {
+            **observer.facts(),
+            "clock_hertz": state.clock_hertz,
+            "power_watts": state.power_watts,
+            "temperature_celsius": state.temperature_celsius,
+            "event_reasons": sorted(state.reasons),
+        }
+
+
+def _unknown_vectors(environment: dict[str, Any]) -> list[str]:
+    flags = environment["cpu_flags"].split()
     if environment["vector_bits"] is None:
-        advice.append("the processor's vector instructions are unknown here")
-    if "fma" not in environment["cpu_flags"] and environment["cpu_flags"] and "asimd" not in environment["cpu_flags"]:
-        advice.append("no fused multiply-add: the kernels' speed on this processor says little about others")
+        return ["the processor's vector instructions are unknown here: kernels for the narrowest are used"]
+    if not {"fma", "asimd"} & set(flags):
+        return ["there is no fused multiply-add: times on this processor say little about others, use a newer one"]
+    return []
+
+
+def _gpu_advice(facts: dict[str, Any]) -> list[str]:
+    from latbench.gpu.nvml import THROTTLING
+
+    slowed = {gpu["name"]: sorted(THROTTLING.intersection(gpu["event_reasons"])) for gpu in facts["gpus"]}
+    advice = [
+        f"{name} is slowed down now ({', '.join(reasons)}): let it cool, or end what else runs on it"
+        for name, reasons in slowed.items() if reasons
+    ]  # fmt: skip
+    if facts["gpus"] and not any(backend["version"] for backend in facts["gpu_backends"].values()):
+        advice.append("no engine for GPUs is installed: pip install 'latbench[cuda13]', or cuda12 for older drivers")
     return advice
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    environment, state = facts["environment"], facts["state"]
+    from latbench.report.units import size
+
+    environment, host = facts["environment"], facts["host"]
     cache = ", ".join(
-        f"{level.removesuffix('_bytes')} {environment[level] / 2**20:g} MiB"
+        f"{level.removesuffix('_bytes')} {size(environment[level])}"
         for level in ("l1d_bytes", "l2_bytes", "l3_bytes")
         if environment[level]
     )
+    quota = f", a quota of {host['quota_cores']:g}" if host["quota_cores"] is not None else ""
+    turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
+    most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
     lines = [
-        ("device", facts["device"]),
+        ("device", facts["device"] + (", a virtual machine" if host["virtual"] else "")),
         ("processor", environment["cpu_model"] or "hidden"),
-        ("cores, threads used", str(environment["cores"])),
+        ("cores, hardware threads", f"{host['cores']}, {host['processors']}{quota}"),
+        ("threads used", str(environment["cores"])),
         ("vectors", f"{environment['vector_bits']} bits: {environment['cpu_flags']}"),
         ("caches", cache or "hidden"),
-        ("memory", f"{environment['memory_bytes'] / 2**30:.1f} GiB"),
-        ("clock governor", environment["governor"] or "hidden"),
-        ("clock", f"{state['clock_hertz'] / 1e9:.2f} GHz" if state["clock_hertz"] else "hidden"),
-        ("load, stolen time", f"{state['load']:.2f}, {_percent(state['steal_fraction'])}"),
+        ("memory", size(environment["memory_bytes"])),
+        ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most}" if host["clock_hertz"] else "hidden"),
+        ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
+        ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
     for name, engine in facts["backends"].items():
         missing = f"missing: pip install {' '.join(engine['missing'])}" if engine["missing"] else ""
@@ -104,10 +146,30 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     deepsparse = facts["deepsparse"]
     ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
     lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
-    found = ", ".join(f"{gpu['name']} ({gpu['device']})" for gpu in facts["gpus"])
-    lines.append(("GPUs", found or f"none: {facts['no_gpu']}"))
+    lines += [(f"GPU {gpu['name']}", _gpu_line(gpu)) for gpu in facts["gpus"]]
+    if not facts["gpus"]:
+        lines.append(("GPUs", f"none: {facts['no_gpu']}"))
+    for name, engine in facts["gpu_backends"].items():
+        missing = f"missing: pip install {' or '.join(engine['missing'])}" if engine["missing"] else ""
+        idle = "" if facts["gpus"] else ", without a GPU"
+        lines.append((f"GPU backend {name}", missing or f"{engine['version']}{idle}"))
     return lines
 
 
-def _percent(fraction: float | None) -> str:
-    return "unknown" if fraction is None else f"{fraction:.1%}"
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    known = [
+        ("{}", gpu["device"]),
+        ("driver {}", gpu["driver"]),
+        ("CUDA {}", gpu["cuda_driver"]),
+        ("compute capability {}", gpu["compute_capability"]),
+        ("{:.0f} GiB", gpu["gpu_memory_bytes"] and gpu["gpu_memory_bytes"] / 2**30),
+        ("{:.2f} GHz", gpu["clock_hertz"] and gpu["clock_hertz"] / 1e9),
+        ("at most {:.2f}", gpu["gpu_max_clock_hertz"] and gpu["gpu_max_clock_hertz"] / 1e9),
+        ("{:.0f} W", gpu["power_watts"]),
+        ("{:.0f} °C", gpu["temperature_celsius"]),
+    ]
+    return ", ".join(text.format(value) for text, value in known if value is not None)
+
+
+def _or_unknown(value: float | None, digits: str) -> str:
+    return "unknown" if value is None else format(value, digits)

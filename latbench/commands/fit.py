@@ -23,7 +23,7 @@ class Kind(StrEnum):
 
 
 def fit(
-    table: Annotated[Path, typer.Argument(help="A table: folder of parts or a Parquet file.")],
+    table: Annotated[str, typer.Argument(help="A table: folder of parts or a Parquet file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Model file to write (JSON).")],
     estimator: Annotated[
         Kind, typer.Option(help="lookup: interpolates measured shapes; boosted: predicts others too.")
@@ -38,8 +38,8 @@ def fit(
     from latbench import tables
     from latbench.errors import UsageError
 
-    frame, table_hash = tables.read(table), tables.table_hash(table)
-    X, y = cost_models.training_rows(frame, backend)
+    table_hash = tables.table_hash(table)
+    X, y = cost_models.read_training_rows(table, backend)
     model: cost_models.AnchoredLookup | cost_models.Boosted
     if estimator is Kind.boosted:
         backends = sorted(set(X["backend"]))

@@ -11,7 +11,7 @@ import typer
 def import_(
     format: Annotated[str, typer.Argument(help="spdy: per-layer timings as published with SPDY.")],
     path: Annotated[Path, typer.Argument(help="The file to read.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the table to add to.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder or URI of the table to add to.")],
     pattern: Annotated[str, typer.Option(help="What the sparse rows hold, such as block:1x4.")] = "unstructured",
     network: Annotated[str | None, typer.Option(help="The network's name; by default the file's.")] = None,
     device: Annotated[str, typer.Option(help="The machine that was timed, such as amd-epyc-7742.")] = "unknown",
@@ -43,7 +43,7 @@ def import_(
     }
     rows = interchange.FORMATS[format](path, **settings)
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
-    if output.exists() and any(output.iterdir()):
+    if tables.exists(output):
         table = tables.read(output)
         if run_id in set(table["run_id"]):
             typer.echo(f"{output}: up to date, {path} is in it")

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def merge(
-    sources: Annotated[list[Path], typer.Argument(help="Tables: folders of parts or Parquet files.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the new table.")],
+    sources: Annotated[list[str], typer.Argument(help="Tables: folders of parts, Parquet files, or their URIs.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder of the new table, or its URI.")],
     allow_mixed: Annotated[
-        bool, typer.Option("--allow-mixed", help="Merge tables of unlike devices all the same.")
+        bool, typer.Option("--allow-mixed", help="Merge tables of unlike devices or modes all the same.")
     ] = False,
 ) -> None:
-    """Merge tables of one device; equal rows are kept once, and so are the environments that the rows name."""
-    from latbench import tables
+    """Merge tables of one device and mode; equal rows are kept once, and so are the environments that they name."""
+    from latbench import merging, tables
     from latbench.errors import UsageError
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if tables.exists(output):
         raise UsageError(f"{output} exists already: merge writes a new table, give another folder")
-    frames = {source: tables.read(source) for source in sources}
-    devices = {source: ", ".join(sorted(set(frame["device"]))) for source, frame in frames.items()}
-    if len(set(devices.values())) > 1 and not allow_mixed:
-        each = "; ".join(f"{source} is of {device}" for source, device in devices.items())
-        raise UsageError(f"unlike devices do not belong in one table: {each}; --allow-mixed merges them all the same")
-    part = tables.merge(sources, output)
-    typer.echo(f"{output}: {len(tables.read(part))} rows of {sum(map(len, frames.values()))}")
+    merged = merging.merge(sources, output, mixed=allow_mixed)
+    typer.echo(f"{output}: {merged.rows} rows of {merged.read}")

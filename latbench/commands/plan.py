@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from latbench.commands.sweep import BACKENDS_HELP, cpu_backends, duration
+from latbench.commands.sweep import ADAPTIVE_HELP, BACKENDS_HELP, cpu_backends, duration
 
 
 def plan(
@@ -15,6 +15,7 @@ def plan(
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the points that a sweep of this CPU would measure, the time and the disk it would take."""
@@ -24,6 +25,7 @@ def plan(
     from rich.console import Console
     from rich.table import Table
 
+    from cost_models import Adaptive
     from latbench import devices, workloads
     from latbench import plan as planning
     from latbench.backends import available
@@ -33,9 +35,11 @@ def plan(
     engines = cpu_backends(backends or [])
 
     def select(chosen: list[str]) -> list[planning.Point]:
-        return planning.select(
-            chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines
-        )
+        points = planning.select(
+            chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
+            usual=planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES,
+        )  # fmt: skip
+        return Adaptive(points).anchors if adaptive else points
 
     every = select(names)
     each = {name: select([name]) for name in names}
@@ -70,7 +74,7 @@ def plan(
     console.print(table)
     console.print(
         f"\non {device} with {threads} threads: {', '.join(engines)}; about {duration(seconds)} and "
-        f"{size / 1e6:.1f} MB of disk",
+        f"{size / 1e6:.1f} MB of disk" + (" for the anchors; then what the time budget allows" if adaptive else ""),
         highlight=False,
         soft_wrap=True,
     )

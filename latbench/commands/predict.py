@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def predict(
     model: Annotated[Path, typer.Argument(help="A model file that latbench fit wrote.")],
-    table: Annotated[Path, typer.Option(help="The table it was fitted to.")],
+    table: Annotated[str, typer.Option(help="The table it was fitted to.")],
     pattern: Annotated[str, typer.Option(help="Such as dense, shflbw:32 or nm:2:4.")],
     shape: Annotated[str, typer.Option(help="m x k x n: output features, input features, tokens; 768x768x128.")],
     sparsity: Annotated[float | None, typer.Option(help="The share of weights dropped, such as 0.75.")] = None,
@@ -32,7 +32,7 @@ def predict(
     import pandas as pd
 
     import cost_models
-    from latbench import plan, tables
+    from latbench import plan
     from latbench.errors import LatbenchError, UsageError
 
     [parsed] = plan.parse_patterns([pattern])
@@ -47,7 +47,7 @@ def predict(
     given = {"op": kind, **_sizes(shape), "pattern": str(parsed), "sparsity_target": own[0]}
     choices = {"backend": backend, "kernel_requested": kernel, "threads": threads}
     asked = given | {name: value for name, value in choices.items() if value is not None}
-    measured, _ = cost_models.training_rows(tables.read(table), cost_models.read(model).backend)
+    measured, _ = cost_models.read_training_rows(table, cost_models.read(model).backend)
     query = pd.DataFrame([_settled(measured, asked) | asked])
     try:
         [seconds] = fitted.predict(query)

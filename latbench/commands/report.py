@@ -9,7 +9,7 @@ import typer
 
 
 def report(
-    table: Annotated[Path, typer.Argument(help="The table: a folder of parts or one Parquet file.")],
+    table: Annotated[str, typer.Argument(help="The table: a folder of parts or one Parquet file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     model: Annotated[Path | None, typer.Option(help="The cost model that latbench fit wrote.")] = None,
     profile: Annotated[Path | None, typer.Option(help="The profile that latbench search wrote.")] = None,
@@ -23,13 +23,14 @@ def report(
 
     from rich.console import Console
 
+    from latbench import places
     from latbench.files import write_text_atomically
     from latbench.report import html, inputs
     from latbench.report.summary import summarise, summary_table
 
     console = Console()
     with Console(stderr=True).status(f"Reading {table} and drawing the report"):
-        read = inputs.read(table, model=model, profile=profile, pruned=pruned, verify=verify)
+        read = inputs.read(places.at(table), model=model, profile=profile, pruned=pruned, verify=verify)
         text = html.render(read, command=["latbench", *sys.argv[1:]])
         write_text_atomically(output, text)
         if summary:

@@ -15,7 +15,7 @@ def search(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
     target: Annotated[float, typer.Option(min=1.0, help="The speedup to promise over the fastest dense engine.")],
     table: Annotated[
-        Path, typer.Option(help="What latbench sweep, or for deepsparse latbench layers, measured on this machine.")
+        str, typer.Option(help="What latbench sweep, or for deepsparse latbench layers, measured on this machine.")
     ],
     database: Annotated[Path, typer.Option(help="Folder for pruned layers; what is there is used again.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
@@ -45,7 +45,7 @@ def search(
     ] = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    from latbench import devices
+    from latbench import devices, places
     from latbench.commands.live import live
     from latbench.plan import parse_patterns
     from search import job
@@ -58,7 +58,7 @@ def search(
     )
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), table, model, database)
+        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"
         if found is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,10 +14,13 @@ if TYPE_CHECKING:
     import pandas as pd
     from rich.table import Table
 
+    from cost_models import Adaptive
     from latbench.commands.live import Tell
+    from latbench.places import Place
     from latbench.plan import Point
-    from latbench.sweep import Machine, Progress, Settings
+    from latbench.sweep import Machine, Progress, Settings, Summary
 
+ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
@@ -25,9 +29,11 @@ def sweep(
     gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder of the table; default latbench-tables/<device>.")
+        str | None,
+        typer.Option("--output", "-o", help="Folder or URI of the table; default latbench-tables/<device>."),
     ] = None,
-    time_budget: Annotated[float | None, typer.Option(min=0, help="Stop after about so many seconds.")] = None,
+    time_budget: Annotated[str | None, typer.Option(help="Stop after about so long: 90s, 10m, 1.5h.")] = None,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
@@ -35,12 +41,14 @@ def sweep(
     tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of tables.")] = False,
 ) -> None:
     """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
     from latbench import devices, plan
     from latbench import sweep as sweeping
     from latbench.errors import UsageError
 
+    how = How(seed, None if time_budget is None else parse_duration(time_budget), adaptive, dry_run, as_json)
     if gpu is not None:
         if cpu:
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
@@ -49,8 +57,8 @@ def sweep(
         from latbench.gpu.machine import SETTINGS, GpuMachine
 
         device = GpuMachine(devices.demand_gpu(gpu))
-        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], backends or [], seed)
-        _run(output, wanted, device, SETTINGS, seed, time_budget, dry_run)
+        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], backends or [], how)
+        _run(output, wanted, device, SETTINGS, how)
         return
     if not cpu:
         raise UsageError("say what to measure: --cpu, or --gpu NAME")
@@ -61,18 +69,43 @@ def sweep(
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
         device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune,
+        usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
     )  # fmt: skip
-    _run(output, points, machine, sweeping.Settings(), seed, time_budget, dry_run)
+    _run(output, points, machine, sweeping.Settings(), how)
+
+
+@dataclass(frozen=True)
+class How:
+    """How a sweep goes: seed, seconds it may take, whether points are chosen on the way, what is printed."""
+
+    seed: int
+    time_budget: float | None
+    adaptive: bool
+    dry_run: bool
+    as_json: bool
+
+
+def parse_duration(text: str) -> float:
+    """Seconds from a number, with s, m or h behind it or nothing. Raises UsageError for anything else."""
+    import re
+
+    from latbench.errors import UsageError
+
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([smh]?)", text.strip())
+    if found is None:
+        raise UsageError(f"a time is a number with s, m or h behind it, such as 90s or 10m, not {text!r}")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _gpu_points(
-    device: str, names: list[str], specs: list[str], texts: list[str], backends: list[str], seed: int
+    device: str, names: list[str], specs: list[str], texts: list[str], backends: list[str], how: How
 ) -> list[Point]:
     from latbench import plan, workloads
     from latbench.backends import on_gpu
     from latbench.gpu import points as gpu_points
     from latbench.gpu.machine import installed
 
+    usual = plan.FINE_SPARSITIES if how.adaptive else gpu_points.SPARSITIES
     needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
     return gpu_points.points(
@@ -80,29 +113,41 @@ def _gpu_points(
         device,
         backends=_named(backends or ["all"], needed, installed()),
         patterns=plan.parse_patterns(specs) if specs else None,
-        sparsities=plan.parse_sparsities(texts) if texts else gpu_points.SPARSITIES,
-        seed=seed,
+        sparsities=plan.parse_sparsities(texts) if texts else usual,
+        seed=how.seed,
     )
 
 
 def _run(
-    output: Path | None,
+    output: str | None,
     points: list[Point],
     machine: Machine,
     settings: Settings,
-    seed: int,
-    time_budget: float | None,
-    dry_run: bool,
+    how: How,
 ) -> None:
+    import json
+
+    from latbench import places
     from latbench.errors import UsageError
 
     if not points:
         raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
-    if dry_run:
-        for point in points:
+    if how.dry_run:
+        first = _chooser(points).anchors if how.adaptive else points
+        if how.as_json:
+            typer.echo(json.dumps({"device": machine.device, "points": [point.key() for point in first]}, indent=2))
+            return
+        for point in first:
             typer.echo(str(point))
         return
-    _measure(output or Path("latbench-tables") / machine.device, points, machine, settings, seed, time_budget)
+    folder = places.at(output or Path("latbench-tables") / machine.device)
+    _measure(folder, points, machine, settings, how)
+
+
+def _chooser(points: Sequence[Point]) -> Adaptive:
+    from cost_models import Adaptive
+
+    return Adaptive(points)
 
 
 def cpu_backends(given: Sequence[str]) -> list[str]:
@@ -145,46 +190,90 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _measure(
-    folder: Path, points: list[Point], machine: Machine, settings: Settings, seed: int, time_budget: float | None
-) -> None:
-    import os
+def _measure(folder: Place, points: list[Point], machine: Machine, settings: Settings, how: How) -> None:
+    import json
     import signal
+    import time
+
+    from latbench import sweep as sweeping
+    from latbench import tables
+    from latbench.commands.live import live
+
+    # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    chooser = _chooser(points) if how.adaptive else None
+    choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
+    began = time.monotonic()
+    stopped: sweeping.Stopped | None = None
+    try:
+        with live() as tell:
+            summary = sweeping.run(
+                folder,
+                choose,
+                machine=machine,
+                settings=settings,
+                seed=how.seed,
+                time_budget=how.time_budget,
+                report=_with_time_left(tell, how.time_budget),
+            )
+    except sweeping.Stopped as error:
+        stopped, summary = error, error.summary
+    frame = tables.read(folder) if tables.holds_rows(folder) else None
+    # With its anchors an adaptive sweep is whole: the rest is what the time allows.
+    if stopped is not None and how.time_budget is not None and chooser is not None and frame is not None:
+        spent = time.monotonic() - began >= how.time_budget
+        stopped = None if spent and chooser.anchored(frame) else stopped
+    if how.as_json:
+        document = _document(folder, machine.device, summary, frame, time.monotonic() - began)
+        typer.echo(json.dumps({**document, "complete": stopped is None}, indent=2))
+    elif stopped is None:
+        assert frame is not None  # a sweep of no points is refused
+        _tell(folder, points, summary, frame)
+    if stopped is not None:
+        raise stopped
+
+
+def _document(
+    folder: Place, device: str, summary: Summary, frame: pd.DataFrame | None, seconds: float
+) -> dict[str, Any]:
+    """What --json prints of a sweep, for machines: statuses count the points measured now."""
+    from collections import Counter
+
+    return {
+        "table": str(folder),
+        "device": device,
+        "seconds": round(seconds, 1),
+        "statuses": dict(sorted(Counter(summary.statuses.values()).items())),
+        "skipped": summary.skipped,
+        "rows": 0 if frame is None else len(frame),
+    }
+
+
+def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.DataFrame) -> None:
+    """Print what a sweep did, for people."""
+    import os
     from collections import Counter
 
     from rich.console import Console
 
     from latbench import devices, tables
-    from latbench import sweep as sweeping
-    from latbench.commands.live import live
 
-    # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with live() as tell:
-        summary = sweeping.run(
-            folder,
-            lambda table: points,
-            machine=machine,
-            settings=settings,
-            seed=seed,
-            time_budget=time_budget,
-            report=_with_time_left(tell),
-        )
-    frame = tables.read(folder)
     console = Console()
     counts = Counter(summary.statuses.values())
     fresh = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     known = f"{summary.skipped} were there already" if summary.skipped else ""
     console.print(f"{folder}: " + "; ".join(part for part in (fresh, known) if part), highlight=False, soft_wrap=True)
     keys = {point.id for point in points}
-    failed = frame[frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect"])]
+    failed = frame[
+        frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect", "impossible"])
+    ]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
     ours = frame[frame["point_id"].isin(set(summary.statuses))]
-    disturbed = int((tables.timed(ours)["flags"] == "preempted").sum())
+    disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (counts["noisy"], "are noisy, their intervals are wide: the same command measures them again"),
-        (disturbed, "were measured while other processes took the cores: their times may be too long"),
+        (disturbed, "were measured while others took the cores or slowed them: their times may be too long"),
     ):
         if count:
             load = f"the load is {os.getloadavg()[0]:.1f} on {devices.cores()} cores"
@@ -237,8 +326,10 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     return heading, table
 
 
-def _with_time_left(tell: Tell) -> Callable[[Progress], None]:
-    """What a sweep reports to: adds how long it will take, from how long its points took so far."""
+def _with_time_left(tell: Tell, time_budget: float | None = None) -> Callable[[Progress], None]:
+    """What a sweep reports to: adds how long it will take, from how long its points took so far; never longer than
+    its budget.
+    """
     import time
 
     began, before = time.monotonic(), None
@@ -248,7 +339,10 @@ def _with_time_left(tell: Tell) -> Callable[[Progress], None]:
         before = now.done if before is None else before
         left = ""
         if now.done > before:
-            seconds = (time.monotonic() - began) / (now.done - before) * (now.total - now.done)
+            passed = time.monotonic() - began
+            seconds = passed / (now.done - before) * (now.total - now.done)
+            if time_budget is not None:
+                seconds = max(0.0, min(seconds, time_budget - passed))
             left = f", about {duration(seconds)} left"
         tell(now.activity + left, now.done, now.total or None)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
-def validate(path: Annotated[Path, typer.Argument(help="A table: a folder of parts or one Parquet file.")]) -> None:
+def validate(
+    path: Annotated[str, typer.Argument(help="A table: a folder of parts, a Parquet file, or a URI.")],
+) -> None:
     """Check every file of a table: damage, identities, medians against samples, units; exit 5 if any is corrupt."""
     from collections import Counter
 

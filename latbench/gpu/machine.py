@@ -66,6 +66,9 @@ class GpuMachine:
         """See Machine."""
         return nvml.columns(states)
 
+    def pace(self) -> None:
+        """No reference kernels: a GPU's clocks and event reasons come with every burst."""
+
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""
         with nvml.observing(self.gpu.uuid) as observer:

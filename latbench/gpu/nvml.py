@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +15,7 @@ from typing import Any
 
 from latbench import devices
 from latbench.devices import Gpu
+from latbench.environments import env_id
 from latbench.errors import EnvironmentUnusable
 
 # nvml.h, "clocks event reasons": why the clocks are not higher than they are.
@@ -168,8 +168,7 @@ def environment(gpu: Gpu) -> dict[str, Any]:
         **facts,
         **{package: devices.version(package) for package in _PACKAGES},
     }
-    digest = hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
-    return {"env_id": digest[:16], **row}
+    return {"env_id": env_id(row), **row}
 
 
 def uuid_hash(gpu: Gpu) -> str:

@@ -163,13 +163,12 @@ def resume(source: Path, folder: Path, device: str, versions: dict[str, str]) ->
     if not source.is_dir() or not any(source.glob("*.parquet")):
         return 0
     rows = [
-        row for part in tables.parts(source) for row in tables.read_part(part).to_pylist()
+        row for batch in tables.batches(source) for row in batch.to_pylist()
         if row["device"] == device and row["backend_version"] == versions.get(row["backend"])
     ]  # fmt: skip
     if rows:
         tables.write_part(folder, rows)
-        environments = tables.read_env(source).astype(object)
-        for environment in environments.where(environments.notna(), None).to_dict("records"):
+        for environment in tables.environment_rows(source):
             tables.write_environment(folder, environment)
     return len(rows)
 
@@ -179,12 +178,8 @@ def publish(folder: Path, out: Path, environment: dict[str, Any], remarks: list[
 
     Each file is replaced whole. Raises EnvironmentUnusable where the disk refuses.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        merged = tables.merge([folder], Path(scratch))
-        content = merged.read_bytes()
-        environments = (Path(scratch) / "env.parquet").read_bytes()
-    files.write_bytes_atomically(out / "table.parquet", content)
-    files.write_bytes_atomically(out / "env.parquet", environments)
+    files.write_bytes_atomically(out / "table.parquet", tables.to_parquet(tables.load(folder)))
+    tables.write_environments(out, tables.environment_rows(folder))
     files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, remarks))
 
 

@@ -143,10 +143,12 @@ class EventTimer:
         while self._clock() < end:
             batches.append(self._batch())
         quiet = [batch for batch in batches if not batch.throttled]
+        counted = quiet or batches
         return Burst(
-            [sample for batch in quiet or batches for sample in batch.samples],
+            [sample for batch in counted for sample in batch.samples],
             preempted=not quiet,
-            states=tuple(batch.state for batch in quiet or batches if batch.state is not None),
+            states=tuple(batch.state for batch in counted if batch.state is not None),
+            discarded=sum(len(batch.samples) for batch in batches) - sum(len(batch.samples) for batch in counted),
         )
 
     def _batch(self) -> _Batch:

@@ -54,7 +54,7 @@ def points(table: pd.DataFrame) -> pd.DataFrame:
     tidy["seconds"] = rows["median_seconds"]
     tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
     tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
-    tidy["shape"] = _labels(rows, SHAPE, _shape_label)
+    tidy["shape"] = _labels(rows, SHAPE, shape_label)
     tidy["setting"] = _labels(rows, SETTING, _setting_label(rows))
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
@@ -234,7 +234,8 @@ def _labels(rows: pd.DataFrame, columns: list[str], label: Label) -> pd.Series:
     return group.map(names).astype(object)
 
 
-def _shape_label(row: Mapping[Any, Any]) -> str:
+def shape_label(row: Mapping[Any, Any]) -> str:
+    """A layer's shape in words: `linear 768 → 3072, n=128`, from the columns in SHAPE."""
     if row["op"] == "linear":
         return f"linear {int(row['k'])} → {int(row['m'])}, n={int(row['n'])}"
     kh, kw, h, w = (int(row[name]) for name in ("kh", "kw", "h", "w"))

@@ -13,11 +13,18 @@ from cost_models import storage
 from cost_models.storage import ModelFile
 from latbench import files, tables
 from latbench.errors import BadData
+from latbench.places import Place
 from search import profile as profiles
 from search import verify as verification
 from search.profile import Profile
 from search.pruning.folder import read_manifest
 from search.verify import Verdict
+
+# What a report shows of a table; the samples, which are most of it, never come into memory together.
+COLUMNS = [
+    *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
+    "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "status", "flags", "error",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Source:
     """A file that the report was made from: what it is, its path as given, its hash."""
 
     role: str
-    path: Path
+    path: Place
     digest: str
 
 
@@ -48,7 +55,7 @@ class Inputs:
 
 
 def read(
-    table: Path,
+    table: Place,
     model: Path | None = None,
     profile: Path | None = None,
     pruned: Path | None = None,
@@ -58,7 +65,7 @@ def read(
 
     Raises BadData in a sentence when something is missing, foreign or truncated.
     """
-    frame, table_hash = tables.read(table), tables.table_hash(table)
+    frame, table_hash = tables.read(table, COLUMNS), tables.table_hash(table)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = Inputs(

@@ -166,7 +166,8 @@ def noise(inputs: Inputs) -> Section:
         tables.append(("Failures by reason", table(["backend", "pattern", "status", "reason", "#rows"], rows)))
     else:
         sentences.append("No row failed.")
-    charts = [Chart("noise", "Share of rows within a width", figures.noise(data.noise_curve(frame)))]
+    drawn = figures.noise(data.noise_curve(frame)) if len(widths) else None  # none where samples are too few
+    charts = [Chart("noise", "Share of rows within a width", drawn)] if drawn else []
     return Section("noise", "Noise and failures", sentences, charts, tables)
 
 

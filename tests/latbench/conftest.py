@@ -1,10 +1,12 @@
 """Rows, tiny workloads and a device lock of the test's own."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from latbench import cli
 from latbench.workloads import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
 
@@ -36,3 +38,31 @@ def tiny(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     save(Workload("tiny", "made up", tuple(Layer(f"layer{i}", shape) for i, shape in enumerate(shapes))), path)
     return path
+
+
+class Ran:
+    """How a command ended."""
+
+    def __init__(self, code: Any, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def refused(self, code: int) -> str:
+        """The one line of a refusal with this exit code."""
+        assert self.code == code, (self.out, self.err)
+        lines = [line for line in self.err.splitlines() if line.startswith("latbench: ")]
+        assert len(lines) == 1 and "Traceback" not in self.err
+        return lines[0]
+
+
+@pytest.fixture
+def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_lock: Path) -> Any:
+    """Runs the real command line in this process."""
+
+    def run(*arguments: object) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return Ran(ended.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -59,6 +59,9 @@ class FakeMachine:
     def watch(self) -> Callable[[], dict[str, Any]]:
         return lambda: {"load": 0.5}
 
+    def pace(self) -> None:
+        return None
+
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         return nvml.columns(states)
 

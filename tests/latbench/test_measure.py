@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from latbench import measure
-from latbench.measure import Burst
+from latbench.measure import Burst, Used
 
 
 class FakeClock:
@@ -28,9 +28,9 @@ class FakeClock:
         return call
 
 
-def alone() -> tuple[int, float]:
+def alone() -> Used:
     """The usage of a process that nothing disturbs."""
-    return 0, 0.0
+    return Used(0, 0.0)
 
 
 @pytest.fixture
@@ -89,6 +89,42 @@ def test_a_median_that_moves_no_more_is_a_plateau(clock: FakeClock) -> None:
     assert timing.stop_reason in ("plateau", "relative_error")
     assert np.median(timing.samples) == pytest.approx(5e-3, rel=1e-3)
     assert clock.now < 50
+
+
+def test_what_more_samples_do_not_improve_is_a_plateau(clock: FakeClock) -> None:
+    def sample(_: float) -> Burst:
+        clock.now += 0.01
+        # Slower and slower: every burst is exact, and each says something else.
+        return Burst([1e-3 * (1 + clock.now)] * 10)
+
+    timing = dict(measure.interleave({"run": sample}, rel_error=0.001, max_seconds=100, clock=clock))["run"]
+    assert timing.stop_reason == "plateau" and clock.now < 2
+    assert timing.relative_error > 0.001
+
+
+def test_bursts_that_disagree_are_an_error_however_many_samples_they_have(clock: FakeClock) -> None:
+    medians = itertools.cycle([1.0e-3, 1.1e-3, 1.2e-3])
+
+    def sample(_: float) -> Burst:
+        clock.now += 0.01
+        return Burst([next(medians)] * 10_000)
+
+    timing = dict(measure.interleave({"run": sample}, rel_error=0.01, max_seconds=0.2, clock=clock))["run"]
+    low, high = np.quantile(timing.samples, [0.45, 0.55])
+    assert low == high  # as independent samples they would know the median exactly
+    assert not timing.converged and timing.relative_error > 0.03
+
+
+def test_who_asks_is_told_before_every_burst(clock: FakeClock) -> None:
+    happened: list[str] = []
+
+    def sample(_: float) -> Burst:
+        happened.append("burst")
+        clock.now += 0.01
+        return Burst([1e-3] * 10)
+
+    dict(measure.interleave({"run": sample}, clock=clock, between=lambda: happened.append("between")))
+    assert happened == ["between", "burst"] * measure.FEWEST_ROUNDS
 
 
 def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
@@ -160,12 +196,42 @@ def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) ->
     assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
 
 
-@pytest.mark.parametrize(("switches", "preempted"), [(0, False), (2, False), (3, True), (300, True)])
-def test_a_burst_that_others_cut_into_says_so(clock: FakeClock, switches: int, preempted: bool) -> None:
-    # 30 ms of CPU time: what an undisturbed run may have is one switch and 60 a second.
-    readings = iter([(10, 5.0), (10 + switches, 5.03)])
+@pytest.mark.parametrize(
+    ("after", "reasons"),
+    [
+        # 30 ms of CPU time: what an undisturbed run may have is one switch and 60 a second.
+        (Used(10, 5.03, 2.0, 7), ()),
+        (Used(12, 5.03, 2.0, 7), ()),
+        (Used(13, 5.03, 2.0, 7), ("preempted",)),
+        (Used(310, 5.03, 2.0, 7), ("preempted",)),
+        (Used(10, 5.03, 2.003, 7), ()),  # of 40 ms, threads waited for 3
+        (Used(10, 5.03, 2.005, 7), ("preempted",)),
+        (Used(10, 5.03, 2.0, 8), ("stolen",)),
+        (Used(310, 5.03, 2.0, 8), ("preempted", "stolen")),
+        (Used(10, 5.03, None, None), ()),
+    ],
+)
+def test_a_burst_that_others_cut_into_says_so(clock: FakeClock, after: Used, reasons: tuple[str, ...]) -> None:
+    readings = iter([Used(10, 5.0, 2.0, 7), after])
     burst = measure.burst(clock.run(lambda: 1e-2), 0.03, 1, clock=clock, usage=lambda: next(readings))
-    assert burst.preempted is preempted
+    assert burst.reasons == reasons and burst.preempted is bool(reasons)
+
+
+def test_this_process_knows_how_long_it_waited_for_a_core() -> None:
+    before, after = measure.process_usage(), measure.process_usage()
+    assert after.cpu_seconds >= before.cpu_seconds and after.switches >= before.switches
+    if before.waited_seconds is not None:
+        assert after.waited_seconds is not None and after.waited_seconds >= before.waited_seconds > 0
+
+
+def test_a_burst_at_a_low_clock_does_not_count(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    hertz = iter([3e9, 2.9e9, 2.2e9, 2.3e9, None])
+    monkeypatch.setattr(measure.devices, "scaling_hertz", lambda: next(hertz))
+    monkeypatch.setattr(measure, "burst", lambda *args: Burst([1e-3], reasons=()))
+    timer = measure.WallClock(lambda: None)
+    bursts = [timer.burst(0.01) for _ in range(5)]
+    assert [burst.preempted for burst in bursts] == [False, False, True, False, False]
+    assert bursts[2].reasons == ("slow_clock",)
 
 
 def test_preempted_bursts_do_not_count_once_there_are_enough_others(clock: FakeClock) -> None:
@@ -178,7 +244,8 @@ def test_preempted_bursts_do_not_count_once_there_are_enough_others(clock: FakeC
 
     timing = dict(measure.interleave({"run": sample}, clock=clock))["run"]
     # Four slow bursts agree to the last digit, and are no reason to stop.
-    assert timing.converged and not timing.preempted and timing.samples == [1e-3] * 30
+    assert timing.converged and not timing.preempted and timing.samples == [1e-3] * 50
+    assert timing.discarded == 50
 
 
 def test_where_others_never_rest_the_result_says_so(clock: FakeClock) -> None:

@@ -106,6 +106,17 @@ def test_blocks_hold_one_shape_and_keep_their_order_when_points_are_done() -> No
     assert [block[0].shape for block in plan.blocks(left, seed=1)] == [s for s in order if s in shapes[::2]]
 
 
+def test_shapes_of_few_points_share_a_block_and_none_is_divided() -> None:
+    points = [*some_points(*(LinearShape(m, 64, 8) for m in range(1, 30)))]
+    alone = plan.blocks(points, seed=1)
+    assert {len(block) for block in alone} != {1}
+    together = plan.blocks(points, seed=1, least=100)
+    assert [point for block in together for point in block] == [point for block in alone for point in block]
+    assert all(len(block) >= 100 for block in together[:-1]) and len(together) > 1
+    by_shape = [{point.shape for point in block} for block in together]
+    assert sum(len(shapes) for shapes in by_shape) == len(set.union(*by_shape)) == len(alone)
+
+
 def test_the_command_line_takes_lists() -> None:
     assert plan.parse_patterns(["dense,vector:8", "nm:2:4"]) == [Dense(), VectorWise(8), NM(2, 4)]
     assert plan.parse_sparsities(["0.5, .75", "0.9"]) == [0.5, 0.75, 0.9]

@@ -3,13 +3,16 @@
 import os
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 
 from latbench import devices, sweep, tables
+from latbench.ceilings import Ceilings
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
 from latbench.plan import Point
 from latbench.sweep import Progress, Settings
@@ -19,7 +22,7 @@ from sparse_kernels.shapes import LinearShape
 TASKS = Path(__file__).with_name("worker_tasks.py")
 does = SimpleNamespace(**runpy.run_path(str(TASKS)))
 
-QUICK = Settings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001)
+QUICK = Settings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +30,7 @@ def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None
     """Workers run `prepare` of worker_tasks.py, where a point's seed says what goes wrong."""
     monkeypatch.setattr(sweep, "PREPARE", f"{TASKS}:prepare")
     monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
+    monkeypatch.setattr(sweep.Cpu, "pace", lambda self: None)  # finding the ceilings takes seconds
 
 
 VECTORS = VectorWise(8)
@@ -235,3 +239,88 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
         measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
     assert len(tables.read(tmp_path)) == 1
+
+
+class MadeUpPace:
+    """A machine that is `ratio` times slower than usual, and can do `flop_per_second`."""
+
+    def __init__(self, ratio: float = 1.0, slow_spell: bool = False, flop_per_second: float = 1e9) -> None:
+        self.ceilings = Ceilings(flop_per_second, {1: 1e9}, 1.0, 1.0)
+        self.turns = 0
+        self._told = ratio, slow_spell
+
+    def turn(self) -> None:
+        self.turns += 1
+
+    def ratio(self, since: float, flop: float, size: float) -> tuple[float | None, bool]:
+        assert self.turns and since > 0
+        return self._told
+
+    def close(self) -> None:
+        self.turns = -1
+
+
+def paced(monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace) -> MadeUpPace:
+    monkeypatch.setattr(sweep.Cpu, "pace", lambda self: pace)
+    return pace
+
+
+def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
+    measure(tmp_path, point())
+    row = tables.read(tmp_path).iloc[0]
+    assert row["reference_ratio"] == 1.25 and row["corrected_seconds"] == row["median_seconds"] / 1.25
+    assert row["median_seconds"] == np.median(row["samples_seconds"])  # as it was measured
+    assert row["roofline_seconds"] == 2e-6 and row["utilisation"] == 2e-6 / row["median_seconds"]
+    assert row["discarded_samples"] >= 0
+    assert pace.turns == -1
+
+
+def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paced(monkeypatch, MadeUpPace(ratio=1.5, slow_spell=True))
+    measure(tmp_path, point())
+    frame = tables.read(tmp_path)
+    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    assert frame["flags"].str.contains("slow_spell").all()
+    assert (frame["status"] == "noisy").sum() >= sweep.NOISY_CHANCES
+
+
+def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, MadeUpPace(flop_per_second=1.0))
+    assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
+    row = tables.read(tmp_path).iloc[0]
+    assert pd.isna(row["median_seconds"]) and "faster than this device can" in row["error"]
+    assert tables.timed(tables.read(tmp_path)).empty
+
+
+def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep._Engines, "burst", lambda *args: sweep.measure.Burst([1e-3, -1e-3, 1e-3] * 4))
+    assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
+    assert "the clock went backwards" in tables.read(tmp_path)["error"].item()
+
+
+def curve(behaviour: int) -> list[Point]:
+    return [replace(point(behaviour=behaviour), sparsity=sparsity) for sparsity in (0.5, 0.75, 0.9)]
+
+
+def test_a_spike_is_no_time_until_it_is_seen_twice(tmp_path: Path) -> None:
+    points = curve(does.SPIKES)
+    measure(tmp_path, *points)
+    frame = tables.read(tmp_path)
+    middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
+    assert middle["status"].iloc[0] == "spike" and "neighbours" in middle["error"].iloc[0]
+    assert middle["status"].iloc[-1] in tables.TIMED and "spike" in middle["flags"].iloc[-1]
+    assert not frame["flags"][frame["sparsity_target"] != 0.75].str.contains("spike").any()
+
+
+def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
+    measure(tmp_path, *curve(does.SPIKES_ONCE))
+    frame = tables.read(tmp_path)
+    middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
+    assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in tables.TIMED
+    assert "spike" not in middle["flags"].iloc[-1]
+    assert tables.timed(frame)["median_seconds"].max() < 0.005

@@ -1,54 +1,16 @@
-"""plan, sweep, validate, merge and doctor as a user meets them: what they print, and how they end."""
+"""plan and sweep as a user meets them: what they print, and how they end."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 
-from latbench import backends, cli, devices, sweep, tables
+from latbench import backends, devices, sweep, tables
 from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
 from latbench.workloads import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
-
-
-class Ran:
-    """How a command ended."""
-
-    def __init__(self, code: Any, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def refused(self, code: int) -> str:
-        """The one line of a refusal with this exit code."""
-        assert self.code == code, (self.out, self.err)
-        lines = [line for line in self.err.splitlines() if line.startswith("latbench: ")]
-        assert len(lines) == 1 and "Traceback" not in self.err
-        return lines[0]
-
-
-@pytest.fixture
-def latbench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_lock: Path) -> Any:
-    """Runs the real command line in this process."""
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["latbench", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return Ran(ended.value.code or 0, *capsys.readouterr())
-
-    return run
-
-
-@pytest.fixture
-def two_tables(tmp_path: Path, row: dict[str, Any]) -> tuple[Path, Path]:
-    tables.write_part(tmp_path / "a", [row])
-    tables.write_part(tmp_path / "b", [row | {"m": 8}])
-    return tmp_path / "a", tmp_path / "b"
 
 
 def test_plan_needs_no_argument(latbench: Any) -> None:
@@ -211,94 +173,3 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
         ["vector:32", "numba", "2.00x", "2.00x"],
         ["vector:32", "scipy", "0.50x"],
     ]
-
-
-def test_validate_praises_a_whole_table(latbench: Any, two_tables: tuple[Path, Path]) -> None:
-    ran = latbench("validate", two_tables[0])
-    assert ran.code == 0 and "1 file: nothing to complain of" in ran.out
-
-
-def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    parts = [tables.write_part(tmp_path, [row | {"m": m}]) for m in (1, 2)]
-    parts[0].write_bytes(parts[0].read_bytes()[:-9])
-    (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
-    ran = latbench("validate", tmp_path)
-    assert "2 findings are corruption" in ran.refused(5)
-    assert f"corrupt: {parts[0]}: damaged" in ran.out and "foreign.parquet" in ran.out
-    assert str(parts[1]) not in ran.out
-
-
-def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) -> None:
-    assert "no such table" in latbench("validate", tmp_path / "nowhere").refused(5)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "severity", "words"),
-    [
-        ("point_id", "0123456789abcdef", "corrupt", "its key hashes to"),
-        ("status", "splendid", "corrupt", "unknown status 'splendid'"),
-        ("pattern", "checkers", "corrupt", "unknown pattern"),
-        ("v", 16, "corrupt", "v is 16, and pattern vector:32 says 32"),
-        ("median_seconds", 2.1e-3, "corrupt", "median_seconds is 0.0021, and its samples give 0.002"),
-        ("samples_seconds", [1.0, -1.0], "corrupt", "positive finite seconds"),
-        ("nnz", 92, "corrupt", "nnz 92 of 91 weights"),
-        ("sparsity_actual", 0.1, "corrupt", "no sparsity of 0.1"),
-    ],
-)
-def test_validate_sees_a_row_that_contradicts_itself(
-    latbench: Any, tmp_path: Path, row: dict[str, Any], column: str, value: Any, severity: str, words: str
-) -> None:
-    whole = parquet.read_table(tables.write_part(tmp_path, [row | {"nnz": 21, "sparsity_actual": 1 - 21 / 91}]))
-    index, field = whole.column_names.index(column), tables.SCHEMA.field(column)
-    parquet.write_table(whole.set_column(index, field, pa.array([value], field.type)), tmp_path / "edited.parquet")
-    ran = latbench("validate", tmp_path / "edited.parquet")
-    ran.refused(5)
-    assert severity in ran.out and words in ran.out
-
-
-def test_validate_suspects_times_in_another_unit(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    big = {"m": 4096, "k": 4096, "n": 4096}
-    tables.write_part(tmp_path, [row | big | {"samples_seconds": [1e-9]}, row | {"samples_seconds": [7000.0]}])
-    ran = latbench("validate", tmp_path)
-    assert ran.code == 0 and ran.out.count("times are in seconds") == 2
-
-
-def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part(tmp_path, [row, row])
-    ran = latbench("validate", tmp_path)
-    assert ran.code == 0 and "1 points are measured more than once" in ran.out
-
-
-def test_merge_makes_one_table(latbench: Any, two_tables: tuple[Path, Path], tmp_path: Path) -> None:
-    ran = latbench("merge", *two_tables, "-o", tmp_path / "out")
-    assert ran.code == 0 and "2 rows of 2" in ran.out
-    assert sorted(tables.read(tmp_path / "out")["m"]) == [7, 8]
-    assert "exists already" in latbench("merge", *two_tables, "-o", tmp_path / "out").refused(2)
-
-
-def test_merge_refuses_unlike_devices(
-    latbench: Any, two_tables: tuple[Path, Path], tmp_path: Path, row: dict[str, Any]
-) -> None:
-    tables.write_part(tmp_path / "c", [row | {"device": "nvidia-h200"}])
-    sources = (two_tables[0], tmp_path / "c")
-    assert "unlike devices" in latbench("merge", *sources, "-o", tmp_path / "out").refused(2)
-    assert not (tmp_path / "out").exists()
-    assert latbench("merge", *sources, "-o", tmp_path / "out", "--allow-mixed").code == 0
-
-
-def test_merge_refuses_another_schema_version(latbench: Any, two_tables: tuple[Path, Path], tmp_path: Path) -> None:
-    whole = parquet.read_table(two_tables[0])
-    parquet.write_table(whole.set_column(0, "schema_version", pa.array([7])), tmp_path / "newer.parquet")
-    ran = latbench("merge", two_tables[0], tmp_path / "newer.parquet", "-o", tmp_path / "out")
-    assert "newer.parquet: table version 7, this latbench reads 1" in ran.refused(5)
-
-
-def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
-    ran = latbench("doctor", "--json")
-    facts = json.loads(ran.out)
-    assert facts["device"] == devices.cpu_device() and facts["environment"]["cores"] >= 1
-    assert facts["backends"]["numba"]["version"]
-    assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}
-    out = latbench("doctor").out
-    assert facts["device"] in out and "missing: pip install no-such-package" in out and "GPUs" in out

@@ -26,17 +26,37 @@ def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None
     }
     assert first["samples_seconds"].tolist() == row["samples_seconds"]  # raw, in the order they were taken
     assert first["median_seconds"] == 2e-3
-    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, 1)
+    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, tables.SCHEMA_VERSION)
     assert math.isnan(first["block_h"]) and math.isnan(frame.iloc[1]["median_seconds"])
     assert frame.iloc[1]["error"] == "boom"
     pd.testing.assert_frame_equal(frame, tables.read(path))
 
 
+def _two_parts(folder: Path, row: dict[str, Any]) -> str:
+    """A table of two parts, one with a failure; what other readers are given of it."""
+    tables.write_part(folder, [row])
+    tables.write_part(folder, [row | {"m": 8, "status": "oom", "samples_seconds": None}])
+    return f"{folder}/part-*.parquet"
+
+
 def test_parts_open_in_plain_pandas(tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part(tmp_path, [row])
-    tables.write_part(tmp_path, [row | {"m": 8}])
-    frame = pd.read_parquet(sorted(tmp_path.glob("part-*.parquet")))
-    assert sorted(frame["m"]) == [7, 8]
+    _two_parts(tmp_path, row)
+    frame = pd.read_parquet(sorted(tmp_path.glob("part-*.parquet"))).sort_values("m")
+    assert frame["m"].tolist() == [7, 8] and frame["median_seconds"].iloc[0] == 2e-3
+    assert frame["samples_seconds"].iloc[0].tolist() == row["samples_seconds"]
+
+
+def test_parts_open_in_plain_polars(tmp_path: Path, row: dict[str, Any]) -> None:
+    polars = pytest.importorskip("polars", reason="polars is not installed: pip install polars")
+    frame = polars.read_parquet(_two_parts(tmp_path, row)).sort("m")
+    assert frame["m"].to_list() == [7, 8] and frame["median_seconds"].to_list() == [2e-3, None]
+    assert frame["samples_seconds"].to_list() == [row["samples_seconds"], None]
+
+
+def test_parts_open_in_plain_duckdb(tmp_path: Path, row: dict[str, Any]) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed: pip install duckdb")
+    query = f"SELECT m, median_seconds, samples_seconds FROM '{_two_parts(tmp_path, row)}' ORDER BY m"
+    assert duckdb.sql(query).fetchall() == [(7, 2e-3, row["samples_seconds"]), (8, None, None)]
 
 
 def test_the_environment_is_beside_the_rows_not_among_them(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -209,7 +229,7 @@ def test_another_version_is_refused_with_both_numbers(tmp_path: Path, row: dict[
     )
     parquet.write_table(newer, tmp_path / "newer.parquet")
     assert _refusal(tmp_path / "newer.parquet") == (
-        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads 1"
+        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads {tables.SCHEMA_VERSION}"
     )
 
 
@@ -271,18 +291,21 @@ def test_damage_without_the_telling_name_never_escapes_as_another_error(
             assert "copy.parquet" in str(error)
 
 
-def test_a_merge_keeps_every_row_once(tmp_path: Path, row: dict[str, Any]) -> None:
-    shared = row | {"started_at": pd.Timestamp("2026-01-01", tz="UTC")}
-    tables.write_part(tmp_path / "a", [shared, row | {"m": 1}])
-    tables.write_part(tmp_path / "b", [shared, row | {"m": 2}])
-    tables.write_environment(tmp_path / "a", {"env_id": "x", "python": "3.11"})
-    tables.write_environment(tmp_path / "b", {"env_id": "y", "numpy": "2"})
-    tables.merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    assert sorted(tables.read(tmp_path / "out")["m"]) == [1, 2, 7]
-    assert sorted(tables.read_env(tmp_path / "out")["env_id"]) == ["x", "y"]
-
-
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, Any]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
         tables.write_part(tmp_path / "file" / "table", [row])
+
+
+def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict[str, Any]) -> None:
+    compared = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+    tables.write_part(tmp_path, [row | compared, row | {"m": 8}])
+    first, second = (found for _, found in tables.read(tmp_path).iterrows())
+    assert (first["median_seconds"], first["corrected_seconds"]) == (2e-3, 2e-3 / 1.25)
+    assert first["utilisation"] == 1.8e-3 / 2e-3
+    assert math.isnan(second["corrected_seconds"]) and math.isnan(second["utilisation"])
+
+
+def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
+    assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]

@@ -73,7 +73,9 @@ def start_grandchild() -> int:
 
 # A backend whose misbehaviour is in the point: the seed says what goes wrong, in preparing or in running.
 
-FINE, REFUSES, IS_WRONG, RAISES, CRASHES, HANGS, EATS_MEMORY, CRASHES_LATER, RAISES_LATER = range(9)
+FINE, REFUSES, IS_WRONG, RAISES, CRASHES, HANGS, EATS_MEMORY, CRASHES_LATER, RAISES_LATER, SPIKES, SPIKES_ONCE = (
+    range(11)
+)
 
 
 def prepare(point: Point) -> Rotation:
@@ -91,6 +93,12 @@ def prepare(point: Point) -> Rotation:
         case 6:
             ask_for_too_much()
     calls = 0
+    seconds = 0.0005
+    if point.sparsity == 0.75 and (
+        point.seed == SPIKES or (point.seed == SPIKES_ONCE and "SPIKED" not in os.environ)
+    ):
+        os.environ["SPIKED"] = "1"  # of this worker: the module is loaded anew for every point
+        seconds = 0.01
 
     def run() -> None:
         nonlocal calls
@@ -99,6 +107,7 @@ def prepare(point: Point) -> Rotation:
             crash()
         if point.seed == RAISES_LATER and calls > 5:
             raise RuntimeError("boom in the middle")
-        time.sleep(0.0005)
+        time.sleep(seconds)
 
-    return Rotation([run], {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5})
+    facts = {"kernel_used": f"fake.{point.seed}", "nnz": 1, "sparsity_actual": 0.5, "flop_nnz": 2000, "bytes_min": 10}
+    return Rotation([run], facts)

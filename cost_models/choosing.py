@@ -1,0 +1,117 @@
+"""What to measure next, where measuring everything takes too long: anchors, then what they say least about.
+
+A curve is a layer shape, a pattern and an engine; its points differ in sparsity. Six anchors spread evenly in the
+logarithm of density bring 96% of the others within 10% (224 published CPU curves). Where they do not, or where the
+answer hangs on it because dense is about as fast, the curve gets more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from cost_models.errors import Unanchored, Uncalibrated
+from cost_models.lookup import AnchoredLookup
+from cost_models.rows import CURVE, KEY, keys, training_rows
+from latbench import tables
+from latbench.errors import BadData
+from latbench.plan import Point
+
+ANCHORS = 6
+COVERAGE = 0.8
+BATCH = 24  # points before the table is looked at again: a block's worth
+
+
+def anchors(points: Sequence[Point], count: int = ANCHORS) -> list[Point]:
+    """Of one curve's points, `count` whose densities are spread evenly in the logarithm, the ends among them."""
+    rising = sorted(points, key=lambda point: point.sparsity)
+    if len(rising) <= count:
+        return rising
+    place = np.array([-math.log(1 - point.sparsity) for point in rising])
+    chosen: list[int] = []
+    for wanted in np.linspace(place[0], place[-1], count):
+        free = [i for i in range(len(rising)) if i not in chosen]
+        chosen.append(min(free, key=lambda i: abs(place[i] - wanted)))
+    return [rising[i] for i in sorted(chosen)]
+
+
+class Adaptive:
+    """Asks for `points` as far as they tell something: a `choose` of latbench.sweep.
+
+    tolerance: how far, as a factor less 1, the 80% interval of a point may reach above its prediction without being
+    measured; twice that far where it does not hold the time of the fastest dense layer.
+    """
+
+    def __init__(self, points: Iterable[Point], *, tolerance: float = 0.03, batch: int = BATCH) -> None:
+        self.tolerance, self.batch = tolerance, batch
+        self.curves: dict[tuple[Hashable, ...], list[Point]] = {}
+        for point in points:
+            self.curves.setdefault(_curve(point), []).append(point)
+        self.anchors = [point for curve in self.curves.values() for point in anchors(curve)]
+
+    def __call__(self, table: pd.DataFrame | None) -> list[Point]:
+        """The anchors, until all of them have been tried; then the points that the table says least about, one a
+        curve; none when it says enough about all.
+        """
+        tried = set() if table is None else set(table["point_id"])
+        if table is None or not self.anchored(table):
+            return self.anchors
+        others = [point for curve in self.curves.values() for point in curve if point.id not in tried]
+        return self._least_known(others, table) if others else []
+
+    def anchored(self, table: pd.DataFrame) -> bool:
+        """Whether every anchor has a row."""
+        return {point.id for point in self.anchors} <= set(table["point_id"])
+
+    def _least_known(self, points: Sequence[Point], table: pd.DataFrame) -> list[Point]:
+        try:
+            X, seconds = training_rows(table)
+            model = AnchoredLookup().fit(X, seconds)
+        except BadData:  # nothing was timed: there is nothing to be unsure of
+            return []
+        dense = _fastest_dense(table)
+        best: dict[tuple[Hashable, ...], tuple[float, Point]] = {}
+        for point, low, high in _intervals(model, points):
+            unsure = math.sqrt(high / low) - 1
+            near = low <= dense.get(_values(point.key(), _SHAPE), math.nan) <= high
+            urgency = unsure if near else unsure / 2
+            if urgency > max(self.tolerance, best.get(_curve(point), (0.0, point))[0]):
+                best[_curve(point)] = urgency, point
+        ranked = sorted(best.values(), key=lambda scored: (-scored[0], scored[1].id))
+        return [point for _, point in ranked[: self.batch]]
+
+
+def _intervals(model: AnchoredLookup, points: Sequence[Point]) -> list[tuple[Point, float, float]]:
+    """Each point with the seconds that its time lies between; points of curves without anchors are left out."""
+    found = []
+    for point in points:
+        try:
+            low, high = model.predict_interval(pd.DataFrame([point.key()]), COVERAGE)
+        except (Unanchored, Uncalibrated):
+            continue
+        found.append((point, float(low[0]), float(high[0])))
+    return found
+
+
+_SHAPE = [*KEY[KEY.index("op") : KEY.index("pattern")], "threads"]
+
+
+def _curve(point: Point) -> tuple[Hashable, ...]:
+    return _values(point.key(), CURVE)
+
+
+def _values(row: dict[str, Hashable], names: Sequence[str]) -> tuple[Hashable, ...]:
+    return tuple(row.get(name) for name in names)
+
+
+def _fastest_dense(table: pd.DataFrame) -> dict[tuple[Hashable, ...], float]:
+    """The least seconds of a dense layer of each shape."""
+    rows = tables.timed(table)
+    dense = rows[rows["pattern"] == "dense"]
+    fastest: dict[tuple[Hashable, ...], float] = {}
+    for shape, seconds in zip(keys(dense, _SHAPE), dense["median_seconds"], strict=True):
+        fastest[shape] = min(seconds, fastest.get(shape, math.inf))
+    return fastest

@@ -1,0 +1,71 @@
+"""Fixed work of a CPU's reference worker: what shows its pace during a sweep, and what finds its ceilings.
+
+Runs in a process of its own. The pace is taken with NumPy, which starts fast. The ceilings are found with Numba:
+chains of multiply-adds in registers, and a sum by vectors, both emitted so that nothing is optimised away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from latbench import measure
+from latbench.ceilings import Ceilings
+
+PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
+SUM_BYTES = 64 * 2**20
+
+_WORKING_SETS = (2**14, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes a thread
+_TRIALS = 30
+_PACE_SECONDS = 0.5
+
+WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 1"
+"""What the reference kernels are; the last number counts changes of how ceilings are found."""
+
+
+def product() -> Callable[[], Any]:
+    """A dense product of float32 (640, 640) matrices, some milliseconds."""
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
+    y = np.empty_like(a)
+    return lambda: np.matmul(a, b, out=y)
+
+
+def total() -> Callable[[], Any]:
+    """A dot product over 64 MiB of float32."""
+    x = np.ones(SUM_BYTES // 4, np.float32)
+    return lambda: np.dot(x, x)
+
+
+def find(threads: int) -> Ceilings:
+    """Measure the ceilings of this process's CPU with `threads` threads; takes some seconds."""
+    from latbench.backends import ceiling_kernels
+
+    rates: dict[int, float] = {}
+    for size in _WORKING_SETS:
+        x = np.ones(threads * size // 4, np.float32)
+        rates[x.nbytes] = _most(lambda: ceiling_kernels.read(x, threads))  # noqa: B023 - called at once
+    # A larger set may read faster by luck, and never by nature.
+    sizes = list(rates)
+    falling = {size: max(rates[other] for other in sizes[i:]) for i, size in enumerate(sizes)}
+    flop_per_second = _most(lambda: ceiling_kernels.multiply_add(threads))
+    return Ceilings(flop_per_second, falling, _usual(product()), _usual(total()))
+
+
+def _most(run: Callable[[], int]) -> float:
+    """The highest rate at which `run` does what it counts, a second."""
+    run()  # compiles, and fills the caches
+    rates = []
+    for _ in range(_TRIALS):
+        start = perf_counter()
+        done = run()
+        rates.append(done / (perf_counter() - start))
+    return max(rates)
+
+
+def _usual(run: Callable[[], Any]) -> float:
+    samples = measure.burst(run, _PACE_SECONDS, measure.calibrate(run)).samples
+    return float(np.median(samples))

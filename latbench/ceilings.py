@@ -1,0 +1,73 @@
+"""What a CPU can do at most, and how long fixed pieces of work take on it: measured once, kept in the cache folder.
+
+The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second, and bytes
+read a second from working sets of several sizes. No call can be faster than its operations at the one rate, or than
+reading what it must read at the rate of a working set of that size, which the caches may hold as well as they like.
+
+The pace is what the two reference kernels of a sweep usually take: a dense product, which is bound by the vector
+units, and a sum over more memory than the caches hold.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from latbench import devices, files
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of one device with so many threads.
+
+    flop_per_second; read_bytes_per_second: by size of the working set in bytes, which rises; product_seconds and
+    sum_seconds: what the reference kernels usually take.
+    """
+
+    flop_per_second: float
+    read_bytes_per_second: dict[int, float]
+    product_seconds: float
+    sum_seconds: float
+
+    def compute_seconds(self, flop: float) -> float:
+        """The least that so many operations can take."""
+        return flop / self.flop_per_second
+
+    def memory_seconds(self, size: float) -> float:
+        """The least that reading so many bytes can take, wherever they lie."""
+        smaller = [rate for held, rate in self.read_bytes_per_second.items() if held <= size]
+        rates = smaller[-1:] or list(self.read_bytes_per_second.values())[:1]
+        return size / rates[0]
+
+    def roofline_seconds(self, flop: float, size: float) -> float:
+        """The least that work of so many operations on so many bytes can take."""
+        return max(self.compute_seconds(flop), self.memory_seconds(size))
+
+    def pace(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
+        """By what factor such work is slower than usual while the reference kernels take so long: each counts as much
+        as the work is bound by what it shows.
+        """
+        compute, memory = self.compute_seconds(flop), self.memory_seconds(size)
+        share = compute / (compute + memory)
+        return float(
+            (product_seconds / self.product_seconds) ** share * (sum_seconds / self.sum_seconds) ** (1 - share)
+        )
+
+
+def kept(device: str, threads: int, work: str, measure: Callable[[], Ceilings]) -> Ceilings:
+    """The ceilings of this machine's `device` with `threads` threads: from the cache folder, else from `measure`.
+
+    `work` says what they are measured with: times of other work would correct by the wrong factor, silently. Raises
+    EnvironmentUnusable where the cache folder cannot be written.
+    """
+    identity = {"device": device, "threads": threads, "work": work, "machine": devices.machine_hash()}
+    path = files.cache_folder() / "ceilings" / f"{device}-{threads}.json"
+    if path.exists():
+        document = json.loads(path.read_text())
+        if document.pop("identity", None) == identity:
+            rates = {int(size): rate for size, rate in document.pop("read_bytes_per_second").items()}
+            return Ceilings(read_bytes_per_second=rates, **document)
+    found = measure()
+    files.write_text_atomically(path, json.dumps({"identity": identity, **asdict(found)}, indent=2))
+    return found

@@ -1,0 +1,129 @@
+"""What became slower or faster between two tables: their points matched by key, each pair judged by its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from latbench import tables
+from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, spread, verdict
+from latbench.errors import BadData, UsageError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MISSING, NEW = "MISSING", "NEW"
+KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
+"""What can be said of a point, the most alarming first. MISSING and NEW have a time on one side only."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A point of either table.
+
+    key: its key columns; kind: one of KINDS; before, after: its median seconds, None without a time. ratio: after
+    over before, low and high its interval; None without two times, the interval also without samples. reason: why
+    there is no verdict.
+    """
+
+    key: dict[str, Any]
+    kind: str
+    before: float | None
+    after: float | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
+
+
+def compare(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    *,
+    threshold: float = 0.02,
+    across: Sequence[str] = (),
+    corrected: bool = False,
+) -> list[Change]:
+    """Every point that has a time in either table, the most slowed first, then those that were not compared.
+
+    Points are the same if their keys are, but for the columns `across`. Times that differ by less than the share
+    `threshold` are the same; how unlike two runs are of equal work is learned from all points together. With
+    `corrected`, times are divided by how much slower than usual a reference was meanwhile (reference_ratio). Raises
+    UsageError where a table has several points that differ only in `across`, and BadData where the tables have no
+    point in common, or a row no reference that was asked for.
+    """
+    old, new = _by_key(before, across, "first"), _by_key(after, across, "second")
+    if old.keys().isdisjoint(new):
+        raise BadData("the tables have no point with a time in common: nothing can be compared")
+    if corrected:
+        old, new = ({key: _corrected(row) for key, row in rows.items()} for rows in (old, new))
+    between = spread([_seconds(new[key]) / _seconds(row) for key, row in old.items() if key in new])
+    failures = _failures(after, across)
+    changes = []
+    for key, row in old.items():
+        if key in new:
+            changes.append(_change(row, new[key], threshold, between))
+        else:
+            reason = failures.get(key, "not in the second table")
+            changes.append(Change(_key(row), MISSING, _seconds(row), None, reason=reason))
+    changes += [
+        Change(_key(row), NEW, None, _seconds(row), reason="no time in the first table")
+        for key, row in new.items() if key not in old
+    ]  # fmt: skip
+    return sorted(changes, key=lambda change: (change.ratio is None, -(change.ratio or 0), KINDS.index(change.kind)))
+
+
+def _by_key(frame: pd.DataFrame, across: Sequence[str], which: str) -> dict[Hashable, dict[str, Any]]:
+    found: dict[Hashable, dict[str, Any]] = {}
+    for row in tables.timed(frame).to_dict("records"):
+        if (key := _matched(row, across)) in found:
+            raise UsageError(
+                f"the {which} table has several points that differ only in {' or '.join(across)}: which of them to "
+                "compare is not known; give tables of one kind"
+            )
+        found[key] = {str(name): value for name, value in row.items()}
+    return found
+
+
+def _matched(row: dict[Any, Any], across: Sequence[str]) -> Hashable:
+    return tables.point_id(row | dict.fromkeys(across)) if across else row["point_id"]
+
+
+def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]:
+    """Why a point has no time: the status and the error of its latest row."""
+    failed = frame[~frame["status"].isin(tables.TIMED)].sort_values("started_at", kind="stable")
+    return {
+        _matched(row, across): f"{row['status']}: {row['error']}" if isinstance(row["error"], str) else row["status"]
+        for row in failed.to_dict("records")
+    }
+
+
+def _change(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Change:
+    key, before, after = _key(new), _seconds(old), _seconds(new)
+    samples = [row["samples_seconds"] for row in (old, new)]
+    if any(found is None or len(found) == 0 for found in samples):
+        return Change(key, UNCLEAR, before, after, after / before, reason="a time without samples")
+    try:
+        judged = verdict(*samples, threshold=threshold, between=between)
+    except ValueError as error:
+        raise BadData(
+            f"point {new['point_id']}: {error}; `latbench validate` tells which table is damaged"
+        ) from error
+    return Change(key, judged.kind, before, after, judged.ratio, judged.low, judged.high)
+
+
+def _corrected(row: dict[str, Any]) -> dict[str, Any]:
+    ratio = row["reference_ratio"]
+    if ratio is None or not ratio > 0:
+        raise BadData(f"point {row['point_id']} has no reference_ratio: how slow the machine was then is not known")
+    samples = None if row["samples_seconds"] is None else [sample / ratio for sample in row["samples_seconds"]]
+    return row | {"samples_seconds": samples, "median_seconds": row["median_seconds"] / ratio}
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return float(row["median_seconds"])
+
+
+def _key(row: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: tables.plain(field.type, row[field.name]) for field in tables.KEY}

@@ -1,0 +1,116 @@
+"""Whether the same work got faster or slower between two measurements, from the samples of both.
+
+Samples that were taken one after the other resemble each other: the machine's mood lasts longer than a call. So they
+are not resampled one by one, which would make the interval far too narrow, but in blocks of neighbours (Kunsch 1989,
+"The jackknife and the bootstrap for general stationary observations"). So few blocks vary less than they should; the
+interval is widened for that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
+
+Samples of one run cannot tell how runs differ: where memory lies, what the neighbours on the chip do. The other
+points of the same two tables can (`spread`), as far as most of them did not change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtr, ndtri, stdtrit
+
+SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
+
+COVERAGE = 0.99  # many points are compared at once: at 95% one of twenty would be judged by luck
+FEWEST_SAMPLES = 6  # with fewer, not even the range of the samples is a 95% interval of their median
+BLOCKS = 12
+MOST_OF_A_BLOCK = 20  # evenly spaced quantiles stand for a longer block
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How two measurements compare.
+
+    kind: SAME, FASTER, SLOWER or UNCLEAR. ratio: the median after over the median before; low, high: its interval.
+    """
+
+    kind: str
+    ratio: float
+    low: float
+    high: float
+
+
+def spread(ratios: Sequence[float]) -> float:
+    """The standard deviation of the logarithms of `ratios` (median after over before, a point each), as far as it can
+    be told while up to half of the points may have changed: by the median absolute deviation. 0 of fewer than three.
+    """
+    if len(ratios) < 3:
+        return 0.0
+    logarithms = np.log(ratios)
+    return float(np.median(np.abs(logarithms - np.median(logarithms))) / ndtri(0.75))
+
+
+def verdict(
+    before: Sequence[float], after: Sequence[float], *, threshold: float = 0.02, between: float = 0.0
+) -> Verdict:
+    """Judge the samples `after` against the samples `before`, both in seconds and in the order they were taken.
+
+    SLOWER or FASTER if the 99% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
+    inverse, SAME if it lies between the two, UNCLEAR if it straddles either, or if there are fewer than six samples.
+    `between`: by what standard deviation (of the logarithm) the ratio of equal work differs from one pair of runs to
+    the next, as `spread` says; it widens the interval. The same samples always get the same verdict. Raises
+    ValueError for no samples, for samples that are not positive finite times, and for a threshold that is not
+    positive.
+    """
+    if not threshold > 0:
+        raise ValueError(f"a threshold is a positive share such as 0.02, not {threshold}")
+    old, new = _times(before, "before"), _times(after, "after")
+    ratio = float(np.median(new) / np.median(old))
+    if min(len(old), len(new)) < FEWEST_SAMPLES:
+        return Verdict(UNCLEAR, ratio, float(new.min() / old.max()), float(new.max() / old.min()))
+    rng = np.random.default_rng(0)
+    ratios = _medians(new, rng) / _medians(old, rng)
+    tail = _tail(min(BLOCKS, len(old), len(new)))
+    low, high = (float(edge) for edge in np.quantile(ratios, [tail, 1 - tail]))
+    # Thinned blocks and the midpoint of an even count can leave the plain median just outside.
+    low, high = min(low, ratio), max(high, ratio)
+    runs = between * float(ndtri((1 + COVERAGE) / 2))
+    low = ratio * math.exp(-math.hypot(math.log(ratio / low), runs))
+    high = ratio * math.exp(math.hypot(math.log(high / ratio), runs))
+    return Verdict(_kind(low, high, 1 + threshold), ratio, low, high)
+
+
+def _tail(blocks: int) -> float:
+    """What to cut off at each end of a distribution that was resampled from so many blocks."""
+    student = stdtrit(blocks - 1, (1 + COVERAGE) / 2)
+    return float(ndtr(-math.sqrt(blocks / (blocks - 1)) * student))
+
+
+def _kind(low: float, high: float, limit: float) -> str:
+    if low > limit:
+        return SLOWER
+    if high < 1 / limit:
+        return FASTER
+    return SAME if low >= 1 / limit and high <= limit else UNCLEAR
+
+
+def _times(samples: Sequence[float], which: str) -> NDArray[np.float64]:
+    times = np.asarray(samples, float)
+    if times.ndim != 1 or not len(times):
+        raise ValueError(f"there are no samples from {which}")
+    wrong = times[~((times > 0) & (times < math.inf))]
+    if len(wrong):
+        raise ValueError(f"a sample of {wrong[0]:g} s from {which} is no time")
+    return times
+
+
+def _medians(times: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Medians of RESAMPLES resamples of `times` by blocks of neighbours."""
+    blocks = np.array_split(times, min(BLOCKS, len(times)))
+    most = min(MOST_OF_A_BLOCK, len(blocks[-1]))  # the last is the shortest; all weigh the same
+    shares = (np.arange(most) + 0.5) / most
+    thinned = np.array([np.quantile(block, shares, method="hazen") for block in blocks])
+    drawn = rng.integers(len(blocks), size=(RESAMPLES, len(blocks)))
+    medians: NDArray[np.float64] = np.median(thinned[drawn].reshape(RESAMPLES, -1), axis=1)
+    return medians

@@ -1,0 +1,94 @@
+"""Several tables into one, in memory that does not grow with their rows but for 17 bytes each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from latbench import digests, likeness, places, tables
+from latbench.errors import UsageError
+from latbench.places import Place
+
+PART_ROWS = 1 << 17  # of a part that is written: some hundred megabytes in memory
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote: the new parts, how many rows they hold, and how many there were in all sources."""
+
+    parts: list[Place]
+    rows: int
+    read: int
+
+
+def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> Merged:
+    """Write every row of the tables `sources`, equal rows once and in their order, as a table in `folder`; with their
+    environments.
+
+    Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `tables.read` does, and
+    EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once.
+    """
+    # Parts never change, but a sweep may add some meanwhile.
+    into, given = places.at(folder), {places.at(source): tables.parts(source) for source in sources}
+    values: dict[Place, _Values] = {source: _Values() for source in given}
+    hashes = []
+    for source, table in _tables(given):
+        values[source].add(table)
+        hashes.append(digests.rows(table))
+    if not mixed:
+        _check_alike(values)
+    first = digests.first_of_equals(np.concatenate(hashes))
+    environments = {row["env_id"]: row for source in given for row in tables.environment_rows(source)}
+    if environments:
+        tables.write_environments(into, environments.values())
+    every = (table for _, table in _tables(given))
+    written = [tables.write_rows(into, table) for table in _pieces(_chosen(every, first))]
+    return Merged(written, int(first.sum()), len(first))
+
+
+class _Values(defaultdict[str, set[Hashable]]):
+    """The devices and modes of a table, by column."""
+
+    def __init__(self) -> None:
+        super().__init__(set)
+
+    def add(self, table: pa.Table) -> None:
+        for name in ("device", *likeness.MODES):
+            self[name].update(pc.unique(table[name].drop_null()).to_pylist())
+
+
+def _check_alike(values: dict[Place, _Values]) -> None:
+    for unlike in (likeness.unlike_devices(values), likeness.unlike_modes(values)):
+        if unlike is not None:
+            raise UsageError(f"they do not belong in one table, {unlike}; --allow-mixed merges them all the same")
+
+
+def _tables(parts: Mapping[Place, Sequence[Place]]) -> Iterator[tuple[Place, pa.Table]]:
+    """Each source with its rows, in pieces."""
+    return ((source, table) for source, own in parts.items() for part in own for table in tables.batches(part))
+
+
+def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[pa.Table]:
+    """The rows for which `chosen` (rows of all,) is true."""
+    start = 0
+    for table in pieces:
+        yield table.filter(pa.array(chosen[start : start + table.num_rows]))
+        start += table.num_rows
+
+
+def _pieces(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in pieces of PART_ROWS, the last of which may be smaller."""
+    waiting = tables.SCHEMA.empty_table()
+    for piece in pieces:
+        waiting = pa.concat_tables([waiting, piece])
+        while waiting.num_rows >= PART_ROWS:
+            yield waiting.slice(0, PART_ROWS)
+            waiting = waiting.slice(PART_ROWS)
+    if waiting.num_rows:
+        yield waiting

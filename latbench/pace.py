@@ -1,0 +1,80 @@
+"""How fast a machine is just now: two fixed pieces of work, timed every few bursts of a sweep in the same turns.
+
+Frequency, neighbours on the same chip and heat slow a machine for seconds or minutes without a trace in its counters.
+Fixed work shows them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from latbench.ceilings import Ceilings
+from latbench.measure import Clock
+from latbench.runners.local import Prepared, Worker, WorkerDied
+
+EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
+READING_SECONDS = 0.008
+SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
+
+KERNELS = ("product", "total")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The seconds a call of each reference kernel at a time of `perf_counter`."""
+
+    at: float
+    product: float
+    total: float
+    preempted: bool
+
+
+class Pace:
+    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
+
+    def __init__(self, worker: Worker, ceilings: Ceilings, clock: Clock = perf_counter) -> None:
+        self.ceilings = ceilings
+        self.readings: list[Reading] = []
+        self._worker, self._clock = worker, clock
+        self._prepared: list[Prepared] = []
+        self._bursts = 0
+
+    def turn(self) -> None:
+        """Called before every burst of others: times the reference kernels if it is their turn."""
+        if self._bursts % EVERY == 0:
+            self._read()
+        self._bursts += 1
+
+    def _read(self) -> None:
+        at = self._clock()
+        try:
+            if not self._prepared or not self._worker.holds(self._prepared[0]):
+                self._prepared = [self._worker.prepare(f"latbench.backends.reference:{name}") for name in KERNELS]
+            product, total = (self._worker.burst(kernel, READING_SECONDS) for kernel in self._prepared)
+        except WorkerDied:  # it is started anew at its next turn
+            return
+        seconds = [float(np.median(burst.samples)) for burst in (product, total)]
+        self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
+
+    def ratio(self, since: float, flop: float, size: float) -> tuple[float | None, bool]:
+        """By what factor work of so many operations on so many bytes was slower than usual `since` a time of the
+        clock, and whether that is a slow spell of this sweep. None while there is no reading.
+        """
+        before = [reading for reading in self.readings if reading.at <= since][-1:]
+        meanwhile = before + [reading for reading in self.readings if reading.at > since]
+        if not meanwhile:
+            return None, False
+        now = self.ceilings.pace(*_typical(meanwhile), flop, size)
+        return now, now > SLOW_SPELL * self.ceilings.pace(*_typical(self.readings), flop, size)
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.close()
+
+
+def _typical(readings: list[Reading]) -> tuple[float, float]:
+    counted = [reading for reading in readings if not reading.preempted] or readings
+    return float(np.median([r.product for r in counted])), float(np.median([r.total for r in counted]))

@@ -1,0 +1,226 @@
+"""How well times repeat: the same sweep several times, beside torch.utils.benchmark at equal measuring time a point.
+
+    python tests/benchmarks/noise.py repeat [--points 30] [--runs 5] [--threads 2]
+    python tests/benchmarks/noise.py verdicts [--points 10] [--runs 20] [--seconds 0.4]
+
+`repeat` takes turns: a sweep, then torch's blocked_autorange of the same points for as long as the sweep took each,
+in processes started anew with the same thread settings; neither knows of the other. Printed is the median over points
+of the spread between runs of the time reported: the standard deviation, and largest less smallest, over the mean.
+
+`verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict. One point in turn is 5%
+slower the second time: every twentieth call is made twice. It counts how often that is caught, and how often a point
+is blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
+divided by what is common to all points too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from latbench import backends, devices, plan, sweep, tables, workloads
+from latbench.compare_samples import Verdict, spread, verdict
+from latbench.plan import Point
+from latbench.runners.local import Worker
+
+HERE = str(Path(__file__).resolve())
+WORK = (
+    ("torch", "prepacked", "dense", 0.0),
+    ("numba", "auto", "dense", 0.0),
+    ("numba", "auto", "vector:32", 0.75),
+    ("numba", "auto", "shflbw:32", 0.9),
+    ("numba", "auto", "unstructured", 0.9),
+    ("torch", "linear", "dense", 0.0),
+)
+
+
+def chosen(count: int, threads: int) -> list[Point]:
+    """`count` points of five layers of BERT and Transformer."""
+    shapes = list(dict.fromkeys(layer.shape for layer in workloads.load("cpu_kernels").layers))
+    device = devices.cpu_device()
+    points = [
+        Point(device, backend, kernel, shape, plan.parse_patterns([pattern])[0], sparsity, threads)
+        for backend, kernel, pattern, sparsity in WORK
+        for shape in shapes
+    ]
+    return points[:count]
+
+
+# In the workers -----------------------------------------------------------------------------------------------------
+
+
+def plain(point: Point, seconds: float) -> float:
+    """The median seconds of a call, as torch.utils.benchmark finds it in about `seconds`."""
+    from torch.utils.benchmark import Timer
+
+    run = backends.prepare(point)
+    time.sleep(0.05)  # threads that checked the result may still spin
+    run()
+    timer = Timer("run()", globals={"run": run}, num_threads=point.threads)
+    return float(timer.blocked_autorange(min_run_time=seconds).median)
+
+
+SLOWED = 1  # the seed of a point whose calls take 5% longer
+
+
+def prepare(point: Point) -> backends.Rotation:
+    """As latbench.backends does; with the seed SLOWED every twentieth call does its work twice."""
+    ready = backends.prepare(replace(point, seed=0))
+    if point.seed != SLOWED:
+        return ready
+    calls = 0
+
+    def slower() -> None:
+        nonlocal calls
+        calls += 1
+        ready()
+        if calls % 20 == 0:
+            ready()
+
+    return backends.Rotation([slower], ready.facts)
+
+
+# The comparisons ----------------------------------------------------------------------------------------------------
+
+
+def measured(points: Sequence[Point], threads: int, settings: sweep.Settings, seed: int) -> pd.DataFrame:
+    """One sweep of `points`, a row each, by point_id."""
+    with tempfile.TemporaryDirectory() as folder:
+        machine = sweep.Cpu(threads)
+        sweep.run(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
+        return tables.timed(tables.read(Path(folder))).set_index("point_id")
+
+
+def spent(row: Any) -> float:
+    """The seconds that a row's samples took, those that do not count among them."""
+    return float((row["sample_count"] + row.get("discarded_samples", 0)) * row["inner_loops"] * row["mean_seconds"])
+
+
+def repeat(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+    """Print how much the times of `points` vary between runs, latbench's and torch's."""
+    found: dict[str, list[list[float]]] = {}
+    for run in range(runs):
+        began = time.monotonic()
+        table = measured(points, threads, settings, seed=run)
+        swept = time.monotonic() - began
+        rows = [table.loc[point.id] for point in points]
+        seconds = [spent(row) for row in rows]
+        began = time.monotonic()
+        workers = {name: Worker(threads=threads, name=name) for name in {point.backend for point in points}}
+        order = np.random.default_rng(run).permutation(len(points))
+        times = [0.0] * len(points)
+        for i in order:
+            times[i] = workers[points[i].backend].call(f"{HERE}:plain", points[i], seconds[i])
+        for worker in workers.values():
+            worker.close()
+        found.setdefault("torch.utils.benchmark", []).append(times)
+        for column in ("median_seconds", "corrected_seconds"):
+            if column in table:
+                found.setdefault(f"latbench {column}", []).append([row[column] for row in rows])
+        told = time.monotonic() - began
+        print(f"run {run + 1}: {sum(seconds):.1f} s of samples; the sweep took {swept:.0f} s, torch {told:.0f} s")
+        for column in ("status", "stop_reason", "flags"):
+            print(f"    {column} {dict(Counter(row[column] for row in rows))}", flush=True)
+    for i, point in enumerate(points):
+        each = (f"{name} {' '.join(f'{1e3 * times[i]:.3f}' for times in runs)}" for name, runs in found.items())
+        print(f"  {point} (ms): {'; '.join(each)}")
+    print("between runs, median (90th percentile) over points:")
+    spreads = {name: np.array(times) for name, times in found.items()}
+    base = np.nan
+    for name, values in spreads.items():
+        deviation = values.std(axis=0, ddof=1) / values.mean(axis=0)
+        extent = np.ptp(values, axis=0) / values.mean(axis=0)
+        middle = float(np.median(deviation))
+        base = middle if np.isnan(base) else base
+        print(
+            f"  {name:26} standard deviation {middle:.2%} ({np.quantile(deviation, 0.9):.2%}), "
+            f"extent {np.median(extent):.2%} ({np.quantile(extent, 0.9):.2%}), {middle / base:.2f} of torch's"
+        )
+
+
+class Count:
+    """Verdicts on points that did not change, and on the one that was slowed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.equal: Counter[str] = Counter()
+        self.slowed: Counter[str] = Counter()
+
+    def add(self, judged: Verdict, slowed: bool, point: Point) -> None:
+        """Count a verdict; a wrong one is printed."""
+        (self.slowed if slowed else self.equal)[judged.kind] += 1
+        if judged.kind not in (("SLOWER",) if slowed else ("SAME", "UNCLEAR")):
+            text = f"{judged.kind} {judged.ratio:.3f} ({judged.low:.3f}-{judged.high:.3f})"
+            print(f"    {self.name}: {text} {'slowed ' if slowed else ''}{point}", flush=True)
+
+    def tell(self) -> None:
+        """Print the counts."""
+        false = self.equal["SLOWER"] + self.equal["FASTER"]
+        print(f"{self.name}: unchanged {dict(self.equal)}, {false / sum(self.equal.values()):.1%} false;", end=" ")
+        print(f"5% slower {dict(self.slowed)}, {self.slowed['SLOWER'] / sum(self.slowed.values()):.0%} caught")
+
+
+def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+    """Measure `points` twice, `runs` times, one of them 5% slower the second time; count the verdicts."""
+    sweep.PREPARE = f"{HERE}:prepare"
+    counts = [Count("as measured"), Count("at the usual pace"), Count("beside the other points")]
+    for run in range(runs):
+        which = run % len(points)
+        changed = [replace(point, seed=SLOWED) if i == which else point for i, point in enumerate(points)]
+        old = measured(points, threads, settings, seed=2 * run)
+        new = measured(changed, threads, settings, seed=2 * run + 1)
+        rows = [(old.loc[a.id], new.loc[b.id]) for a, b in zip(points, changed, strict=True)]
+        raw = [(before["samples_seconds"], after["samples_seconds"]) for before, after in rows]
+        paced = [(usual(before), usual(after)) for before, after in rows]
+        common = float(np.median(ratios(paced)))
+        beside = [(before, after / common) for before, after in paced]
+        print(
+            f"  run {run}: times {np.median(ratios(raw)):.3f}, at the usual pace {common:.3f}, spread "
+            f"{spread(ratios(raw)):.2%}, {spread(ratios(paced)):.2%}; slowed {ratios(beside)[which]:.3f}",
+            flush=True,
+        )
+        for count, pairs in zip(counts, (raw, paced, beside), strict=True):
+            between = spread(ratios(pairs))
+            for i, (before, after) in enumerate(pairs):
+                count.add(verdict(before, after, between=between), i == which, points[i])
+    for count in counts:
+        count.tell()
+
+
+def ratios(pairs: Sequence[tuple[Any, Any]]) -> list[float]:
+    """The median after over the median before of each pair of samples."""
+    return [float(np.median(after) / np.median(before)) for before, after in pairs]
+
+
+def usual(row: Any) -> Any:
+    """The samples of a row, in seconds, as they would be on the machine at its usual pace."""
+    return row["samples_seconds"] / row["reference_ratio"]
+
+
+VERBS: dict[str, Callable[..., None]] = {"repeat": repeat, "verdicts": verdicts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(VERBS))
+    parser.add_argument("--points", type=int, default=30)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=devices.cores())
+    parser.add_argument("--seconds", type=float, default=sweep.Settings.max_seconds, help="most seconds a point")
+    parser.add_argument("--error", type=float, default=sweep.Settings.rel_error, help="error at which a point ends")
+    given = parser.parse_args()
+    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error)
+    VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, settings)
+
+
+if __name__ == "__main__":
+    main()

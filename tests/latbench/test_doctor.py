@@ -1,0 +1,142 @@
+"""doctor: what it reads from a machine's files, what it advises, and how it tells."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from latbench import backends, devices, disturbances
+from latbench.disturbances import Host
+
+fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
+
+QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
+
+
+def _machine(root: Path, **files: str) -> Path:
+    """A root with these files; double underscores stand for slashes."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_a_server_is_read_from_its_files(tmp_path: Path) -> None:
+    cpus = "sys__devices__system__cpu__cpu"
+    root = _machine(
+        tmp_path,
+        proc__cpuinfo="processor : 0\nflags : fpu sse2 avx2\ncpu MHz : 2100.0\n",
+        proc__loadavg="3.25 2.00 1.00 2/300 4242\n",
+        **{f"{cpus}{i}__topology__thread_siblings_list": f"{i % 2},{i % 2 + 2}" for i in range(4)},
+        **{f"{cpus}{i}__cpufreq__scaling_cur_freq": "3000000" for i in range(4)},
+        sys__devices__system__cpu__cpu0__cpufreq__scaling_governor="schedutil\n",
+        sys__devices__system__cpu__cpu0__cpufreq__cpuinfo_max_freq="3700000\n",
+        sys__devices__system__cpu__intel_pstate__no_turbo="0\n",
+    )  # fmt: skip
+    host = disturbances.host(0.05, root=root, allowed={0, 1, 2, 3})
+    assert (host.processors, host.cores, host.governor, host.turbo) == (4, 2, "schedutil", True)
+    assert (host.clock_hertz, host.most_clock_hertz) == (3e9, 3.7e9)
+    assert (host.load, host.steal_fraction, host.virtual) == (3.25, 0.05, False)
+    assert host.quota_cores is None and "intel_pstate/no_turbo" in (host.turbo_switch or "")
+
+
+def test_a_virtual_machine_hides_its_clock(tmp_path: Path) -> None:
+    root = _machine(tmp_path, proc__cpuinfo="flags : fpu hypervisor\ncpu MHz : 2100.0\n\ncpu MHz : 2300.0\n")
+    host = disturbances.host(root=root, allowed={0, 1})
+    assert host == Host(processors=2, cores=2, clock_hertz=2.2e9, virtual=True)
+    assert disturbances.host(root=tmp_path / "nothing", allowed={0}) == Host(processors=1, cores=1)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {
+            "proc__self__cgroup": "0::/box/inner\n",
+            "sys__fs__cgroup__box__cpu.max": "150000 100000\n",
+            "sys__fs__cgroup__box__cpu.stat": "usage_usec 1\nnr_periods 9\nnr_throttled 7\n",
+            "sys__fs__cgroup__box__inner__cpu.max": "max 100000\n",
+        },
+        # A container sees its own group as the top, though its path is the host's.
+        {
+            "proc__self__cgroup": "0::/system.slice/docker-1.scope\n",
+            "sys__fs__cgroup__cpu.max": "150000 100000\n",
+            "sys__fs__cgroup__cpu.stat": "nr_throttled 7\n",
+        },
+        {
+            "proc__self__cgroup": "5:memory:/x\n4:cpu,cpuacct:/box\n",
+            "sys__fs__cgroup__cpu,cpuacct__box__cpu.cfs_quota_us": "150000\n",
+            "sys__fs__cgroup__cpu,cpuacct__box__cpu.cfs_period_us": "100000\n",
+            "sys__fs__cgroup__cpu,cpuacct__box__cpu.stat": "nr_throttled 7\n",
+            "sys__fs__cgroup__cpu,cpuacct__cpu.cfs_quota_us": "-1\n",
+            "sys__fs__cgroup__cpu,cpuacct__cpu.cfs_period_us": "100000\n",
+        },
+    ],
+)
+def test_a_quota_is_found_in_either_kind_of_control_group(tmp_path: Path, files: dict[str, str]) -> None:
+    host = disturbances.host(root=_machine(tmp_path, **files), allowed={0, 1, 2, 3})
+    assert (host.quota_cores, host.throttled_periods) == (1.5, 7)
+
+
+def test_a_quiet_machine_needs_no_advice() -> None:
+    assert disturbances.advice(QUIET) == []
+    assert disturbances.advice(Host(processors=8, cores=8)) == []  # what is hidden is not guessed
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"governor": "powersave"}, "governor is powersave: the clock follows the load; `sudo cpupower"),
+        ({"turbo": True, "turbo_switch": "echo 1"}, "turbo is on: the clock sinks as the chip gets warm; `echo 1`"),
+        ({"processors": 32}, "32 hardware threads share 16 cores"),
+        ({"load": 9.5}, "the load is 9.5 on 16 cores: others take"),
+        ({"steal_fraction": 0.07}, "the hypervisor gives 7% of the time to others: measure on a dedicated host"),
+        ({"quota_cores": 1.5}, "a quota of 1.5 cores on 16 processors (cgroup cpu.max): it stops"),
+        ({"quota_cores": 1.5, "throttled_periods": 7}, "it was stopped 7 times so far"),
+        ({"processors": 2, "cores": 2}, "only 2 cores: the system's own work disturbs every call"),
+        (
+            {"processors": 1, "cores": 1},
+            "only 1 core: the system's own work disturbs every call; measure on a larger",
+        ),
+    ],
+)
+def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], words: str) -> None:
+    [sentence] = disturbances.advice(Host(**{**vars(QUIET), **change}))
+    assert words in sentence and "\n" not in sentence
+
+
+def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
+    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(
+        disturbances, "host", lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1)
+    )
+    ran = latbench("doctor", "--json")
+    facts = json.loads(ran.out)
+    assert facts["device"] == devices.cpu_device() and facts["environment"]["cores"] >= 1
+    assert facts["backends"]["numba"]["version"]
+    assert facts["backends"]["onnxruntime"] == {"version": None, "missing": ["no-such-package"]}
+    assert facts["host"]["governor"] == "powersave" and len(facts["advice"]) == 3
+    assert facts["gpu_backends"]["torch_gpu"]["version"]
+    out = latbench("doctor").out
+    assert facts["device"] in out and "missing: pip install no-such-package" in out
+    assert "none: no NVIDIA driver" in out and "without a GPU" in out
+    assert out.count("\n! ") == 3
+
+
+def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
+    [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
+    assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
+    assert "GPU NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
+
+
+def test_a_hot_gpu_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hot = fakes.FakeNvml(fakes.H200)
+    monkeypatch.setattr(hot, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x40, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", hot)
+    assert "! NVIDIA H200 is slowed down now (hw_thermal_slowdown): let it cool" in latbench("doctor").out

@@ -1,0 +1,87 @@
+"""The pace of a sweep, with a worker that says what the tests want."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from latbench.ceilings import Ceilings
+from latbench.measure import Burst
+from latbench.pace import EVERY, Pace
+from latbench.runners.local import WorkerDied
+
+CEILINGS = Ceilings(1.0, {1: 1.0}, product_seconds=1.0, sum_seconds=1.0)
+BY_UNITS = {"flop": 1e9, "size": 1e-9}
+
+
+class FakeWorker:
+    """Says the next of `seconds` for both kernels; None: it dies instead."""
+
+    def __init__(self, *seconds: float | None, preempted: tuple[int, ...] = ()) -> None:
+        self._seconds = iter(itertools.chain.from_iterable((value, value) for value in seconds))
+        self._preempted = preempted
+        self.bursts, self.prepared, self.alive = 0, 0, True
+
+    def prepare(self, function: str) -> Any:
+        assert function.startswith("latbench.backends.reference:")
+        self.prepared, self.alive = self.prepared + 1, True
+        return SimpleNamespace(function=function)
+
+    def holds(self, prepared: Any) -> bool:
+        return self.alive
+
+    def burst(self, prepared: Any, seconds: float) -> Burst:
+        value = next(self._seconds)
+        if value is None:
+            self.alive = False
+            next(self._seconds)
+            raise WorkerDied("oom", "gone")
+        self.bursts += 1
+        return Burst([value] * 3, preempted=(self.bursts - 1) // 2 in self._preempted)
+
+
+def pace(worker: FakeWorker, readings: int) -> Pace:
+    """After so many readings, at the times 0, 1, 2 ..."""
+    kept = Pace(worker, CEILINGS, clock=itertools.count().__next__)  # type: ignore[arg-type]
+    for _ in range(readings * EVERY):
+        kept.turn()
+    return kept
+
+
+def test_the_reference_is_timed_before_the_first_burst_and_every_few() -> None:
+    worker = FakeWorker(1.0, 1.0, 1.0)
+    kept = pace(worker, 0)
+    counts = []
+    for _ in range(2 * EVERY + 1):
+        kept.turn()
+        counts.append(len(kept.readings))
+    assert counts == [1] * EVERY + [2] * EVERY + [3]
+    assert worker.prepared == 2  # a product and a sum
+
+
+def test_a_ratio_is_of_the_readings_around_a_point() -> None:
+    kept = pace(FakeWorker(1.0, 1.0, 2.0, 2.0, 2.0, 1.0), 6)
+    assert kept.ratio(2.5, **BY_UNITS)[0] == pytest.approx(2)  # at 2, 3, 4, 5: before it, and since
+    assert kept.ratio(5.0, **BY_UNITS)[0] == pytest.approx(1)
+
+
+def test_a_slow_spell_is_slower_than_the_rest_of_the_sweep() -> None:
+    always = pace(FakeWorker(*[2.0] * 9), 9)
+    assert always.ratio(8.0, **BY_UNITS) == (pytest.approx(2), False)
+    at_last = pace(FakeWorker(*[1.0] * 7, 2.0, 2.0), 9)
+    assert at_last.ratio(7.0, **BY_UNITS) == (pytest.approx(2), True)
+
+
+def test_a_reading_that_others_cut_into_does_not_count_beside_one_that_they_did_not() -> None:
+    assert pace(FakeWorker(1.0, 9.0, 9.0, preempted=(1, 2)), 3).ratio(0.0, **BY_UNITS)[0] == pytest.approx(1)
+    assert pace(FakeWorker(9.0, preempted=(0,)), 1).ratio(0.0, **BY_UNITS)[0] == pytest.approx(9)
+
+
+def test_a_reference_worker_that_dies_costs_its_reading_and_no_more() -> None:
+    worker = FakeWorker(None, 1.0)
+    kept = pace(worker, 1)
+    assert kept.ratio(0.0, **BY_UNITS) == (None, False)
+    for _ in range(EVERY):
+        kept.turn()
+    assert kept.ratio(0.0, **BY_UNITS)[0] == pytest.approx(1) and worker.prepared == 4

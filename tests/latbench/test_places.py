@@ -1,0 +1,137 @@
+"""Where tables lie: folders, file:// and object stores, and what is said where one cannot be reached."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import fs
+
+from latbench import places, tables
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
+
+DENSE = {"pattern": "dense", "sparsity_target": 0.0, "backend": "torch"}
+
+
+@pytest.fixture(params=["a folder of this machine", "a store in memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> fs.FileSystem:
+    """What s3://bucket/... reaches in this test: pyarrow's own stand-ins for an object store."""
+    if request.param == "a store in memory":
+        filesystem = fs._MockFileSystem()
+    else:
+        filesystem = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    monkeypatch.setattr(places, "_filesystem", lambda uri: (filesystem, uri.removeprefix("s3://")))
+    return filesystem
+
+
+def test_a_path_is_a_path() -> None:
+    assert places.at("folder/table") == Path("folder/table")
+    assert places.at(Path("/x")) == Path("/x")
+    assert places.at("odd:name") == Path("odd:name")
+
+
+def test_a_file_uri_is_a_path_too(tmp_path: Path, row: dict[str, Any]) -> None:
+    uri = f"file://{tmp_path}/table"
+    part = tables.write_part(uri, [row])
+    assert isinstance(part, Path) and part.parent == tmp_path / "table"
+    assert len(tables.read(uri)) == len(tables.read(tmp_path / "table")) == 1
+
+
+def test_a_table_in_a_store_is_the_same_table(store: fs.FileSystem, tmp_path: Path, row: dict[str, Any]) -> None:
+    uri = "s3://bucket/folder/table"
+    assert not tables.exists(uri) and not tables.holds_rows(uri)
+    with pytest.raises(BadData, match="s3://bucket/folder/table: no such table"):
+        tables.read(uri)
+    environment = {"env_id": "a", "python": "3.11"}
+    tables.write_environment(uri, environment)
+    assert tables.exists(uri) and not tables.holds_rows(uri)
+    parts = [str(tables.write_part(uri, [row | {"m": m}])) for m in (1, 2)]
+    assert all(part.startswith("s3://bucket/folder/table/part-") for part in parts)
+    assert [str(part) for part in tables.parts(uri)] == sorted(parts) and tables.holds_rows(uri)
+    assert sorted(tables.read(uri)["m"]) == [1, 2] and len(tables.read(parts[0])) == 1
+    assert tables.environment_rows(uri) == tables.environment_rows(parts[1]) == [environment]
+    for path in parts:
+        content = store.open_input_file(path.removeprefix("s3://")).read()
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        (tmp_path / "copy" / Path(path).name).write_bytes(content)
+    assert tables.table_hash(uri) == tables.table_hash(tmp_path / "copy")
+
+
+def test_damage_in_a_store_is_named(store: fs.FileSystem, row: dict[str, Any]) -> None:
+    part = str(tables.write_part("s3://bucket/table", [row]))
+    inside = part.removeprefix("s3://")
+    content = store.open_input_file(inside).read()
+    with store.open_output_stream(inside) as stream:
+        stream.write(content[:-9])
+    with pytest.raises(BadData, match=r"^s3://bucket/table/part-\w+\.parquet: damaged, truncated or edited"):
+        tables.read("s3://bucket/table")
+
+
+def test_commands_take_uris(latbench: Any, store: fs.FileSystem, tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part("s3://bucket/a", [row | {"samples_seconds": [1e-3 + 1e-6 * i for i in range(9)]}])
+    tables.write_part(tmp_path / "b", [row | DENSE])
+    assert latbench("merge", "s3://bucket/a", tmp_path / "b", "-o", "s3://bucket/both").code == 0
+    assert "exists already" in latbench("merge", "s3://bucket/a", "-o", "s3://bucket/both").refused(2)
+    assert "nothing to complain of" in latbench("validate", "s3://bucket/both").out
+    ran = latbench("compare", "s3://bucket/a", "s3://bucket/both", "--fail-on", "slower,missing", "--json")
+    assert ran.code == 0 and json.loads(ran.out)["counts"]["NEW"] == 1
+    assert latbench("report", "s3://bucket/both", "-o", tmp_path / "report.html").code == 0
+    assert "s3://bucket/both" in (tmp_path / "report.html").read_text()
+
+
+def test_a_sweep_writes_to_a_store_and_goes_on_there(latbench: Any, store: fs.FileSystem, tiny: Path) -> None:
+    arguments = ("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--backends", "scipy,numba")
+    arguments += ("--threads", "1", "-o", "s3://bucket/swept")
+    assert latbench(*arguments).code == 0
+    assert len(tables.read("s3://bucket/swept")) >= 7 and len(tables.environment_rows("s3://bucket/swept")) == 1
+    assert "7 were there already" in latbench(*arguments).out
+    assert latbench("validate", "s3://bucket/swept").code == 0
+
+
+@pytest.mark.parametrize("uri", ["nosuch://bucket/table", "s3://bucket/a b", "s3://"])
+def test_a_uri_that_nobody_understands_is_a_wrong_request(latbench: Any, uri: str) -> None:
+    assert f"latbench: {uri.partition('?')[0]}: " in latbench("validate", uri).refused(2)
+    with pytest.raises(UsageError):
+        places.at(uri)
+
+
+@pytest.mark.parametrize(
+    ("uri", "advice"),
+    [("s3://bucket/table", "AWS_ACCESS_KEY_ID"), ("gs://bucket/table", "GOOGLE_APPLICATION_CREDENTIALS")],
+)
+def test_a_store_that_refuses_is_said_with_where_credentials_come_from(
+    latbench: Any, monkeypatch: pytest.MonkeyPatch, uri: str, advice: str, row: dict[str, Any]
+) -> None:
+    class Refusing(fs.FileSystemHandler):  # type: ignore[misc]
+        """A store that knows nobody."""
+
+        def get_file_info(self, *_: Any) -> None:
+            raise OSError("When getting information for key: AWS Error ACCESS_DENIED during HeadObject.\nmore")
+
+        open_output_stream = get_file_info
+
+    for name in Refusing.__abstractmethods__:
+        setattr(Refusing, name, lambda self, *_: None)
+    Refusing.__abstractmethods__ = frozenset()
+    monkeypatch.setattr(places, "_filesystem", lambda _: (fs.PyFileSystem(Refusing()), "bucket/table"))
+    refused = latbench("validate", uri).refused(3)
+    assert f"cannot use {uri}: " in refused and "ACCESS_DENIED during HeadObject" in refused and advice in refused
+    with pytest.raises(EnvironmentUnusable, match="ACCESS_DENIED"):
+        tables.write_part(uri, [row])
+
+
+def test_google_is_not_asked_for_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(places, "_filesystem", lambda uri: (asked.append(uri), (fs._MockFileSystem(), "x"))[1])
+    places.at("gs://bucket/table")
+    places.at("gcs://bucket/table?anonymous=true")
+    assert asked == [
+        "gs://bucket/table?retry_limit_seconds=30", "gcs://bucket/table?anonymous=true&retry_limit_seconds=30",
+    ]  # fmt: skip
+
+
+def test_what_is_no_table_is_not_written_to_a_folder_called_s3(latbench: Any, tmp_path: Path, row: Any) -> None:
+    tables.write_part(tmp_path / "table", [row, row | DENSE])
+    refused = latbench("report", tmp_path / "table", "-o", "s3://bucket/report.html").refused(2)
+    assert "only tables go to a URI" in refused
+    assert not Path("s3:").exists()

@@ -1,0 +1,309 @@
+"""Validation: whatever is wrong with a table is found, and the sentence names the file and the row."""
+
+import math
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from latbench import devices, tables, validation
+
+CONV = {"op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3}
+
+
+@pytest.fixture
+def two_tables(tmp_path: Path, row: dict[str, Any]) -> tuple[Path, Path]:
+    tables.write_part(tmp_path / "a", [row])
+    tables.write_part(tmp_path / "b", [row | {"m": 8}])
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_validate_praises_a_whole_table(latbench: Any, two_tables: tuple[Path, Path]) -> None:
+    ran = latbench("validate", two_tables[0])
+    assert ran.code == 0 and "1 file: nothing to complain of" in ran.out
+
+
+def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+    parts = [tables.write_part(tmp_path, [row | {"m": m}]) for m in (1, 2)]
+    parts[0].write_bytes(parts[0].read_bytes()[:-9])
+    (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
+    ran = latbench("validate", tmp_path)
+    assert "2 findings are corruption" in ran.refused(5)
+    assert f"corrupt: {parts[0]}: damaged" in ran.out and "foreign.parquet" in ran.out
+    assert str(parts[1]) not in ran.out
+
+
+def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) -> None:
+    assert "no such table" in latbench("validate", tmp_path / "nowhere").refused(5)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "severity", "words"),
+    [
+        ("point_id", "0123456789abcdef", "corrupt", "its key hashes to"),
+        ("status", "splendid", "corrupt", "unknown status 'splendid'"),
+        ("pattern", "checkers", "corrupt", "unknown pattern"),
+        ("v", 16, "corrupt", "v is 16, and pattern vector:32 says 32"),
+        ("median_seconds", 2.1e-3, "corrupt", "median_seconds is 0.0021, and its samples give 0.002"),
+        ("samples_seconds", [1.0, -1.0], "corrupt", "positive finite seconds"),
+        ("nnz", 92, "corrupt", "nnz 92 of 91 weights"),
+        ("sparsity_actual", 0.1, "corrupt", "no sparsity of 0.1"),
+    ],
+)
+def test_validate_sees_a_row_that_contradicts_itself(
+    latbench: Any, tmp_path: Path, row: dict[str, Any], column: str, value: Any, severity: str, words: str
+) -> None:
+    whole = parquet.read_table(tables.write_part(tmp_path, [row | {"nnz": 21, "sparsity_actual": 1 - 21 / 91}]))
+    index, field = whole.column_names.index(column), tables.SCHEMA.field(column)
+    parquet.write_table(whole.set_column(index, field, pa.array([value], field.type)), tmp_path / "edited.parquet")
+    ran = latbench("validate", tmp_path / "edited.parquet")
+    ran.refused(5)
+    assert severity in ran.out and words in ran.out
+
+
+def test_validate_suspects_times_in_another_unit(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+    big = {"m": 4096, "k": 4096, "n": 4096}
+    tables.write_part(tmp_path, [row | big | {"samples_seconds": [1e-9]}, row | {"samples_seconds": [7000.0]}])
+    ran = latbench("validate", tmp_path)
+    assert ran.code == 0 and ran.out.count("times are in seconds") == 2
+
+
+def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+    tables.write_part(tmp_path, [row, row])
+    ran = latbench("validate", tmp_path)
+    assert ran.code == 0 and "1 points have more than one row" in ran.out
+
+
+@pytest.fixture
+def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
+    """Three whole rows of one run; the second is the one that the tests damage."""
+    run = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "nnz": 21, "sparsity_actual": 1 - 21 / 91}
+    run |= {"roofline_seconds": 1e-4, "reference_ratio": 1.1}
+    return [
+        row
+        | run
+        | {"pattern_seed": seed, "samples_seconds": list(rng.lognormal(-7, 0.1, 9))}
+        | {"started_at": datetime(2026, 1, 1, 12, 0, seed, tzinfo=UTC)}
+        for seed in range(3)
+    ]
+
+
+@pytest.fixture
+def whole(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
+    """A part without a fault, in a table of its own."""
+    tables.write_environment(tmp_path / "whole", devices.environment(2))
+    part = tables.write_part(tmp_path / "whole", rows)
+    assert isinstance(part, Path)
+    return part
+
+
+def _edited(part: Path, column: str, value: Any) -> Path:
+    """The table of `part` with another value in its second row, as someone who knows the format would write it."""
+    content = parquet.read_table(part)
+    values = content[column].to_pylist()
+    values[1] = value
+    field = tables.SCHEMA.field(column)
+    changed = content.set_column(content.column_names.index(column), field, pa.array(values, field.type))
+    part.unlink()
+    tables.write_rows(part.parent, changed)
+    return part.parent
+
+
+def _found(path: Path, severity: str = "corrupt") -> list[str]:
+    return [f"{found.path.name}: {found.text}" for found in validation.findings(path) if found.severity == severity]
+
+
+def test_a_whole_table_has_no_fault(whole: Path) -> None:
+    assert list(validation.findings(whole.parent)) == []
+    assert list(validation.findings(whole)) == []
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("point_id", "0123456789abcdef", "its key hashes to"),
+        ("threads", 3, "its key hashes to"),  # a key that was edited
+        ("point_id", None, "point_id is null"),
+        ("device", None, "device is null"),
+        ("started_at", None, "started_at is null"),
+        ("pattern", None, "pattern is null"),
+        ("status", None, "status is null"),
+        ("status", "splendid", "unknown status 'splendid'"),
+        ("pattern", "checkers", "unknown pattern"),
+        ("format", "dense", "format is dense, and pattern vector:32 says vector"),
+        ("v", None, "v is None, and pattern vector:32 says 32"),
+        ("block_h", 4, "block_h is 4, and pattern vector:32 says None"),
+        ("m", 0, "m is 0"),
+        ("k", -13, "k is -13"),
+        ("sparsity_target", 75.0, "sparsity_target is 75: no share"),
+        ("sparsity_actual", -0.1, "sparsity_actual is -0.1: no share"),
+        ("nnz", 92, "nnz 92 of 91 weights"),
+        ("median_seconds", -1e-3, "median_seconds is -0.001: no time"),
+        ("median_seconds", 0.0, "median_seconds is 0: no time"),
+        ("median_seconds", math.nan, "median_seconds is nan: no time"),
+        ("median_seconds", math.inf, "median_seconds is inf: no time"),
+        ("median_seconds", None, "status ok and no time"),
+        ("min_seconds", 0.0, "min_seconds is 0: no time"),
+        ("high_seconds", -1.0, "high_seconds is -1: no time"),
+        ("median_seconds", 1e-3, "median_seconds is 0.001, and its samples give"),
+        *((f"{name}_seconds", 1e-3, "and its samples give") for name in ("min", "mean", "q25", "q75", "p95", "std")),
+        ("low_seconds", None, "low_seconds is nan, and its samples give"),
+        ("high_seconds", 1e-3, "high_seconds is 0.001, and its samples give"),
+        ("corrected_seconds", 1e-3, "corrected_seconds is 0.001, and the columns beside it"),
+        ("utilisation", 0.9, "utilisation is 0.9, and the columns beside it"),
+        ("roofline_seconds", 1.0, "times faster than this device can"),
+        ("sample_count", 8, "sample_count is 8, and it has 9"),
+        ("samples_seconds", [1e-3, -1e-3] * 4 + [1e-3], "samples must be positive finite seconds"),
+        ("samples_seconds", [1e-3, 0.0] * 4 + [1e-3], "samples must be positive finite seconds"),
+        ("samples_seconds", [1e-3, math.nan] * 4 + [1e-3], "samples must be positive finite seconds"),
+        ("samples_seconds", [1e-3, None] * 4 + [1e-3], "samples must be positive finite seconds"),
+        ("samples_seconds", [1e-3] * 9, "median_seconds is"),
+        ("samples_seconds", [], "sample_count is 9, and it has 0"),
+    ],
+)
+def test_a_row_that_is_wrong_is_named(whole: Path, column: str, value: Any, words: str) -> None:
+    folder = _edited(whole, column, value)
+    found = [text for text in _found(folder) if words in text]
+    assert found, _found(folder)
+    [part] = folder.glob("part-*.parquet")
+    assert found[0].startswith(f"{part.name}: row 2 (point ")
+    assert all(": row 2 (" in text for text in _found(folder))
+
+
+def test_a_convolution_whose_matrix_is_not_its_own_is_named(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    sparse = {"nnz": None, "sparsity_actual": None}
+    tables.write_part(tmp_path, [rows[0], rows[1] | CONV | {"k": 71} | sparse])
+    [found] = _found(tmp_path)
+    assert "row 2 (point " in found and "k is 71, and the convolution has 3x3x8" in found
+
+
+def test_what_contradicts_an_earlier_row_is_named_with_it(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    first = tables.write_part(tmp_path, rows)
+    tables.write_part(tmp_path, [rows[2], rows[1] | {"samples_seconds": [5e-3]}])
+    [found] = _found(tmp_path)
+    assert "the same measurement as in row 2 of " in found and found.count("part-") == 2 and first.name in found
+    notes = _found(tmp_path, "note")
+    assert any("1 rows are there more than once" in note for note in notes)
+    assert any("2 points have more than one row" in note for note in notes)
+
+
+def test_measuring_a_point_again_is_no_contradiction(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    later = rows[1]["started_at"] + timedelta(minutes=1)
+    tables.write_part(tmp_path, [*rows, rows[1] | {"started_at": later, "samples_seconds": [5e-3]}])
+    assert _found(tmp_path) == []
+
+
+def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
+    [environment] = tables.environment_rows(whole.parent)
+    tables.write_environments(whole.parent, [environment | {"governor": "made up"}])
+    assert _found(whole.parent) == [
+        f"env.parquet: row 1 (environment {environment['env_id']}): its content hashes to "
+        + _found(whole.parent)[0].split()[-1]
+    ]
+    tables.write_environments(whole.parent, [])
+    (whole.parent / "env.parquet").unlink()
+    [lost] = _found(whole.parent, "suspect")
+    assert lost == f"{whole.name}: environment {environment['env_id']} is not described in env.parquet"
+
+
+def test_a_damaged_environment_is_named(whole: Path) -> None:
+    environment = whole.parent / "env.parquet"
+    environment.write_bytes(environment.read_bytes()[:-3])
+    assert any("env.parquet: not a readable Parquet file" in text for text in _found(whole.parent))
+
+
+def _truncated(part: Path) -> None:
+    part.write_bytes(part.read_bytes()[:-100])
+
+
+def _flipped(part: Path) -> None:
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3] ^= 4
+    part.write_bytes(content)
+
+
+def _rewritten(change: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
+    def damage(part: Path) -> None:
+        content = part.parent / "content"
+        parquet.write_table(change(parquet.read_table(part)), content)
+        part.unlink()
+        content.rename(part.with_name("edited.parquet"))
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (_truncated, "damaged, truncated or edited"),
+    "a flipped bit": (_flipped, "damaged, truncated or edited"),
+    "empty": (lambda part: part.write_bytes(b""), "damaged, truncated or edited"),
+    "another name": (lambda part: part.rename(part.with_name(f"part-{'0' * 16}.parquet")), "damaged, truncated or"),
+    "text": (lambda part: (part.parent / "x.parquet").write_text("m,k,n"), "not a readable Parquet file"),
+    "foreign": (_rewritten(lambda _: pa.table({"a": [1], "b": [2]})), "not a latbench table (its columns are a, b"),
+    "a column less": (_rewritten(lambda table: table.drop_columns(["nnz"])), "it has no column nnz"),
+    "a text for a number": (
+        _rewritten(lambda table: table.set_column(table.column_names.index("m"), "m", pa.array(["x"] * 3))),
+        "column m does not hold int64",
+    ),
+    "a fraction for a whole": (
+        _rewritten(lambda table: table.set_column(table.column_names.index("m"), "m", pa.array([1.5] * 3))),
+        "column m does not hold int64",
+    ),
+    "another version": (
+        _rewritten(lambda table: table.set_column(0, "schema_version", pa.array([9] * 3))),
+        "table version 9, this latbench reads",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_is_named_and_the_others_are_still_checked(
+    latbench: Any, whole: Path, rows: list[dict[str, Any]], name: str
+) -> None:
+    damage, words = DAMAGES[name]
+    other = tables.write_part(whole.parent, [rows[0] | {"m": 9, "nnz": 9, "sparsity_actual": 1 - 9 / 117}])
+    damage(whole)
+    found = [text for text in _found(whole.parent) if words in text]
+    assert len(found) == 1, _found(whole.parent)
+    assert not any(text.startswith(other.name) for text in _found(whole.parent))
+    assert "corruption" in latbench("validate", whole.parent).refused(5)
+
+
+def test_flipped_bits_in_a_file_without_a_telling_name_never_pass_as_another_time(
+    whole: Path, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    content, copy = whole.read_bytes(), tmp_path / "copy.parquet"
+    expected = tables.read(whole)
+    found = 0
+    for position in rng.integers(0, len(content), 120):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        copy.write_bytes(damaged)
+        if _found(copy):
+            found += 1
+        else:  # such as in the name of the program that wrote it
+            pd.testing.assert_frame_equal(tables.read(copy), expected)
+    assert found > 60
+
+
+def test_findings_do_not_depend_on_how_a_file_is_cut(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _edited(whole, "median_seconds", 1e-3)
+    expected = [str(found) for found in validation.findings(folder)]
+    monkeypatch.setattr(tables, "BATCH_ROWS", 1)
+    assert [str(found) for found in validation.findings(folder)] == expected and expected
+
+
+def test_a_summary_of_many_rows_is_that_of_each(rng: np.random.Generator) -> None:
+    for count in (1, 2, 5, 6, 7, 50):
+        samples = rng.lognormal(size=(20, count))
+        found = validation.summaries(samples)
+        for index, row_samples in enumerate(samples):
+            for name, value in tables.summarise(row_samples).items():
+                if name != "sample_count":
+                    expected = math.nan if value is None else value
+                    assert found[name][index] == pytest.approx(expected, rel=1e-12, nan_ok=True)
