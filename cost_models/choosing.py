@@ -13,12 +13,13 @@ from collections.abc import Hashable, Iterable, Sequence
 import numpy as np
 import pandas as pd
 
-from cost_models.errors import Unanchored, Uncalibrated
+from cost_models.errors import Uncalibrated
 from cost_models.lookup import AnchoredLookup
-from cost_models.rows import CURVE, KEY, keys, training_rows
+from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
 from latbench import tables
 from latbench.errors import BadData
 from latbench.plan import Point
+from latbench.sweep import FINISHED
 
 ANCHORS = 6
 COVERAGE = 0.8
@@ -51,30 +52,29 @@ class Adaptive:
         for point in points:
             self.curves.setdefault(_curve(point), []).append(point)
         self.anchors = [point for curve in self.curves.values() for point in anchors(curve)]
+        self._asked: set[str] = set()
 
     def __call__(self, table: pd.DataFrame | None) -> list[Point]:
-        """The anchors, until all of them have been tried; then the points that the table says least about, one a
-        curve; none when it says enough about all.
+        """The anchors that the table has not, or has as failed or noisy; when they were asked for, the points that it
+        says least about, one a curve; none when it says enough about all. Nothing is asked for twice.
         """
-        tried = set() if table is None else set(table["point_id"])
-        if table is None or not self.anchored(table):
-            return self.anchors
-        others = [point for curve in self.curves.values() for point in curve if point.id not in tried]
-        return self._least_known(others, table) if others else []
+        finished = set() if table is None else set(table["point_id"][table["status"].isin(FINISHED)])
+        wanted = [point for point in self.anchors if point.id not in finished | self._asked]
+        if not wanted and table is not None:
+            tried = self._asked | set(table["point_id"])
+            others = [point for curve in self.curves.values() for point in curve if point.id not in tried]
+            wanted = self._least_known(others, table)
+        self._asked |= {point.id for point in wanted}
+        return wanted
 
     def anchored(self, table: pd.DataFrame) -> bool:
         """Whether every anchor has a row."""
         return {point.id for point in self.anchors} <= set(table["point_id"])
 
     def _least_known(self, points: Sequence[Point], table: pd.DataFrame) -> list[Point]:
-        try:
-            X, seconds = training_rows(table)
-            model = AnchoredLookup().fit(X, seconds)
-        except BadData:  # nothing was timed: there is nothing to be unsure of
-            return []
         dense = _fastest_dense(table)
         best: dict[tuple[Hashable, ...], tuple[float, Point]] = {}
-        for point, low, high in _intervals(model, points):
+        for point, low, high in _intervals(points, table):
             unsure = math.sqrt(high / low) - 1
             near = low <= dense.get(_values(point.key(), _SHAPE), math.nan) <= high
             urgency = unsure if near else unsure / 2
@@ -84,16 +84,28 @@ class Adaptive:
         return [point for _, point in ranked[: self.batch]]
 
 
-def _intervals(model: AnchoredLookup, points: Sequence[Point]) -> list[tuple[Point, float, float]]:
-    """Each point with the seconds that its time lies between; points of curves without anchors are left out."""
-    found = []
-    for point in points:
-        try:
-            low, high = model.predict_interval(pd.DataFrame([point.key()]), COVERAGE)
-        except (Unanchored, Uncalibrated):
-            continue
-        found.append((point, float(low[0]), float(high[0])))
-    return found
+def _intervals(points: Sequence[Point], table: pd.DataFrame) -> list[tuple[Point, float, float]]:
+    """The points between measured ones of their curve, with the seconds that the time of each lies between."""
+    try:
+        X, seconds = training_rows(table)
+    except BadData:  # nothing was timed: there is nothing to be unsure of
+        return []
+    measured: dict[tuple[Hashable, ...], list[float]] = {}
+    for curve, sparsity in zip(keys(X, CURVE), sparsities(X), strict=True):
+        measured.setdefault(curve, []).append(sparsity)
+    inside = [
+        point
+        for point in points
+        if (known := measured.get(_curve(point))) is not None and min(known) < point.sparsity < max(known)
+    ]
+    if not inside:
+        return []
+    asked = pd.DataFrame([point.key() for point in inside], columns=KEY)
+    try:
+        low, high = AnchoredLookup().fit(X, seconds).predict_interval(asked, COVERAGE)
+    except Uncalibrated:  # so few anchors that none could be left out
+        return []
+    return list(zip(inside, low.tolist(), high.tolist(), strict=True))
 
 
 _SHAPE = [*KEY[KEY.index("op") : KEY.index("pattern")], "threads"]

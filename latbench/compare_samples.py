@@ -21,7 +21,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
 
-COVERAGE = 0.99  # many points are compared at once: at 95% one of twenty would be judged by luck
+COVERAGE = 0.95  # luck needs more than that to be judged: the interval has to clear the threshold too
 FEWEST_SAMPLES = 6  # with fewer, not even the range of the samples is a 95% interval of their median
 BLOCKS = 12
 MOST_OF_A_BLOCK = 20  # evenly spaced quantiles stand for a longer block
@@ -56,10 +56,10 @@ def verdict(
 ) -> Verdict:
     """Judge the samples `after` against the samples `before`, both in seconds and in the order they were taken.
 
-    SLOWER or FASTER if the 99% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
+    SLOWER or FASTER if the 95% interval of the ratio of medians lies wholly beyond 1 + `threshold` or below its
     inverse, SAME if it lies between the two, UNCLEAR if it straddles either, or if there are fewer than six samples.
     `between`: by what standard deviation (of the logarithm) the ratio of equal work differs from one pair of runs to
-    the next, as `spread` says; it widens the interval. The same samples always get the same verdict. Raises
+    the next, as `spread` says; the interval is at least as wide. The same samples always get the same verdict. Raises
     ValueError for no samples, for samples that are not positive finite times, and for a threshold that is not
     positive.
     """
@@ -76,8 +76,7 @@ def verdict(
     # Thinned blocks and the midpoint of an even count can leave the plain median just outside.
     low, high = min(low, ratio), max(high, ratio)
     runs = between * float(ndtri((1 + COVERAGE) / 2))
-    low = ratio * math.exp(-math.hypot(math.log(ratio / low), runs))
-    high = ratio * math.exp(math.hypot(math.log(high / ratio), runs))
+    low, high = min(low, ratio * math.exp(-runs)), max(high, ratio * math.exp(runs))
     return Verdict(_kind(low, high, 1 + threshold), ratio, low, high)
 
 

@@ -8,8 +8,8 @@ in processes started anew with the same thread settings; neither knows of the ot
 of the spread between runs of the time reported: the standard deviation, and largest less smallest, over the mean.
 
 `verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict. One point in turn is 5%
-slower the second time: every twentieth call is made twice. It counts how often that is caught, and how often a point
-is blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
+slower the second time: its calls end with a busy wait. It counts how often that is caught, and how often a point is
+blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
 divided by what is common to all points too.
 """
 
@@ -73,20 +73,26 @@ SLOWED = 1  # the seed of a point whose calls take 5% longer
 
 
 def prepare(point: Point) -> backends.Rotation:
-    """As latbench.backends does; with the seed SLOWED every twentieth call does its work twice."""
+    """As latbench.backends does; with the seed SLOWED every call is followed by a busy wait of 5% of its time."""
     ready = backends.prepare(replace(point, seed=0))
     if point.seed != SLOWED:
         return ready
-    calls = 0
+    extra = 0.05 * float(np.median([timed(ready) for _ in range(100)]))
 
     def slower() -> None:
-        nonlocal calls
-        calls += 1
         ready()
-        if calls % 20 == 0:
-            ready()
+        end = time.perf_counter() + extra
+        while time.perf_counter() < end:
+            pass
 
     return backends.Rotation([slower], ready.facts)
+
+
+def timed(run: Callable[[], object]) -> float:
+    """The seconds of one call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 # The comparisons ----------------------------------------------------------------------------------------------------

@@ -79,7 +79,17 @@ def test_the_anchors_come_first_for_every_curve(tmp_path: Path) -> None:
     first = choose(None)
     assert len(first) == len(shapes) * (1 + ANCHORS)
     half = measured(tmp_path, first[:8], smooth)
-    assert choose(half) == first  # the sweep skips what it has
+    assert Adaptive(points(shapes))(half) == first[8:]
+
+
+def test_an_anchor_that_is_noisy_is_asked_for_again_once_a_run(tmp_path: Path) -> None:
+    every = Adaptive(points())(None)
+    rows = [{**p.key(), "status": "ok", "samples_seconds": [smooth(p)] * 10} for p in every]
+    rows[2]["status"] = "noisy"
+    tables.write_part(tmp_path, rows)
+    choose, table = Adaptive(points()), tables.read(tmp_path)
+    assert choose(table) == [every[2]]
+    assert every[2] not in choose(table)
 
 
 def test_what_anchors_predict_well_is_not_measured(tmp_path: Path) -> None:
@@ -126,6 +136,7 @@ def test_it_ends_and_never_asks_for_what_was_tried(tmp_path: Path) -> None:
 def test_a_table_without_times_ends_it(tmp_path: Path) -> None:
     choose = Adaptive(points())
     tables.write_part(tmp_path, [{**point.key(), "status": "error"} for point in choose.anchors])
+    assert choose(tables.read(tmp_path)) == choose.anchors  # errors may be gone
     assert choose(tables.read(tmp_path)) == []
 
 
