@@ -17,7 +17,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -200,18 +200,24 @@ class Timer(Protocol):
 
 
 class WallClock:
-    """Times a callable by this process's clock; its `facts`, if it has any, are columns of the point's row."""
+    """Times a callable by this process's clock.
+
+    Its `facts`, if it has any, are columns of the point's row. Where it has `rest_seconds`, its threads spin on for
+    so long after a call, and a burst ends when they have come to rest, before another engine is timed.
+    """
 
     def __init__(self, run: Run) -> None:
         self.inner_loops = calibrate(run)
         self.facts: dict[str, Any] = getattr(run, "facts", {})
         self._run = run
+        self._rest_seconds: float = getattr(run, "rest_seconds", 0.0)
         self._fastest_hertz = 0.0
 
     def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`, at least one."""
         taken = burst(self._run, seconds, self.inner_loops)
         hertz = devices.scaling_hertz()  # while the cores are still warm from it
+        sleep(self._rest_seconds)
         if hertz is None:
             return taken
         self._fastest_hertz = max(self._fastest_hertz, hertz)

@@ -64,20 +64,21 @@ class Layer:
 @dataclass(frozen=True)
 class Engine:
     """A layer built into an engine: `calls` do the same work with weights of their own, `output` makes a NumPy array
-    of what they return.
+    of what they return. rest_seconds: how long threads go on spinning after a call, see `measure.WallClock`.
     """
 
     kernel: str
     weight_bytes: int
     calls: Sequence[Callable[[], Any]]
     output: Callable[[Any], np.ndarray] = np.asarray
+    rest_seconds: float = 0.0
 
 
 class Rotation:
     """Calls taken in turn, one each time it is called; `facts` are columns of the point's row."""
 
-    def __init__(self, calls: Sequence[Callable[[], Any]], facts: dict[str, Any]) -> None:
-        self.facts = facts
+    def __init__(self, calls: Sequence[Callable[[], Any]], facts: dict[str, Any], rest_seconds: float = 0.0) -> None:
+        self.facts, self.rest_seconds = facts, rest_seconds
         self._next = itertools.cycle(calls).__next__
 
     def __call__(self) -> Any:
@@ -128,7 +129,7 @@ def prepare(point: Point) -> Rotation:
         "bytes_min": engine.weight_bytes + layer.bias.nbytes + 4 * inputs + 4 * m * n,
         "max_rel_err": error,
     }
-    return Rotation(engine.calls, facts)
+    return Rotation(engine.calls, facts, engine.rest_seconds)
 
 
 def synthetic_layer(point: Point) -> Layer:
