@@ -35,8 +35,7 @@ demo: $(READY)
 	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
 test: $(CUDA_READY)
-	$(BIN)/pytest -m "not slow and not gpu" --ignore tests/cuda --ignore tests/numba_cuda
-	$(BIN)/pytest -m "not slow and not gpu" -n 2 tests/cuda tests/numba_cuda
+	$(BIN)/pytest -m "not slow and not gpu" -n 2
 	$(BIN)/python tests/cuda/gate.py
 
 # One of the models that pass through the whole job comes as a package; what that depends on is not needed.

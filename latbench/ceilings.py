@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from latbench import devices, files
 
@@ -54,20 +55,54 @@ class Ceilings:
             (product_seconds / self.product_seconds) ** share * (sum_seconds / self.sum_seconds) ** (1 - share)
         )
 
+    def or_higher(self, other: Ceilings) -> Ceilings:
+        """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when
+        they were measured only ever makes them worse.
+        """
+        rates = self.read_bytes_per_second
+        return Ceilings(
+            max(self.flop_per_second, other.flop_per_second),
+            {size: max(rate, rates.get(size, rate)) for size, rate in other.read_bytes_per_second.items()},
+            min(self.product_seconds, other.product_seconds),
+            min(self.sum_seconds, other.sum_seconds),
+        )
 
-def kept(device: str, threads: int, work: str, measure: Callable[[], Ceilings]) -> Ceilings:
-    """The ceilings of this machine's `device` with `threads` threads: from the cache folder, else from `measure`.
 
-    `work` says what they are measured with: times of other work would correct by the wrong factor, silently. Raises
-    EnvironmentUnusable where the cache folder cannot be written.
+@dataclass(frozen=True)
+class Kept:
+    """Ceilings in the cache folder, of this machine's `device` with `threads` threads.
+
+    work: what they are measured with, since times of other work would correct by the wrong factor, silently. measure:
+    finds them, which takes some seconds.
     """
-    identity = {"device": device, "threads": threads, "work": work, "machine": devices.machine_hash()}
-    path = files.cache_folder() / "ceilings" / f"{device}-{threads}.json"
-    if path.exists():
-        document = json.loads(path.read_text())
-        if document.pop("identity", None) == identity:
-            rates = {int(size): rate for size, rate in document.pop("read_bytes_per_second").items()}
-            return Ceilings(read_bytes_per_second=rates, **document)
-    found = measure()
-    files.write_text_atomically(path, json.dumps({"identity": identity, **asdict(found)}, indent=2))
-    return found
+
+    device: str
+    threads: int
+    work: str
+    measure: Callable[[], Ceilings]
+
+    def get(self) -> Ceilings:
+        """What is kept, else what is measured now. Raises EnvironmentUnusable where the folder cannot be written."""
+        if self._path.exists():
+            document = json.loads(self._path.read_text())
+            if document.pop("identity", None) == self._identity:
+                rates = {int(size): rate for size, rate in document.pop("read_bytes_per_second").items()}
+                return Ceilings(read_bytes_per_second=rates, **document)
+        return self._keep(self.measure())
+
+    def again(self, doubted: Ceilings) -> Ceilings:
+        """Ceilings measured once more, where they are higher than those that are `doubted`."""
+        return self._keep(doubted.or_higher(self.measure()))
+
+    @property
+    def _identity(self) -> dict[str, object]:
+        machine = devices.machine_hash()
+        return {"device": self.device, "threads": self.threads, "work": self.work, "machine": machine}
+
+    @property
+    def _path(self) -> Path:
+        return files.cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
+
+    def _keep(self, found: Ceilings) -> Ceilings:
+        files.write_text_atomically(self._path, json.dumps({"identity": self._identity, **asdict(found)}, indent=2))
+        return found

@@ -6,12 +6,13 @@ Fixed work shows them all.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
-from latbench.ceilings import Ceilings
+from latbench.ceilings import Kept
 from latbench.measure import Clock
 from latbench.runners.local import Prepared, Worker, WorkerDied
 
@@ -35,8 +36,9 @@ class Reading:
 class Pace:
     """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
 
-    def __init__(self, worker: Worker, ceilings: Ceilings, clock: Clock = perf_counter) -> None:
-        self.ceilings = ceilings
+    def __init__(self, worker: Worker, kept: Kept, clock: Clock = perf_counter) -> None:
+        self.ceilings = kept.get()
+        self._kept, self._doubted = kept, False
         self.readings: list[Reading] = []
         self._worker, self._clock = worker, clock
         self._prepared: list[Prepared] = []
@@ -47,6 +49,17 @@ class Pace:
         if self._bursts % EVERY == 0:
             self._read()
         self._bursts += 1
+
+    def doubt(self) -> bool:
+        """Measure the ceilings again, once in a sweep, because something was faster than they allow: they may have
+        been found while others took the machine. Whether they may have changed.
+        """
+        if self._doubted:
+            return False
+        self._doubted = True
+        with contextlib.suppress(WorkerDied):
+            self.ceilings = self._kept.again(self.ceilings)
+        return True
 
     def _read(self) -> None:
         at = self._clock()

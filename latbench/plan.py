@@ -52,7 +52,7 @@ _PREPARE_SECONDS = {
     "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
 }  # fmt: skip
 _TIMING_SECONDS = 0.25
-_ROW_BYTES, _PART_BYTES = 1_500, 22_000  # a part is mostly the description of its columns
+_ROW_BYTES, _PART_BYTES = 3_000, 22_000  # a part is mostly the description of its columns
 
 
 @dataclass(frozen=True)

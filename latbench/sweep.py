@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import psutil
 
-from latbench import backends, ceilings, devices, gates, measure, plan, tables
+from latbench import backends, devices, gates, measure, plan, tables
 from latbench.backends import reference
+from latbench.ceilings import Ceilings, Kept
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.least_work import inside_share
 from latbench.pace import Pace
@@ -168,11 +169,11 @@ class Cpu:
         """A dense product and a sum over memory; the ceilings of the CPU, which are measured when there are none."""
         worker = Worker(threads=self.threads, name="reference")
 
-        def find() -> ceilings.Ceilings:
-            found: ceilings.Ceilings = worker.call("latbench.backends.reference:find", self.threads)
+        def find() -> Ceilings:
+            found: Ceilings = worker.call("latbench.backends.reference:find", self.threads)
             return found
 
-        return Pace(worker, ceilings.kept(self.device, self.threads, reference.WORK, find))
+        return Pace(worker, Kept(self.device, self.threads, reference.WORK, find))
 
     def available_bytes(self) -> float:
         """See Machine."""
@@ -440,6 +441,11 @@ class _Sweep:
         prepared = self.engines.prepared(point)
         known = timing.relative_error <= measure.NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
+        why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
+        faster_than_usual = (beside.get("reference_ratio") or 1) * gates.MOST_UTILISATION < 1
+        if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
+            beside, slow_spell = self._beside(point, timing, prepared.facts)
+            why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
         flags = (
             "preempted" if timing.preempted else "",
             "slow_spell" if slow_spell else "",
@@ -458,7 +464,7 @@ class _Sweep:
             **prepared.facts,
             "flags": "+".join(flag for flag in flags if flag),
         }
-        if (why := gates.impossible(timing.samples, beside.get("roofline_seconds"))) is not None:
+        if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
         return outcome
 

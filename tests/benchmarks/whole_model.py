@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,14 +59,14 @@ def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
     task = tasks.load(reference)
-    calls: list[tuple[sparse._Sparse, Tensor]] = []
+    calls: list[tuple[sparse._Sparse, Any, dict[str, bool]]] = []
     build = sparse._Sparse.__call__
     run = random_pruned(reference, threads, "numba", choices)
     assert callable(run)
 
-    def noted(layer: nn.Module, x: Tensor) -> Tensor:
-        calls.append((layer, x))  # type: ignore[arg-type]
-        return build(layer, x)
+    def noted(layer: nn.Module, x: Any, **how: bool) -> Any:
+        calls.append((layer, x, how))  # type: ignore[arg-type]
+        return build(layer, x, **how)
 
     for kind in (sparse.SparseLinear, sparse.SparseConv2d):
         kind.__call__ = noted  # type: ignore[method-assign, assignment]
@@ -77,9 +78,9 @@ def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads
     with torch.inference_mode():
         for _ in range(40):
             seconds = []
-            for layer, x in calls:
+            for layer, x, how in calls:
                 start = time.perf_counter()
-                layer(x)
+                layer(x, **how)
                 seconds.append(time.perf_counter() - start)
             rounds.append(seconds)
     return float(np.median(np.array(rounds), axis=0).sum())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from latbench import ceilings
-from latbench.ceilings import Ceilings
+from latbench.ceilings import Ceilings, Kept
 from latbench.least_work import inputs_read, inside_share
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -40,21 +40,30 @@ def test_ceilings_are_measured_once_a_device_and_thread_count(own_lock: Path) ->
         return MADE_UP
 
     for threads in (1, 1, 2, 2):
-        assert ceilings.kept("amd-epyc", threads, "work", measure) == MADE_UP
+        assert Kept("amd-epyc", threads, "work", measure).get() == MADE_UP
     assert len(asked) == 2
 
 
 def test_ceilings_that_other_work_found_do_not_count(own_lock: Path) -> None:
     other = Ceilings(1.0, {1: 1.0}, 1.0, 1.0)
-    ceilings.kept("amd-epyc", 1, "product 384", lambda: other)
-    assert ceilings.kept("amd-epyc", 1, "product 640", lambda: MADE_UP) == MADE_UP
+    Kept("amd-epyc", 1, "product 384", lambda: other).get()
+    assert Kept("amd-epyc", 1, "product 640", lambda: MADE_UP).get() == MADE_UP
 
 
 def test_another_machine_of_the_same_name_measures_its_own(own_lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ceilings.kept("amd-epyc", 1, "work", lambda: MADE_UP)
+    Kept("amd-epyc", 1, "work", lambda: MADE_UP).get()
     other = Ceilings(1.0, {1: 1.0}, 1.0, 1.0)
     monkeypatch.setattr(ceilings.devices, "machine_hash", lambda: "another")
-    assert ceilings.kept("amd-epyc", 1, "work", lambda: other) == other
+    assert Kept("amd-epyc", 1, "work", lambda: other).get() == other
+
+
+def test_doubted_ceilings_only_rise_and_are_kept(own_lock: Path) -> None:
+    """What was found while others took the machine must not call every later time impossible."""
+    found = iter([Ceilings(10.0, {10: 5.0, 1000: 20.0}, 4.0, 3.0), Ceilings(100.0, {10: 50.0, 1000: 2.0}, 1.0, 6.0)])
+    kept = Kept("amd-epyc", 1, "work", lambda: next(found))
+    higher = Ceilings(100.0, {10: 50.0, 1000: 20.0}, 1.0, 3.0)
+    assert kept.again(kept.get()) == higher
+    assert kept.get() == higher
 
 
 SHAPES = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from latbench.ceilings import Ceilings
+from latbench.ceilings import Ceilings, Kept
 from latbench.measure import Burst
 from latbench.pace import EVERY, Pace
 from latbench.runners.local import WorkerDied
@@ -43,7 +43,7 @@ class FakeWorker:
 
 def pace(worker: FakeWorker, readings: int) -> Pace:
     """After so many readings, at the times 0, 1, 2 ..."""
-    kept = Pace(worker, CEILINGS, clock=itertools.count().__next__)  # type: ignore[arg-type]
+    kept = Pace(worker, Kept("cpu", 1, "work", lambda: CEILINGS), clock=itertools.count().__next__)  # type: ignore[arg-type]
     for _ in range(readings * EVERY):
         kept.turn()
     return kept

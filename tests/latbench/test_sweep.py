@@ -244,13 +244,26 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
 class MadeUpPace:
     """A machine that is `ratio` times slower than usual, and can do `flop_per_second`."""
 
-    def __init__(self, ratio: float = 1.0, slow_spell: bool = False, flop_per_second: float = 1e9) -> None:
+    def __init__(
+        self,
+        ratio: float = 1.0,
+        slow_spell: bool = False,
+        flop_per_second: float = 1e9,
+        again: float | None = None,
+    ) -> None:
         self.ceilings = Ceilings(flop_per_second, {1: 1e9}, 1.0, 1.0)
-        self.turns = 0
+        self.turns, self.doubts, self._again = 0, 0, again
         self._told = ratio, slow_spell
 
     def turn(self) -> None:
         self.turns += 1
+
+    def doubt(self) -> bool:
+        """The first time the ceilings are measured anew, if others are to be found."""
+        self.doubts += 1
+        if self.doubts == 1 and self._again is not None:
+            self.ceilings = replace(self.ceilings, flop_per_second=self._again)
+        return self.doubts == 1
 
     def ratio(self, since: float, flop: float, size: float) -> tuple[float | None, bool]:
         assert self.turns and since > 0
@@ -293,6 +306,15 @@ def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, mon
     row = tables.read(tmp_path).iloc[0]
     assert pd.isna(row["median_seconds"]) and "faster than this device can" in row["error"]
     assert tables.timed(tables.read(tmp_path)).empty
+
+
+@pytest.mark.parametrize("pace", [MadeUpPace(flop_per_second=1.0, again=1e9), MadeUpPace(ratio=0.5)])
+def test_ceilings_too_low_to_be_true_are_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace
+) -> None:
+    paced(monkeypatch, pace)
+    assert measure(tmp_path, point()).statuses == {point().id: "ok"}
+    assert pace.doubts == 1
 
 
 def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(

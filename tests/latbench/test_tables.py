@@ -47,14 +47,14 @@ def test_parts_open_in_plain_pandas(tmp_path: Path, row: dict[str, Any]) -> None
 
 
 def test_parts_open_in_plain_polars(tmp_path: Path, row: dict[str, Any]) -> None:
-    polars = pytest.importorskip("polars", reason="polars is not installed: pip install polars")
+    polars = pytest.importorskip("polars")
     frame = polars.read_parquet(_two_parts(tmp_path, row)).sort("m")
     assert frame["m"].to_list() == [7, 8] and frame["median_seconds"].to_list() == [2e-3, None]
     assert frame["samples_seconds"].to_list() == [row["samples_seconds"], None]
 
 
 def test_parts_open_in_plain_duckdb(tmp_path: Path, row: dict[str, Any]) -> None:
-    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed: pip install duckdb")
+    duckdb = pytest.importorskip("duckdb")
     query = f"SELECT m, median_seconds, samples_seconds FROM '{_two_parts(tmp_path, row)}' ORDER BY m"
     assert duckdb.sql(query).fetchall() == [(7, 2e-3, row["samples_seconds"]), (8, None, None)]
 
