@@ -197,6 +197,8 @@ class _Sparse(nn.Module):
 
     def _accepted(self, x: Tensor) -> Tensor:
         """x, in autocast's element type where that is on; refused if the backend cannot take it."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"a layer takes a tensor, not a {type(x).__name__}")
         if torch.is_grad_enabled() and x.requires_grad:
             raise RuntimeError("sparse layers are for inference: call the model under torch.no_grad()")
         if self._on_gpu:
@@ -367,6 +369,8 @@ class SparseLinear(_Sparse):
         m, k = self.shape
         tiles = x if isinstance(x, Tiles) else None
         x = self._accepted(x.values if isinstance(x, Tiles) else x)
+        if x.ndim == 0:
+            raise ValueError(f"this layer takes {k} features, the input is a single number")
         features, lead = (x.shape[-1], x.shape[:-1]) if tiles is None else (x.shape[1], tiles.lead)
         if features != k:
             raise ValueError(f"this layer takes {k} features, the input has {features}: {(*lead, features)}")
@@ -449,8 +453,12 @@ class SparseConv2d(_Sparse):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the sparse kernel; a plan belongs to one input size, so a new size prepares anew."""
+        """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew."""
         x = self._accepted(x)
+        if x.ndim == 3:
+            return self.forward(x[None])[0]
+        if x.ndim != 4:
+            raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(x.shape)}")
         batch, c_in, h, w = x.shape
         shape = self._shape(batch, c_in, h, w)
         if shape.k != self.shape[1]:

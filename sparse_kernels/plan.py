@@ -67,7 +67,7 @@ def prepare(packed: Packed, backend: str, layout: str, n: int, *, tune: bool = F
         raise ValueError(f"unknown layout {layout!r} of a linear layer: known are {known}")
     if layout in BLOCKED_LAYOUTS and backend != "numba":
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
-    if n < 0:
+    if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
     function = registry.find(packed.pattern.format, "linear", backend)
     if not tune:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sparse_kernels import prepare
 from sparse_kernels.nn import SparseConv2d, SparseLinear, refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, VectorWise, parse
 
@@ -120,3 +121,22 @@ def test_what_has_no_kernel_says_why() -> None:
         (nn.Embedding(3, 4), "Embedding"),
     ]:
         assert reason in str(refuses(module))
+
+
+@torch.no_grad()
+def test_inputs_of_other_dimensions_are_taken_as_torch_does_or_refused_in_a_sentence() -> None:
+    conv, linear = nn.Conv2d(3, 4, 3, stride=2), nn.Linear(3, 4)
+    sparse_conv = SparseConv2d.from_dense(conv, Dense(), None, backend="reference")
+    sparse_linear = SparseLinear.from_dense(linear, Dense(), None, backend="reference")
+    image, features = torch.randn(3, 7, 9), torch.randn(3)
+    torch.testing.assert_close(sparse_conv(image), conv(image), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sparse_linear(features), linear(features), rtol=1e-4, atol=1e-5)
+    for wrong in (torch.randn(3, 7), torch.randn(1, 1, 3, 7, 9)):
+        with pytest.raises(ValueError, match=r"takes \(batch, c_in, h, w\) or \(c_in, h, w\), not"):
+            sparse_conv(wrong)
+    with pytest.raises(ValueError, match="takes 3 features, the input is a single number"):
+        sparse_linear(torch.tensor(1.0))
+    with pytest.raises(TypeError, match="takes a tensor, not a ndarray"):
+        sparse_linear(image.numpy())
+    with pytest.raises(ValueError, match="n is a number of columns, not None"):
+        prepare(sparse_linear.packed, "reference", "token_major", None)
