@@ -10,12 +10,14 @@ units, and a sum over more memory than the caches hold.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from latbench import devices, files
+from latbench.errors import EnvironmentUnusable
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,12 @@ class Kept:
     measure: Callable[[], Ceilings]
 
     def get(self) -> Ceilings:
-        """What is kept, else what is measured now. Raises EnvironmentUnusable where the folder cannot be written."""
-        if self._path.exists():
+        """What is kept, else what is measured now."""
+        # A file that is not as it should be is replaced.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             document = json.loads(self._path.read_text())
-            if document.pop("identity", None) == self._identity:
-                rates = {int(size): rate for size, rate in document.pop("read_bytes_per_second").items()}
+            if document.pop("identity") == self._identity:
+                rates = {int(size): float(rate) for size, rate in document.pop("read_bytes_per_second").items()}
                 return Ceilings(read_bytes_per_second=rates, **document)
         return self._keep(self.measure())
 
@@ -104,5 +107,9 @@ class Kept:
         return files.cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
 
     def _keep(self, found: Ceilings) -> Ceilings:
-        files.write_text_atomically(self._path, json.dumps({"identity": self._identity, **asdict(found)}, indent=2))
+        # Where the folder cannot be written, the next sweep measures them again.
+        with contextlib.suppress(EnvironmentUnusable):
+            files.write_text_atomically(
+                self._path, json.dumps({"identity": self._identity, **asdict(found)}, indent=2)
+            )
         return found

@@ -74,7 +74,7 @@ class Burst:
 
     `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
     showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
-    were taken, and left out at once.
+    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards.
     """
 
     samples: list[float]
@@ -82,6 +82,7 @@ class Burst:
     states: tuple[Any, ...] = ()
     reasons: tuple[str, ...] = ()
     discarded: int = 0
+    rest_seconds: float = 0.0
 
 
 Sampler = Callable[[float], Burst]
@@ -166,7 +167,8 @@ class Timing:
 def _sample_error(ordered: np.ndarray) -> float:
     """Half the 95% interval of the median of rising samples, over the median."""
     low, high = median_interval(ordered)
-    return math.inf if low is None or high is None else (high - low) / 2 / float(np.median(ordered))
+    middle = float(np.median(ordered))
+    return math.inf if low is None or high is None or middle <= 0 else (high - low) / 2 / middle
 
 
 # The standard error of a median of normal values is this much larger than that of their mean (sqrt(pi / 2)), and the
@@ -180,6 +182,8 @@ def _burst_error(bursts: list[Burst]) -> float:
     """
     medians = np.array([np.median(burst.samples) for burst in bursts])
     middle = float(np.median(medians))
+    if middle <= 0:  # no time at all: a gate says so
+        return math.inf
     deviation = float(np.median(np.abs(medians - middle))) / _MAD
     return 1.96 * _OF_A_MEDIAN * deviation / math.sqrt(len(medians)) / middle
 
@@ -215,7 +219,7 @@ class WallClock:
 
     def burst(self, seconds: float) -> Burst:
         """Samples taken for about `seconds`, at least one."""
-        taken = burst(self._run, seconds, self.inner_loops)
+        taken = replace(burst(self._run, seconds, self.inner_loops), rest_seconds=self._rest_seconds)
         hertz = devices.scaling_hertz()  # while the cores are still warm from it
         sleep(self._rest_seconds)
         if hertz is None:
@@ -283,13 +287,17 @@ def burst(
 
 
 def disturbances(before: Used, after: Used, seconds: float) -> tuple[str, ...]:
-    """How it shows that others had the cores in these `seconds`: PREEMPTED, STOLEN; nothing if it does not."""
-    switched = after.switches - before.switches > 1 + PREEMPTIONS_PER_SECOND * (
-        after.cpu_seconds - before.cpu_seconds
-    )
-    waited = (after.waited_seconds or 0.0) - (before.waited_seconds or 0.0) > MOST_WAITED * seconds
+    """How it shows that others had the cores in these `seconds`: PREEMPTED, STOLEN; nothing if it does not.
+
+    Where the system counts how long threads waited for a core, switches are not looked at: each may be a moment.
+    """
+    if before.waited_seconds is not None and after.waited_seconds is not None:
+        preempted = after.waited_seconds - before.waited_seconds > MOST_WAITED * seconds
+    else:
+        allowed = 1 + PREEMPTIONS_PER_SECOND * (after.cpu_seconds - before.cpu_seconds)
+        preempted = after.switches - before.switches > allowed
     stolen = (after.stolen or 0) > (before.stolen or 0)
-    return ((PREEMPTED,) if switched or waited else ()) + ((STOLEN,) if stolen else ())
+    return ((PREEMPTED,) if preempted else ()) + ((STOLEN,) if stolen else ())
 
 
 def _time(run: Run, loops: int, clock: Clock) -> float:
@@ -352,7 +360,7 @@ def interleave(
                 timing.began = start
             sampled = samplers[name](round_seconds)
             timing.ended = clock()
-            spent[name] += timing.ended - start
+            spent[name] += timing.ended - start - sampled.rest_seconds
             if sampled.samples:
                 timing.add(sampled)
                 timing.stop_reason = _stop(timing, spent[name], rel_error, max_seconds)

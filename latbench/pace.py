@@ -14,7 +14,7 @@ import numpy as np
 
 from latbench.ceilings import Kept
 from latbench.measure import Clock
-from latbench.runners.local import Prepared, Worker, WorkerDied
+from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 
 EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
 READING_SECONDS = 0.008
@@ -57,7 +57,7 @@ class Pace:
         if self._doubted:
             return False
         self._doubted = True
-        with contextlib.suppress(WorkerDied):
+        with contextlib.suppress(TaskFailed, WorkerDied):
             self.ceilings = self._kept.again(self.ceilings)
         return True
 
@@ -67,7 +67,7 @@ class Pace:
             if not self._prepared or not self._worker.holds(self._prepared[0]):
                 self._prepared = [self._worker.prepare(f"latbench.backends.reference:{name}") for name in KERNELS]
             product, total = (self._worker.burst(kernel, READING_SECONDS) for kernel in self._prepared)
-        except WorkerDied:  # it is started anew at its next turn
+        except (TaskFailed, WorkerDied):  # it is tried again at its next turn
             return
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
         self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))

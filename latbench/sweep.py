@@ -173,7 +173,11 @@ class Cpu:
             found: Ceilings = worker.call("latbench.backends.reference:find", self.threads)
             return found
 
-        return Pace(worker, Kept(self.device, self.threads, reference.WORK, find))
+        try:
+            return Pace(worker, Kept(self.device, self.threads, reference.WORK, find))
+        except BaseException:
+            worker.close()
+            raise
 
     def available_bytes(self) -> float:
         """See Machine."""
@@ -539,6 +543,7 @@ class _Engines:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.pace: Pace | None = None
+        self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
 
@@ -553,8 +558,11 @@ class _Engines:
 
     def keep_pace(self) -> None:
         """Before every burst: time the reference kernels, if it is their turn."""
-        if self.pace is None:
-            self.pace = self.machine.pace()
+        if not self._asked_for_pace:
+            self._asked_for_pace = True
+            # Points are worth having without it: their rows then say nothing of the machine's pace.
+            with contextlib.suppress(TaskFailed, WorkerDied):
+                self.pace = self.machine.pace()
         if self.pace is not None:
             self.pace.turn()
 

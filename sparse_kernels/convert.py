@@ -172,9 +172,9 @@ def _prove(converted: nn.Module, example_inputs: tuple[Any, ...], expected: Any)
     """Raise ValueError unless the converted model gives what is expected on the example inputs."""
     try:
         result = _run(converted, example_inputs)
-    except AttributeError as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"the model reads more of a layer than its result, and a sparse one has no more: {error}"
+            f"the model reads more of a layer than its result, or gives it what a sparse one refuses: {error}"
         ) from None
     if not _same(result, expected, CONVERTED):
         raise ValueError(

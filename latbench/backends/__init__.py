@@ -112,9 +112,10 @@ def prepare(point: Point) -> Rotation:
         raise Unsupported(reason)
     layer = synthetic_layer(point)
     engine = importlib.import_module(BACKENDS[point.backend][0]).prepare(point, layer)
-    first, *others = (engine.output(call()) for call in engine.calls)
+    first = engine.output(engine.calls[0]())
     error = _check(point.shape, layer, first)
-    for y in others:
+    for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
+        y = engine.output(call())
         if not np.array_equal(y, first):
             error = max(error, _check(point.shape, layer, y))
     nnz = layer.packed.nnz

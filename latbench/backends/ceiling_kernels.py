@@ -14,8 +14,8 @@ from sparse_kernels.cpu.emitter import Emitter, with_literals
 from sparse_kernels.cpu.target import host
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
-STEPS = 20_000  # of a chain: a tenth of a millisecond
-LEAST_READ = 2**19  # floats that a thread reads at least: what is smaller is read again
+STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
+LEAST_READ = 2**23  # floats that a thread reads at least: what is smaller is read again
 
 
 @with_literals

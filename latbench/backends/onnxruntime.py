@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import onnx
@@ -64,10 +65,17 @@ def one_node_model(shape: Shape, layer: Layer) -> bytes:
     return serialised.getvalue()
 
 
+@cache
+def _share_threads(threads: int) -> None:
+    """Make this process's pool; ONNX Runtime allows it once, before the first session."""
+    onnxruntime.set_global_thread_pool_sizes(threads, 1)
+
+
 def _session(model: bytes, threads: int) -> onnxruntime.InferenceSession:
+    # One pool for all copies: pools of their own would spin against each other.
+    _share_threads(threads)
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
+    options.use_per_session_threads = False
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 

@@ -66,6 +66,22 @@ def test_doubted_ceilings_only_rise_and_are_kept(own_lock: Path) -> None:
     assert kept.get() == higher
 
 
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"identity": null}', '{"identity": {}, "flop_per_second": 1}'])
+def test_a_damaged_file_is_measured_again(own_lock: Path, damaged: str) -> None:
+    kept = Kept("amd-epyc", 1, "work", lambda: MADE_UP)
+    kept.get()
+    (path,) = own_lock.rglob("amd-epyc-1.json")
+    path.write_text(damaged)
+    assert kept.get() == MADE_UP
+    assert Kept("amd-epyc", 1, "work", lambda: pytest.fail("measured again")).get() == MADE_UP
+
+
+def test_ceilings_that_cannot_be_kept_still_hold(own_lock: Path) -> None:
+    own_lock.mkdir()
+    (own_lock / "latbench").write_text("no folder")
+    assert Kept("amd-epyc", 1, "work", lambda: MADE_UP).get() == MADE_UP
+
+
 SHAPES = [
     Conv2dShape(2, 3, 7, 9, 4, 3, 3, padding=(1, 1)),
     Conv2dShape(1, 2, 8, 8, 4, 1, 1, stride=(2, 2)),

@@ -200,14 +200,14 @@ def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) ->
     ("after", "reasons"),
     [
         # 30 ms of CPU time: what an undisturbed run may have is one switch and 60 a second.
-        (Used(10, 5.03, 2.0, 7), ()),
-        (Used(12, 5.03, 2.0, 7), ()),
-        (Used(13, 5.03, 2.0, 7), ("preempted",)),
-        (Used(310, 5.03, 2.0, 7), ("preempted",)),
-        (Used(10, 5.03, 2.003, 7), ()),  # of 40 ms, threads waited for 3
+        (Used(10, 5.03, None, 7), ()),
+        (Used(12, 5.03, None, 7), ()),
+        (Used(13, 5.03, None, 7), ("preempted",)),
+        (Used(310, 5.03, None, 7), ("preempted",)),
+        (Used(310, 5.03, 2.003, 7), ()),  # of 40 ms, threads waited for 3, however often
         (Used(10, 5.03, 2.005, 7), ("preempted",)),
         (Used(10, 5.03, 2.0, 8), ("stolen",)),
-        (Used(310, 5.03, 2.0, 8), ("preempted", "stolen")),
+        (Used(310, 5.03, 2.02, 8), ("preempted", "stolen")),
         (Used(10, 5.03, None, None), ()),
     ],
 )
@@ -269,3 +269,26 @@ def test_garbage_is_collected_again_afterwards(clock: FakeClock) -> None:
 
     measure.burst(run, 1.0, 1, clock=clock, usage=alone)
     assert gc.isenabled() and not any(seen)
+
+
+def test_a_rest_is_no_measuring_time(clock: FakeClock) -> None:
+    """An engine whose threads must come to rest is measured for as long as any other."""
+
+    def bursts(rest: float) -> int:
+        rng = np.random.default_rng(0)
+
+        def sampler(seconds: float) -> Burst:
+            clock.now += seconds + rest
+            return Burst(list(rng.uniform(1e-3, 2e-3, 10)), rest_seconds=rest)
+
+        found = measure.interleave({"it": sampler}, max_seconds=0.4, round_seconds=0.015, rel_error=1e-6, clock=clock)
+        return len(next(found)[1].bursts)
+
+    assert bursts(0.04) == bursts(0.0) > 10
+
+
+def test_no_time_at_all_is_an_error_and_no_crash() -> None:
+    timing = measure.Timing()
+    for _ in range(3):
+        timing.add(Burst([0.0] * 10))
+    assert timing.relative_error == np.inf

@@ -15,6 +15,7 @@ from latbench import devices, sweep, tables
 from latbench.ceilings import Ceilings
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
 from latbench.plan import Point
+from latbench.runners.local import TaskFailed, WorkerDied
 from latbench.sweep import Progress, Settings
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -315,6 +316,21 @@ def test_ceilings_too_low_to_be_true_are_measured_again(
     paced(monkeypatch, pace)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
     assert pace.doubts == 1
+
+
+@pytest.mark.parametrize("failure", [WorkerDied("oom", "gone"), TaskFailed("MemoryError", "64 MiB", "")])
+def test_without_a_reference_the_points_are_measured_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception
+) -> None:
+    asked: list[int] = []
+
+    def fail(machine: sweep.Cpu) -> None:
+        asked.append(1)
+        raise failure
+
+    monkeypatch.setattr(sweep.Cpu, "pace", fail)
+    assert measure(tmp_path, point()).statuses == {point().id: "ok"}
+    assert tables.read(tmp_path)["reference_ratio"].isna().all() and len(asked) == 1
 
 
 def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(
