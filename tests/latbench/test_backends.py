@@ -261,7 +261,7 @@ def test_a_wrong_engine_is_caught_in_any_copy(
 def test_calls_keep_what_they_read(backend: str) -> None:
     pattern = Unstructured() if backend in ("torch_sparse_cpu", "scipy") else Dense()
     for kernel in KERNELS[backend]["linear"]:
-        wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=2)
+        wanted = point(backend, kernel, LinearShape(24, 16, 3), pattern, 0.0, threads=1 if backend == "scipy" else 2)
         layer = backends.synthetic_layer(wanted)
         rotation = backends.prepare(wanted)
         others = [np.full_like(it, 7) for it in (layer.x, layer.weight, layer.bias) for _ in range(100)]
