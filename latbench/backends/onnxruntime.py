@@ -30,7 +30,9 @@ def prepare(point: Point, layer: Layer) -> Engine:
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
     model = one_node_model(point.shape, layer)
     copies = copies_for(layer.weight.nbytes, MOST_SESSIONS)
-    calls = [_call(_session(model, point.threads), layer.x) for _ in range(copies)]
+    if copies > 1:
+        _share_threads(point.threads)
+    calls = [_call(_session(model, point.threads, shared=copies > 1), layer.x) for _ in range(copies)]
     name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm"
     return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
 
@@ -67,15 +69,19 @@ def one_node_model(shape: Shape, layer: Layer) -> bytes:
 
 @cache
 def _share_threads(threads: int) -> None:
-    """Make this process's pool; ONNX Runtime allows it once, before the first session."""
+    """Make one pool for all sessions of this process: pools of their own would spin against each other.
+
+    ONNX Runtime allows it once, and then no session of the process may have threads of its own.
+    """
     onnxruntime.set_global_thread_pool_sizes(threads, 1)
 
 
-def _session(model: bytes, threads: int) -> onnxruntime.InferenceSession:
-    # One pool for all copies: pools of their own would spin against each other.
-    _share_threads(threads)
+def _session(model: bytes, threads: int, shared: bool) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False
+    options.use_per_session_threads = not shared
+    if not shared:
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
     options.log_severity_level = 3
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 

@@ -30,6 +30,13 @@ SHAPES: list[Shape] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several would share a pool of threads, and no session of this process could have its own any more."""
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr("latbench.backends.onnxruntime.MOST_SESSIONS", 1)
+
+
 def point(
     backend: str,
     kernel: str,
