@@ -1,6 +1,7 @@
 """Swap sparse layers into a torch model and fold into them what follows: BatchNorm, bias, ReLU, GELU.
 
-On a CPU attention without a mask is swapped for `nn.attention` too: torch's may take as long as all of the layers.
+On a CPU, in traced parts, attention without a mask is swapped for `nn.attention`: torch's may take as long as all
+layers.
 Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`).
 
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
