@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far (None while there is none); called until it names nothing new."""
 
-# A rerun measures a point again unless it has a row with one of these: errors may be gone, and so may noise.
+# A rerun measures a point again unless it has a row with one of these: the causes of errors may be gone.
+# Noise may be gone, too, but a noisy row was given all its chances: it is measured again only if that is asked for.
 FINISHED = ("ok", "unsupported", "incorrect")
 
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
@@ -231,11 +232,12 @@ def run(
     seed: int = 0,
     settings: Settings = Settings(),
     time_budget: float | None = None,
+    remeasure: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
 ) -> Summary:
     """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
-    block.
+    block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`).
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
@@ -248,7 +250,7 @@ def run(
 
     with device_lock(device, waiting=waiting), _Engines(machine) as engines:
         _remove_leftovers(folder)
-        sweep = _Sweep(folder, machine, engines, seed, settings, report, saved, time_budget)
+        sweep = _Sweep(folder, machine, engines, seed, settings, report, saved, time_budget, remeasure)
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
@@ -281,8 +283,10 @@ class _Sweep:
         report: Callable[[Progress], None],
         saved: Callable[[], None],
         time_budget: float | None,
+        remeasure: bool,
     ) -> None:
         self.folder, self.machine, self.seed, self.settings = folder, machine, seed, settings
+        self.finished = FINISHED if remeasure else (*FINISHED, "noisy")
         self.engines, self.report, self.saved = engines, report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
@@ -317,7 +321,7 @@ class _Sweep:
         """Of `points` those without a finished row that this run has not tried yet."""
         wanted = {point.id: point for point in points}
         table = self.table()
-        finished = set() if table is None else set(table["point_id"][table["status"].isin(FINISHED)])
+        finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 

@@ -40,6 +40,7 @@ def sweep(
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is noisy in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of tables.")] = False,
 ) -> None:
@@ -48,7 +49,8 @@ def sweep(
     from latbench import sweep as sweeping
     from latbench.errors import UsageError
 
-    how = How(seed, None if time_budget is None else parse_duration(time_budget), adaptive, dry_run, as_json)
+    seconds = None if time_budget is None else parse_duration(time_budget)
+    how = How(seed, seconds, adaptive, remeasure, dry_run, as_json)
     if gpu is not None:
         if cpu:
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
@@ -76,11 +78,13 @@ def sweep(
 
 @dataclass(frozen=True)
 class How:
-    """How a sweep goes: seed, seconds it may take, whether points are chosen on the way, what is printed."""
+    """How a sweep goes: seed, seconds it may take, whether points are chosen on the way, whether noisy rows are taken
+    again, what is printed."""
 
     seed: int
     time_budget: float | None
     adaptive: bool
+    remeasure: bool
     dry_run: bool
     as_json: bool
 
@@ -214,6 +218,7 @@ def _measure(folder: Place, points: list[Point], machine: Machine, settings: Set
                 settings=settings,
                 seed=how.seed,
                 time_budget=how.time_budget,
+                remeasure=how.remeasure,
                 report=_with_time_left(tell, how.time_budget),
             )
     except sweeping.Stopped as error:
@@ -272,7 +277,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     ours = frame[frame["point_id"].isin(set(summary.statuses))]
     disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
-        (counts["noisy"], "are noisy, their intervals are wide: the same command measures them again"),
+        (counts["noisy"], "are noisy, their intervals are wide: --remeasure measures them again"),
         (disturbed, "were measured while others took the cores or slowed them: their times may be too long"),
     ):
         if count:

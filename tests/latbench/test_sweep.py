@@ -301,6 +301,17 @@ def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
     assert (frame["status"] == "noisy").sum() >= sweep.NOISY_CHANCES
 
 
+def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as always:
+        always.setattr(sweep._Sweep, "_status", lambda *_: "noisy")
+        measure(tmp_path, point())
+    assert measure(tmp_path, point()).skipped == 1
+    assert set(tables.read(tmp_path)["status"]) == {"noisy"}
+    assert set(measure(tmp_path, point(), remeasure=True).statuses) == {point().id}
+
+
 def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, MadeUpPace(flop_per_second=1.0))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
