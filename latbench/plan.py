@@ -155,8 +155,8 @@ def points(
     """Every point of every distinct shape of the workloads `chosen`, in their order.
 
     `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
-    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, `bf16` those
-    with weights of bfloat16.
+    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, and `bf16`
+    those with weights of bfloat16.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):

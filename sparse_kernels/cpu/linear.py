@@ -6,8 +6,8 @@ rows     tokens along the vector, panels of rows. x is feature-major or blocked 
 single   the same for rows that share no columns.
 
 Weights may be rounded to bfloat16. Kernel tokens then reads two bytes a weight, which pays for few tokens. Kernel
-rows, where tokens are many or lie along the vector as they come, holds the rounded weights in float32: two bytes would
-be no faster there. Activations, sums and results are float32 either way.
+rows, where tokens are many or lie along the vector as they come, holds the rounded weights in float32, because two
+bytes would be no faster there. Activations, sums and results are float32 either way.
 """
 
 from __future__ import annotations
