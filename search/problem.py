@@ -282,8 +282,8 @@ def predicted_layers(
 ) -> tuple[Layer, ...]:
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
-    Rows whose weights were rounded are no options: a profile does not ask for that. `patterns` narrows the rest. Raises
-    BadData where a layer has no dense time on this backend with so many threads.
+    Rows of rounded weights are no options, because a profile does not ask for them. `patterns` narrows the rest.
+    Raises BadData where a layer has no dense time on this backend with so many threads.
     """
     rows = tables.timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
