@@ -29,6 +29,9 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What they are asked for besides in a sweep that tunes: kernels found by trying.
 TUNED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
+# And in one that also rounds weights to bfloat16: kernels that read two bytes a weight, for formats with vectors.
+ROUNDED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("bf16",)}
+_ROUNDED_FORMATS = ("block", "vector", "shflbw")
 STANDARD = ("torch", "onnxruntime", "openvino", "numba")
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
@@ -74,8 +77,11 @@ class Point:
     launch_mode: str = "call"
     dtype: str = "float32"  # of weights, activations and results
     layout: str = ""  # how the activations lie; by default as models on a CPU have them
+    dtype_w: str = ""  # of the weights, where they have another one
 
     def __post_init__(self) -> None:
+        if not self.dtype_w:
+            object.__setattr__(self, "dtype_w", self.dtype)
         if not self.layout:
             usual = "nchw" if isinstance(self.shape, Conv2dShape) else "token_major"
             object.__setattr__(self, "layout", usual)
@@ -91,7 +97,7 @@ class Point:
             "pattern": str(self.pattern),
             "sparsity_target": self.sparsity,
             "pattern_seed": self.seed,
-            "dtype_w": self.dtype,
+            "dtype_w": self.dtype_w,
             "dtype_a": self.dtype,
             "dtype_out": self.dtype,
             "layout": self.layout,
@@ -144,21 +150,29 @@ def points(
     sparsities: Sequence[float] = SPARSITIES,
     seed: int = 0,
     tune: bool = False,
+    bf16: bool = False,
 ) -> list[Point]:
     """Every point of every distinct shape of the workloads `chosen`, in their order.
 
     `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
-    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying.
+    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, and `bf16`
+    those with weights of bfloat16.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
         for pattern in default_patterns(shape) if wanted is None else wanted:
             engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
-                for kernel in KERNELS[backend][shape.op] + (TUNED.get((backend, shape.op), ()) if tune else ()):
+                tuned = TUNED.get((backend, shape.op), ()) if tune else ()
+                rounded = ROUNDED.get((backend, shape.op), ()) if bf16 and pattern.format in _ROUNDED_FORMATS else ()
+                for kernel in KERNELS[backend][shape.op] + tuned + rounded:
                     layout = _LAYOUTS.get((backend, shape.op, kernel), "")
+                    dtype_w = "bfloat16" if kernel in rounded else ""
                     for sparsity in sparsities_of(pattern, sparsities):
-                        point = Point(device, backend, kernel, shape, pattern, sparsity, threads, seed, layout=layout)
+                        point = Point(
+                            device, backend, kernel, shape, pattern, sparsity, threads, seed,
+                            layout=layout, dtype_w=dtype_w,
+                        )  # fmt: skip
                         found[point] = None
     return list(found)
 
@@ -249,6 +263,7 @@ def select(
     backends: Sequence[str] = STANDARD,
     seed: int = 0,
     tune: bool = False,
+    bf16: bool = False,
     usual: Sequence[float] = SPARSITIES,
 ) -> list[Point]:
     """The points that a command line asks for; where it is silent, all bundled workloads, the default patterns and
@@ -266,4 +281,5 @@ def select(
         sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else usual,
         seed=seed,
         tune=tune,
+        bf16=bf16,
     )

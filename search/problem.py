@@ -282,10 +282,12 @@ def predicted_layers(
 ) -> tuple[Layer, ...]:
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
-    `patterns` narrows them. Raises BadData where a layer has no dense time on this backend with so many threads.
+    Rows of rounded weights are no options, because a profile does not ask for them. `patterns` narrows the rest.
+    Raises BadData where a layer has no dense time on this backend with so many threads.
     """
     rows = tables.timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
+    rows = rows[rows["dtype_w"] == rows["dtype_a"]]
     known: dict[Shape, Layer] = {}
     for name, shape in shapes.items():
         if shape not in known:

@@ -53,10 +53,14 @@ _ELEMENT_WISE_FUNCTIONS = (
 
 @dataclass(frozen=True)
 class Choice:
-    """What a layer becomes: its pattern and its mask (m, k), True where a weight is kept; None keeps all."""
+    """What a layer becomes: its pattern and its mask (m, k), True where a weight is kept; None keeps all.
+
+    weights: float32, or bfloat16 for a Linear whose kernel may round them, as `prepare` says.
+    """
 
     pattern: Pattern
     mask: np.ndarray | None = None
+    weights: str = "float32"
 
 
 def convert(
@@ -84,7 +88,7 @@ def convert(
         if name not in modules:
             raise ValueError(f"the model has no layer {name!r}")
         try:
-            _apply_mask(modules[name], choice)
+            _apply(choice, modules[name], backend)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
         chosen[modules[name]] = choice
@@ -99,8 +103,8 @@ def convert(
     return converted
 
 
-def _apply_mask(module: nn.Module, choice: Choice) -> None:
-    """Make the zeros of the mask those of the weight, in place, whatever computes the weight."""
+def _apply(choice: Choice, module: nn.Module, backend: str) -> None:
+    """Make the weight what its kernel will multiply with, in place, whatever computes it: masked, and rounded."""
     if (reason := refuses(module)) is not None:
         raise ValueError(reason)
     if prune.is_pruned(module):
@@ -116,6 +120,15 @@ def _apply_mask(module: nn.Module, choice: Choice) -> None:
             parametrize.register_parametrization(module, "weight", _Masked(mask), unsafe=True)
         else:
             set_weight_matrix(module, torch.where(mask, matrix, 0.0))
+    if choice.weights != "float32":
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"weights={choice.weights!r} is for linear layers, not for a {type(module).__name__}")
+        # Refuses what cannot be, while the layer's name is known.
+        SparseLinear.from_dense(module, choice.pattern, choice.mask, backend=backend, weights=choice.weights)
+        if parametrize.is_parametrized(module, "weight"):
+            parametrize.register_parametrization(module, "weight", _Rounded(), unsafe=True)
+        else:
+            set_weight_matrix(module, weight_matrix(module).bfloat16().float())
 
 
 class _Masked(nn.Module):
@@ -130,6 +143,13 @@ class _Masked(nn.Module):
             return torch.where(self.mask, weight, 0.0)
         c_out, c_in, kh, kw = weight.shape
         return torch.where(self.mask.reshape(c_out, kh, kw, c_in).permute(0, 3, 1, 2), weight, 0.0)
+
+
+class _Rounded(nn.Module):
+    """A weight, whatever computes it, rounded to bfloat16."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.bfloat16().to(weight.dtype)
 
 
 @dataclass
@@ -377,8 +397,9 @@ def _let_take_tiles(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn
 def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str, tune: bool) -> nn.Module:
     if isinstance(module, nn.Linear):
         return SparseLinear.from_dense(
-            module, choice.pattern, choice.mask, activation=activation, backend=backend, tune=tune
-        )
+            module, choice.pattern, choice.mask,
+            activation=activation, backend=backend, tune=tune, weights=choice.weights,
+        )  # fmt: skip
     assert isinstance(module, nn.Conv2d)
     return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
 

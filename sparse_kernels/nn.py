@@ -340,12 +340,24 @@ class SparseLinear(_Sparse):
     """`activation(x @ weight.T + bias)` for x (..., k) -> (..., m)."""
 
     def __init__(
-        self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str, tune: bool = False
+        self,
+        packed: Packed,
+        bias: Tensor | None,
+        activation: str | None,
+        backend: str,
+        tune: bool = False,
+        weights: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend)
         if tune and backend != "numba":
             raise ValueError(f"tune=True is for backend numba, not {backend}")
-        self.tune = tune
+        if weights != "float32":
+            if backend != "numba":
+                raise ValueError(f"weights={weights!r} is for backend numba, not {backend}")
+            from sparse_kernels.cpu import linear
+
+            linear.check_weights(packed, weights)
+        self.tune, self.weights = tune, weights
 
     @classmethod
     def from_dense(
@@ -357,9 +369,17 @@ class SparseLinear(_Sparse):
         activation: str | None = None,
         backend: str = "numba",
         tune: bool = False,
+        weights: str = "float32",
     ) -> SparseLinear:
-        """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense)."""
-        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune)
+        """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense).
+
+        weights: float32, or bfloat16 to multiply with rounded ones, as `prepare` says.
+        """
+        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, weights)
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return super().extra_repr() + ("" if self.weights == "float32" else f", weights={self.weights}")
 
     def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
         """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning.
@@ -407,7 +427,8 @@ class SparseLinear(_Sparse):
         elif n > FEW_TOKENS:
             n = max(n, MANY_TOKENS)
         layout = layouts[x.ndim, len(y_shape)]
-        return prepare(self.packed, self.backend, layout, n, tune=self.tune and layout == "token_major")
+        tune = self.tune and layout == "token_major"
+        return prepare(self.packed, self.backend, layout, n, tune=tune, weights=self.weights)
 
 
 class SparseConv2d(_Sparse):

@@ -53,14 +53,19 @@ class Plan(Protocol):
         """A plan with weights of its own at another address."""
 
 
-def prepare(packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False) -> Plan:
+def prepare(
+    packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False, weights: str = "float32"
+) -> Plan:
     """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
 
     tune: try a few kernels for n columns and Numba's threads of now, and take the fastest; backend `numba` only. The
     first time takes some seconds, then what was found is kept on disk: see `cpu.tuner`.
 
-    Raises ValueError for an unknown layout or backend, a layout that the backend does not take, and a backend that
-    cannot be tuned.
+    weights: `bfloat16` rounds them to the nearest bfloat16, ties to even, and nothing else; backend `numba` only, for
+    patterns whose rows fill vectors. It pays for few tokens, where a layer waits for its weights.
+
+    Raises ValueError for an unknown layout or backend, a layout that the backend does not take, a backend that cannot
+    be tuned, and weights that the backend or the pattern does not take.
     """
     if layout not in (*LAYOUTS, *BLOCKED_LAYOUTS):
         known = ", ".join((*LAYOUTS, *BLOCKED_LAYOUTS))
@@ -70,13 +75,15 @@ def prepare(packed: Packed, backend: str, layout: str, n: int, *, tune: bool = F
     if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
     function = registry.find(packed.pattern.format, "linear", backend)
-    if not tune:
-        return function(packed, layout, n)
     if backend != "numba":
-        raise ValueError(f"tune=True is for backend numba, not {backend}")
+        if tune or weights != "float32":
+            raise ValueError(f"{'tune=True' if tune else f'weights={weights!r}'} is for backend numba, not {backend}")
+        return function(packed, layout, n)
+    if not tune:
+        return function(packed, layout, n, weights)
     from sparse_kernels.cpu import tuner  # here, so that `import sparse_kernels` stays light
 
-    return tuner.prepare(packed, layout, n)
+    return tuner.prepare(packed, layout, n, weights=weights)
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None) -> Plan:

@@ -23,7 +23,7 @@ from latbench.least_work import inputs_read
 from latbench.plan import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.target import rotated_bytes
-from sparse_kernels.formats import Packed, pack
+from sparse_kernels.formats import Packed, pack, rounded
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -106,18 +106,20 @@ def prepare(point: Point) -> Rotation:
     """Build `point` in this process and check what it computes.
 
     Raises Unsupported where the pattern or the engine does not do it, and oracle.WrongResult where any copy's result
-    is further from the float64 product than float32 arithmetic explains.
+    is further from the float64 product than float32 arithmetic explains; of the rounded weights, where the point says
+    that they are.
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
     layer = synthetic_layer(point)
     engine = importlib.import_module(BACKENDS[point.backend][0]).prepare(point, layer)
     first = engine.output(engine.calls[0]())
-    error = _check(point.shape, layer, first)
+    packed = rounded(layer.packed) if point.dtype_w == "bfloat16" else layer.packed
+    error = _check(point.shape, layer, packed, first)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
         y = engine.output(call())
         if not np.array_equal(y, first):
-            error = max(error, _check(point.shape, layer, y))
+            error = max(error, _check(point.shape, layer, packed, y))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
     inputs = inputs_read(point.shape, layer.weight != 0)
@@ -164,9 +166,9 @@ def synthetic_mask(
     return mask
 
 
-def _check(shape: Shape, layer: Layer, y: np.ndarray) -> float:
-    """The largest relative error of `y`; a large batch is checked by its first and last image."""
+def _check(shape: Shape, layer: Layer, packed: Packed, y: np.ndarray) -> float:
+    """The largest relative error of `y` with these weights; a large batch is checked by its first and last image."""
     if not isinstance(shape, Conv2dShape):
-        return oracle.check(y, layer.packed, layer.x, bias=layer.bias, layout="token_major")
+        return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major")
     images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
-    return oracle.check_conv2d(y[images], layer.packed, shape, layer.x[images], bias=layer.bias)
+    return oracle.check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias)

@@ -9,20 +9,27 @@ import numpy as np
 import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
+from sparse_kernels.cpu.linear import check_weights
 from sparse_kernels.plan import Plan
-from sparse_kernels.shapes import Conv2dShape
+from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 
 def prepare(point: Point, layer: Layer) -> Engine:
-    """The layer as a Numba plan, whatever its pattern; kernel `tuned` is found by trying."""
+    """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying, `bf16` rounds the weights."""
     plan: Plan
+    if isinstance(point.shape, LinearShape):
+        try:
+            check_weights(layer.packed, point.dtype_w)
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
     try:
         if isinstance(point.shape, Conv2dShape):
             plan = sparse_kernels.prepare_conv2d(layer.packed, point.shape, "numba", point.layout)
         else:
             plan = sparse_kernels.prepare(
-                layer.packed, "numba", point.layout, point.shape.n, tune=point.kernel == "tuned"
-            )
+                layer.packed, "numba", point.layout, point.shape.n,
+                tune=point.kernel == "tuned", weights=point.dtype_w,
+            )  # fmt: skip
     except sparse_kernels.UnknownKernel as error:
         raise Unsupported(str(error)) from error
     plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))]

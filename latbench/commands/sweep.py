@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from latbench.sweep import Machine, Progress, Settings, Summary
 
 ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
+BF16_HELP = "Also our own sparse linear layers on a CPU with weights rounded to bfloat16; dense stays float32."
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
@@ -39,6 +40,7 @@ def sweep(
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help=BF16_HELP)] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is noisy in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
@@ -56,6 +58,8 @@ def sweep(
             raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
         if tune:
             raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
+        if bf16:
+            raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
         from latbench.gpu.machine import SETTINGS, GpuMachine
 
         device = GpuMachine(devices.demand_gpu(gpu))
@@ -68,9 +72,11 @@ def sweep(
     engines = cpu_backends(backends or [])
     if tune and "numba" not in engines:
         raise UsageError("--tune is for backend numba, which is not among those asked for")
+    if bf16 and "numba" not in engines:
+        raise UsageError("--bf16 is for backend numba, which is not among those asked for")
     points = plan.select(
         workload or [], patterns or [], sparsities or [],
-        device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune,
+        device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
         usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
     )  # fmt: skip
     _run(output, points, machine, sweeping.Settings(), how)

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.plan import Point
-from sparse_kernels.formats import Packed, pack
+from sparse_kernels.formats import Packed, bfloat16, pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape
@@ -158,15 +158,14 @@ def bits(array: np.ndarray, dtype: str) -> np.ndarray:
         return array.astype(np.float16)
     if dtype != "bfloat16":
         raise ValueError(f"an element is float16 or bfloat16, not {dtype}")
-    whole = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    return ((whole + np.uint32(0x7FFF) + ((whole >> 16) & 1)) >> 16).astype(np.uint16)
+    return bfloat16.bits(array)
 
 
 def rounded(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     """`array` with every element rounded to `dtype`, as float32."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
-    return (bits(array, dtype).astype(np.uint32) << 16).view(np.float32)
+    return bfloat16.widened(bits(array, dtype))
 
 
 # The oracle -------------------------------------------------------------------------------------------------------

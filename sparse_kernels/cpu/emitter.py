@@ -18,7 +18,7 @@ with_literals: Any = intrinsic(prefer_literal=True)
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
 
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 # 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0: coefficients of p from a**0 to a**10, a least-squares fit,
 # reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong by at most
@@ -93,6 +93,14 @@ class Emitter:
     def load(self, at: ir.Value, v: int) -> ir.Value:
         """Vector v behind a pointer to floats."""
         return self.builder.load(self.at_vector(at, v), align=4)
+
+    def load_bfloat16(self, at: ir.Value, v: int) -> ir.Value:
+        """Vector v behind a pointer to bfloat16 (int16), as floats: their bits are the upper halves of a float's."""
+        narrow, wide = ir.VectorType(I16, self.lanes), ir.VectorType(I32, self.lanes)
+        at = self.builder.gep(at, [self.integer(v * self.lanes)])
+        halves = self.builder.load(self.builder.bitcast(at, narrow.as_pointer()), align=2)
+        bits = self.builder.shl(self.builder.zext(halves, wide), ir.Constant(wide, [16] * self.lanes))
+        return self.builder.bitcast(bits, self.vector)
 
     def store(self, value: ir.Value, at: ir.Value, v: int) -> None:
         """Store to vector v behind a pointer to floats."""

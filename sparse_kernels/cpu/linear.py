@@ -4,6 +4,10 @@ tokens   token-major x as it lies, outputs along the vector: needs groups of row
 rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so, block by
          block where every thread gets tokens (`blocks`), else in a pass of its own (`transpose`).
 single   the same for rows that share no columns.
+
+Weights may be rounded to bfloat16. Kernel tokens then reads two bytes a weight, which pays for few tokens. Kernel
+rows, where tokens are many or lie along the vector as they come, holds the rounded weights in float32, because two
+bytes would be no faster there. Activations, sums and results are float32 either way.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
-from sparse_kernels.formats import DenseWeight, Packed
+from sparse_kernels.formats import DenseWeight, Packed, rounded
 from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
+
+WEIGHTS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class TokenPlan:
         n = x.shape[0]
         if n:
             step = _tokens_at_a_time(self.tile, n)
-            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted)
+            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize)
             with exclusive():
                 run(self.panels.arrays, x, y, bias, code, *self._order(step), numba.get_num_threads())
         return y
@@ -180,9 +186,9 @@ class RowPlan:
             rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, self.shape[1])
 
 
-def prepare(packed: Packed, layout: str, n: int) -> TokenPlan | RowPlan:
+def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan:
     """The plan of a linear layer for about n tokens."""
-    return build(packed, layout, n, default(packed, layout, n))
+    return build(packed, layout, n, default(packed, layout, n), weights)
 
 
 def default(packed: Packed, layout: str, n: int) -> Choice:
@@ -226,23 +232,40 @@ def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
     return tokens.tile(height, target)
 
 
-def build(packed: Packed, layout: str, n: int, choice: Choice) -> TokenPlan | RowPlan:
-    """The plan that runs a layer as chosen, named for about n tokens."""
-    target = host()
+def build(packed: Packed, layout: str, n: int, choice: Choice, weights: str = "float32") -> TokenPlan | RowPlan:
+    """The plan that runs a layer as chosen, named for about n tokens.
+
+    weights: their type, which `check_weights` may refuse.
+    """
+    check_weights(packed, weights)
+    target, narrow = host(), weights == "bfloat16"
+    packed = rounded(packed) if narrow else packed
     size, vectors, lanes = choice.tile
     name = f"numba.{packed.pattern.format}.{choice.kernel}"
     if choice.kernel == "tokens":
-        narrow = "" if lanes == target.lanes else f"of{lanes}"
-        name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{narrow}.{target.name}"
+        partly = "" if lanes == target.lanes else f"of{lanes}"
+        name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{partly}{'.bf16' if narrow else ''}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
+        cut = cut.narrowed() if narrow else cut
         return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
-    weights: Panels | SingleRows
+    laid_out: Panels | SingleRows
     if size == 1:
-        weights = single_rows(groups(packed), packed.shape[1], vectors * lanes)
+        laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes)
     else:
-        weights = panels(groups(packed), size)
+        laid_out = panels(groups(packed), size)
     name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
-    return RowPlan(packed.shape, weights, (size, vectors), target, name, layout, choice.way)
+    return RowPlan(packed.shape, laid_out, (size, vectors), target, name, layout, choice.way)
+
+
+def check_weights(packed: Packed, weights: str) -> None:
+    """ValueError unless this type of weights is float32, or bfloat16 for a pattern that can gain from it."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"unknown type {weights!r} of weights: known are {', '.join(WEIGHTS)}")
+    if weights != "float32" and token_tile(packed, host()) is None:
+        raise ValueError(
+            f"{weights} weights are for rows that share columns and fill vectors of {host().lanes}, which those of "
+            f"{packed.pattern} do not: they would gain nothing"
+        )
 
 
 def permuted(packed: Packed) -> bool:

@@ -20,6 +20,9 @@ than 8 tokens spill general registers and halve the speed.
 The tile sizes are integer literals: they come as free variables of the kernel that calls the tile. So does `version`
 (`target.VERSION`), which no code reads: it makes compiled kernels on disk go out of date with this file.
 
+Weights of token_tile may be bfloat16, a shift away from float32: with few tokens a layer does little but read them.
+row_tile broadcasts each weight, which would then take a shift as well: it would gain nothing.
+
 The sums are finished in registers: bias added, then the activation. NaN and infinity go through as in dense code:
 no flag here allows the compiler to assume their absence. Addresses are integers, sizes and strides count elements.
 """
@@ -33,12 +36,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
+from sparse_kernels.cpu.emitter import F32, I16, I32, I64, Emitter, with_literals
 
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
 
-# How far ahead weights are fetched, in elements: 4 KB. In a model they come from beyond the second-level cache, where
+# How far ahead weights are fetched, in floats: 4 KB. In a model they come from beyond the second-level cache, where
 # each was last read a whole network ago; the hardware alone stays too close behind and stops at the end of each page.
 AHEAD = 1024
 
@@ -51,6 +54,7 @@ def token_tile(
     lanes: Any,
     fused: Any,
     version: Any,
+    size: Any,
     values: Any,
     columns: Any,
     count: Any,
@@ -65,15 +69,15 @@ def token_tile(
 ) -> Any:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
-    values: float32 (count, vectors*lanes); columns: int32 (count); x: rows of stride x_stride; y: rows of stride
-    y_stride. Beyond tokens_left (>= 1) the last token is computed again; beyond lanes_left no output is written and
-    no bias read.
+    values: (count, vectors*lanes), float32 if `size` is 4, bits of bfloat16 if it is 2; columns: int32 (count); x:
+    rows of stride x_stride; y: rows of stride y_stride. Beyond tokens_left (>= 1) the last token is computed again;
+    beyond lanes_left no output is written and no bias read.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, version), *([types.intp] * 11))
+    signature = types.void(*(tokens, vectors, lanes, fused, version, size), *([types.intp] * 11))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_tokens, n_vectors, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:5])
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[5:]
+        n_tokens, n_vectors, n_lanes, fuse, _, bytes_each = (int(each.literal_value) for each in signature.args[:6])
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[6:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -85,14 +89,16 @@ def token_tile(
             y_rows.append(emit.pointer(y, builder.mul(row, y_stride)))
         masks = [emit.mask(builder.sub(lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
         outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
-        values_pointer, columns_pointer = emit.pointer(values), emit.pointer(columns, kind=I32)
+        kind, load = (F32, emit.load) if bytes_each == 4 else (I16, emit.load_bfloat16)
+        values_pointer, columns_pointer = emit.pointer(values, kind=kind), emit.pointer(columns, kind=I32)
+        per_float = 4 // bytes_each
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
             at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
-            for v in range(n_vectors):
-                emit.will_load(builder.gep(at, [emit.integer(AHEAD + v * n_lanes)]))
-            weights = [emit.load(at, v) for v in range(n_vectors)]
+            for v in range(0, n_vectors, per_float):
+                emit.will_load(builder.gep(at, [emit.integer(AHEAD * per_float + v * n_lanes)]))
+            weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]
             return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]

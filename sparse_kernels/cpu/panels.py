@@ -4,7 +4,7 @@ A panel has `width` rows (of the packed order) and `count` columns. Its values l
 weights beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of
 a group have weight 0 and row_ids -1.
 
-values   float32 (sum of count * width)
+values   float32, or the bits of bfloat16 in uint16 (sum of count * width)
 columns  int32 (sum of count over groups): panels of one group share their columns
 table    int64 (panels, 3): where the panel's values start, where its columns start, count
 work     int64 (panels + 1): the cost of all panels before each one, in columns
@@ -14,11 +14,12 @@ row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight
+from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
 PANEL_COST = 6
@@ -43,7 +44,7 @@ class Panels:
     """Panels of one width; the arrays are those of the module's docstring."""
 
     width: int
-    values: NDArray[np.float32]
+    values: NDArray[Any]
     columns: NDArray[np.int32]
     table: NDArray[np.int64]
     work: NDArray[np.int64]
@@ -63,6 +64,10 @@ class Panels:
         """The same panels in memory of their own."""
         table, values, columns, work, row_ids = (array.copy() for array in self.arrays)
         return Panels(self.width, values, columns, table, work, row_ids)
+
+    def narrowed(self) -> Panels:
+        """The same panels with the nearest bfloat16 of each float32."""
+        return replace(self, values=bfloat16.bits(self.values))
 
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
         """The same panels with offsets[c] in place of each column c."""

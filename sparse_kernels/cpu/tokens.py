@@ -42,8 +42,8 @@ def order(tokens: int, k: int, weights: Panels) -> tuple[int, int]:
 
 
 @cache
-def kernel(tokens: int, vectors: int, lanes: int, fused: bool, permuted: bool) -> Callable[..., None]:
-    """The compiled loops for one tile size; `permuted` rows are put in their places.
+def kernel(tokens: int, vectors: int, lanes: int, fused: bool, permuted: bool, size: int = 4) -> Callable[..., None]:
+    """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
     Called with (panels.arrays, x (n, k), y (n, m), bias (m), activation code, tokens of a chunk, panels of a block,
     parts).
@@ -89,7 +89,8 @@ def kernel(tokens: int, vectors: int, lanes: int, fused: bool, permuted: bool) -
                             lanes,
                             fuse,
                             version,
-                            values_at + table[panel, 0] * 4,
+                            size,
+                            values_at + table[panel, 0] * size,
                             columns_at + table[panel, 1] * 4,
                             table[panel, 2],
                             x_at + token * k * 4,

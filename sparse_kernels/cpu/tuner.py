@@ -6,7 +6,8 @@ choice than the default is taken only where it is faster by more than the noise 
 a layer and a second or two for each kernel that this machine has not compiled yet.
 
 What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
-pattern, density, layout, number of tokens and of threads. A file that is not as it should be is replaced.
+pattern, density, type of the weights, layout, number of tokens and of threads. A file that is not as it should be is
+replaced.
 """
 
 from __future__ import annotations
@@ -58,24 +59,31 @@ NARROWEST = 4
 MOST_COPIES = 256
 
 
-def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None) -> Plan:
+def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None, weights: str = "float32") -> Plan:
     """The plan of a linear layer that is the fastest for n tokens and the threads that Numba uses now.
 
     folder: where results are kept, the user's cache unless given.
     """
-    return linear.build(packed, layout, n, choose(packed, layout, n, folder))
+    return linear.build(packed, layout, n, choose(packed, layout, n, folder, weights=weights), weights)
 
 
-def choose(packed: Packed, layout: str, n: int, folder: Path | None = None, clock: Clock = perf_counter) -> Choice:
+def choose(
+    packed: Packed,
+    layout: str,
+    n: int,
+    folder: Path | None = None,
+    clock: Clock = perf_counter,
+    weights: str = "float32",
+) -> Choice:
     """The fastest choice, as found before or now."""
     choices = candidates(packed, layout, n)
     if len(choices) == 1:
         return choices[0]
-    key = _key(packed, layout, n)
+    key = _key(packed, layout, n, weights)
     path = _path(key, folder or cache_folder())
     choice = _read(path, key, choices)
     if choice is None:
-        choice = choices[fastest(_calls(packed, layout, n, choices), clock)]
+        choice = choices[fastest(_calls(packed, layout, n, choices, weights), clock)]
         _write(path, key, choice)
     return choice
 
@@ -183,7 +191,7 @@ def _seconds(call: Call, loops: int, clock: Clock) -> float:
     return clock() - start
 
 
-def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice]) -> list[Call]:
+def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], weights: str) -> list[Call]:
     """A call of the layer for each choice, on the same synthetic x; its copies of the weights take turns."""
     rng = np.random.default_rng(0)
     m, k = packed.shape
@@ -195,7 +203,7 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice]) -> li
     y, bias = np.empty((*lead, m, *tokens), np.float32), np.zeros(m, np.float32)
 
     def call(choice: Choice) -> Call:
-        plan = linear.build(packed, layout, n, choice)
+        plan = linear.build(packed, layout, n, choice, weights)
         copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
         turn = itertools.cycle([plan, *(plan.copy() for _ in range(copies - 1))])
         return lambda: next(turn)(x, bias, None, y)
@@ -223,7 +231,7 @@ def device() -> str:
     return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
 
 
-def _key(packed: Packed, layout: str, n: int) -> dict[str, Any]:
+def _key(packed: Packed, layout: str, n: int, weights: str) -> dict[str, Any]:
     """What the fastest choice depends on."""
     m, k = packed.shape
     return {
@@ -237,6 +245,7 @@ def _key(packed: Packed, layout: str, n: int) -> dict[str, Any]:
         "layout": layout,
         "pattern": str(packed.pattern),
         "density": round(packed.nnz / (m * k), 2),
+        "weights": weights,
     }
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import NotSupported
-from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight
+from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight, bfloat16
 from sparse_kernels.formats.checks import frozen
 
 HEIGHTS = (16, 32, 64, 128)
@@ -149,8 +149,7 @@ def element_bits(values: NDArray[np.float32], dtype: str) -> Bits:
     NotSupported where a finite value becomes infinite.
     """
     if dtype == "bfloat16":
-        bits = np.ascontiguousarray(values).view(np.uint32)
-        rounded = ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+        rounded = bfloat16.bits(values)
         infinite = rounded & 0x7FFF == 0x7F80
     else:
         with np.errstate(over="ignore"):

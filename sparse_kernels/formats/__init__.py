@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from sparse_kernels.formats import block, csr, dense, nm, vector
+from sparse_kernels.formats import bfloat16, block, csr, dense, nm, vector
 from sparse_kernels.formats.block import BlockWeight
 from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, frozen
 from sparse_kernels.formats.csr import CSRWeight
@@ -28,6 +28,7 @@ __all__ = [
     "VectorWeight",
     "copied",
     "pack",
+    "rounded",
     "unpack",
 ]
 
@@ -75,3 +76,15 @@ def copied(packed: Packed) -> Packed:
     fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
     own: dict[str, Any] = {name: frozen(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
     return dataclasses.replace(packed, **own)
+
+
+def rounded(packed: Packed) -> Packed:
+    """The same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
+
+    ValueError where a value is too large for bfloat16.
+    """
+    values = bfloat16.widened(bfloat16.bits(packed.values))
+    too_large = np.isinf(values)
+    if too_large.any():
+        raise ValueError(f"bfloat16 cannot hold the weight {packed.values[too_large][0]:g}")
+    return dataclasses.replace(packed, values=frozen(values))

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/cpu_kernels.py [--all] [--only linear|conv] [--threads 2] [--shape 768x768x128]
     python tests/benchmarks/cpu_kernels.py --workload resnet50 --patterns vector:32,shflbw:32
-    python tests/benchmarks/cpu_kernels.py --shape 768x3072x1 --cold
+    python tests/benchmarks/cpu_kernels.py --shape 768x3072x1 --cold --bf16
 
 Dense is the fastest of onnxruntime, torch's oneDNN modules and oneDNN's prepacked layers, which the table names. They
 run in processes of their own; blocks of calls alternate between the engines, with a rest for spinning threads, and
@@ -11,6 +11,9 @@ one thread: then the clock is that of the process, which stands still while othe
 
 Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
 sparse and dense ones alike, and what is read a second is compared with a sum over an array as large.
+
+--bf16 adds our linear layers with weights of bfloat16, still against dense float32, and beside them torch's dense
+layer with weights, activations and results in bfloat16, which counts as no baseline: it computes something else.
 """
 
 from __future__ import annotations
@@ -136,7 +139,19 @@ def prepacked_layer(shape: Shape, threads: int) -> Callable[[], object]:
     return lambda: onednn._convolution_pointwise(image, weight, conv.bias, *how, "none", [], "")
 
 
+def bfloat16_layer(shape: Shape, threads: int) -> Callable[[], object]:
+    """A call of the dense linear layer in torch, all of it in bfloat16."""
+    import torch
+
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    layer, x = torch.nn.Linear(shape.k, shape.m).bfloat16(), torch.randn(shape.n, shape.k).bfloat16()
+    return lambda: layer(x)
+
+
+BFLOAT16 = "torch all bf16"
 ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer, "oneDNN prepacked": prepacked_layer}
+ENGINES[BFLOAT16] = bfloat16_layer
 
 
 def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
@@ -166,7 +181,7 @@ def read_seconds(size: int, threads: int) -> float:
 
 
 def numba_cases(
-    shape: Shape, specs: Sequence[str], layout: str, cold: bool
+    shape: Shape, specs: Sequence[str], layout: str, cold: bool, bf16: bool
 ) -> dict[tuple[str, float], tuple[Plan, Calls, int]]:
     """(plan, calls, kept weights) for every pattern and sparsity this shape can have."""
     rng = np.random.default_rng(1)
@@ -180,21 +195,25 @@ def numba_cases(
             continue
         for sparsity in sparsities:
             packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
+            plans = {}
             if isinstance(shape, Conv2dShape):
-                plan = prepare_conv2d(packed, shape, "numba")
+                plans[spec] = prepare_conv2d(packed, shape, "numba")
                 x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w), np.float32)
                 y = np.empty((shape.batch, shape.c_out, shape.out_h, shape.out_w), np.float32)
             else:
-                plan = prepare(packed, "numba", layout, shape.n)
+                plans[spec] = prepare(packed, "numba", layout, shape.n)
+                if bf16 and pattern.format in ("vector", "shflbw", "block"):
+                    plans[f"{spec} bf16"] = prepare(packed, "numba", layout, shape.n, weights="bfloat16")
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
                 if layout == "feature_major":
                     x = np.ascontiguousarray(x.T)
                 elif layout in ("token_blocked", "out_of_blocks"):
                     x = blocked(x)
-                y = np.empty_like(plan(x))
-            plans = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
-            calls = [lambda plan=each, x=x, y=y: plan(x, bias, "relu", y) for each in plans]
-            cases[spec, sparsity] = (plan, calls, packed.nnz)
+                y = np.empty_like(plans[spec](x))
+            for name, plan in plans.items():
+                turns = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
+                calls = [lambda plan=each, x=x, y=y: plan(x, bias, "relu", y) for each in turns]
+                cases[name, sparsity] = (plan, calls, packed.nnz)
     return cases
 
 
@@ -203,11 +222,13 @@ def report(
 ) -> dict[tuple[str, float], float]:
     """Print the table of one shape; returns the speedups by pattern and sparsity."""
     threads, cold = arguments.threads, arguments.cold
-    cases = numba_cases(shape, specs, arguments.layout, cold)
+    cases = numba_cases(shape, specs, arguments.layout, cold, arguments.bf16)
     start = time.perf_counter()
     for _, calls, _ in cases.values():
         calls[0]()
     first = time.perf_counter() - start
+    if isinstance(shape, Conv2dShape):
+        pipes = {engine: pipe for engine, pipe in pipes.items() if engine != BFLOAT16}
     for pipe in pipes.values():
         pipe.send((shape, copies_for(4 * shape.m * shape.k) if cold else 1))
     dense, times = dict.fromkeys(pipes, float("inf")), dict.fromkeys(cases, float("inf"))
@@ -221,8 +242,8 @@ def report(
         pipe.send(0.0)
     print(f"\n{shape}\n  first calls {first:.2f} s")
     for engine, seconds in dense.items():
-        print(f"  dense {engine:13} {seconds * 1e6:8.1f} us         {shape.flop / seconds / 1e9:5.0f} GFLOP/s")
-    best = min(dense.values())
+        print(f"  dense {engine:16} {seconds * 1e6:8.1f} us         {shape.flop / seconds / 1e9:5.0f} GFLOP/s")
+    best = min(seconds for engine, seconds in dense.items() if engine != BFLOAT16)
     for (spec, sparsity), (plan, _, nnz) in cases.items():
         seconds = times[spec, sparsity]
         rate = shape.flop * nnz / (shape.m * shape.k) / seconds / 1e9
@@ -231,7 +252,7 @@ def report(
             size = plan.nbytes + 4 * shape.k * shape.n
             read = f" {read_seconds(size, threads) / seconds:4.0%} of reading {size} bytes "
         print(
-            f"  {spec:14} {sparsity:4.0%} {seconds * 1e6:8.1f} us {best / seconds:6.2f}x"
+            f"  {spec:17} {sparsity:4.0%} {seconds * 1e6:8.1f} us {best / seconds:6.2f}x"
             f" {rate:5.0f} GFLOP/s on non-zeros {read} {plan.kernel}"
         )
     return {key: best / seconds for key, seconds in times.items()}
@@ -250,6 +271,7 @@ def main() -> None:
         "--layout", choices=(*LAYOUTS, *BLOCKED_LAYOUTS), default="token_major", help="of linear layers"
     )
     parser.add_argument("--cold", action="store_true", help="weights come from memory")
+    parser.add_argument("--bf16", action="store_true", help="also weights of bfloat16, and dense all in bfloat16")
     parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")
     arguments = parser.parse_args()
     numba.set_num_threads(arguments.threads)
@@ -267,7 +289,7 @@ def main() -> None:
     specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
     context = multiprocessing.get_context("spawn")
     pipes = {}
-    for engine in ENGINES:
+    for engine in (name for name in ENGINES if arguments.bf16 or name != BFLOAT16):
         pipes[engine], far = context.Pipe()
         context.Process(target=dense_worker, args=(far, engine, arguments.threads), daemon=True).start()
     speedups = [report(shape, pipes, specs, arguments) for shape in shapes]
@@ -278,7 +300,7 @@ def main() -> None:
     )
     for spec, sparsity in dict.fromkeys(itertools.chain(*speedups)):
         known = [found[spec, sparsity] for found in speedups if (spec, sparsity) in found]
-        print(f"  {spec:14} {sparsity:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
+        print(f"  {spec:17} {sparsity:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
 
 
 if __name__ == "__main__":

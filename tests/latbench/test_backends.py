@@ -236,6 +236,27 @@ def test_a_pattern_that_does_not_fit_is_unsupported() -> None:
         backends.prepare(point("numba", "auto", Conv2dShape(1, 3, 5, 5, 8, 3, 3), NM(2, 4), 0.5))
 
 
+def test_rounded_weights_are_held_to_the_rounded_product_and_refused_where_they_gain_nothing() -> None:
+    shape = LinearShape(64, 48, 3)
+    rotation = backends.prepare(replace(point("numba", "bf16", shape, ShflBW(32), 0.5), dtype_w="bfloat16"))
+    assert ".bf16." in rotation.facts["kernel_used"] and rotation.facts["max_rel_err"] < 1e-5
+    exact = point("numba", "auto", shape, ShflBW(32), 0.5)
+    assert rotation.facts["bytes_min"] < backends.prepare(exact).facts["bytes_min"]
+    with pytest.raises(Unsupported, match="which those of nm:2:4 do not"):
+        backends.prepare(replace(point("numba", "bf16", shape, NM(2, 4), 0.5), dtype_w="bfloat16"))
+
+
+def test_exact_weights_in_place_of_rounded_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(_: Point, layer: Layer) -> Engine:
+        return Engine("planted", layer.weight.nbytes, [lambda: layer.x @ layer.weight.T + layer.bias])
+
+    monkeypatch.setattr("latbench.backends.numba.prepare", prepare)
+    exact = point("numba", "bf16", LinearShape(64, 48, 3), ShflBW(32), 0.5)
+    backends.prepare(exact)
+    with pytest.raises(WrongResult):
+        backends.prepare(replace(exact, dtype_w="bfloat16"))
+
+
 def _drops_the_last_input(layer: Layer) -> np.ndarray:
     return layer.x[:, :-1] @ layer.weight[:, :-1].T + layer.bias
 

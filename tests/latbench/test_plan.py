@@ -65,6 +65,17 @@ def test_tuning_adds_our_linear_layers_once_more() -> None:
     assert more == {("numba", "tuned", LINEAR, point.pattern, point.sparsity) for point in ours}
 
 
+def test_weights_of_bfloat16_add_our_linear_layers_with_vectors_and_no_dense_ones() -> None:
+    usual, rounded = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, bf16=True))
+    assert usual < rounded
+    assert {(point.backend, point.kernel, point.shape, point.dtype_w) for point in rounded - usual} == {
+        ("numba", "bf16", LINEAR, "bfloat16")
+    }
+    assert {point.pattern.format for point in rounded - usual} == {"vector", "shflbw", "block"}
+    key = next(iter(rounded - usual)).key()
+    assert (key["dtype_w"], key["dtype_a"], key["dtype_out"]) == ("bfloat16", "float32", "float32")
+
+
 def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> None:
     points = some_points(LINEAR, backends=["numba"])
     found = {point.pattern: [] for point in points}  # type: ignore[var-annotated]

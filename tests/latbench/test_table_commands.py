@@ -56,6 +56,18 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
     assert len(list((tmp_path / "cache" / "tuning").iterdir())) == 1
 
 
+def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_path: Path) -> None:
+    save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
+    arguments = ("sweep", "--cpu", "--backends", "torch,numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
+    arguments += ("--patterns", "dense,vector:32", "--sparsities", "0.5", "--bf16", "-o", tmp_path / "out")
+    done = latbench(*arguments)
+    assert done.code == 0 and "numba bf16" in done.out
+    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
+    assert set(rows["dtype_w"].drop("bf16")) == {"float32"}
+    assert rows.loc["bf16", "dtype_w"] == "bfloat16" and rows.loc["bf16", "dtype_a"] == "float32"
+    assert ".bf16." in rows.loc["bf16", "kernel_used"]
+
+
 def test_by_default_a_sweep_writes_beside_the_user(
     latbench: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +120,8 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
         (["sweep", "--cpu", "--backends", "scipy", "--patterns", "dense"], "nothing to measure"),
         (["sweep", "--cpu", "--backends", "scipy", "--tune"], "--tune is for backend numba"),
         (["sweep", "--gpu", "a100", "--tune"], "--tune is for a sweep with --cpu"),
+        (["sweep", "--cpu", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
+        (["sweep", "--gpu", "a100", "--bf16"], "--bf16 is for a sweep with --cpu"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[str], words: str) -> None:

@@ -182,6 +182,7 @@ def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
         (LINEAR, "vector:8", 0.5, 2.0, {"status": "incorrect", "point_id": "x"}),
         (LINEAR, "vector:8", 0.75, 2.0, {"threads": 1, "point_id": "y"}),
         (LINEAR, "dense", 0.0, 0.1, {"backend": "torch", "point_id": "z"}),
+        (LINEAR, "vector:8", 0.9, 0.5, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"}),
         (CONV, "dense", 0.0, 5.0, {}),
         (CONV2, "dense", 0.0, 6.0, {}),
     )

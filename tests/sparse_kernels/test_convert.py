@@ -191,6 +191,36 @@ def test_names_and_layers_that_cannot_be_are_refused_in_a_sentence() -> None:
         convert(model, {"1": Choice(VectorWise(2), np.ones((2, 2), bool))}, x)
 
 
+@pytest.mark.parametrize("tokens", [3, 65])
+@torch.no_grad()
+def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+    masks = {name: VectorWise(32).mask(weight_matrix(model[int(name)]).abs().numpy(), 0.5) for name in ("0", "2")}
+    choices = {name: Choice(VectorWise(32), mask, "bfloat16") for name, mask in masks.items()}
+    x = torch.randn(tokens, 48)
+    converted = convert(model, choices, (x,))
+    nearest = copy.deepcopy(model)
+    for name in choices:
+        set_weight_matrix(nearest[int(name)], weight_matrix(nearest[int(name)]).bfloat16().float())
+    expected = _masked(nearest, choices)(x.double()).float()
+    torch.testing.assert_close(converted(x), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(_masked(model, choices)(x.double()).float(), expected, rtol=1e-5, atol=1e-5)
+    assert "weights=bfloat16" in str(converted)
+    assert "weights" not in str(convert(model, {"0": Choice(VectorWise(32), masks["0"])}, (x,)))
+
+
+def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Flatten(), nn.Linear(32, 32))
+    x = (torch.randn(1, 4, 1, 1),)
+    with pytest.raises(ValueError, match="layer '0': weights='bfloat16' is for linear layers, not for a Conv2d"):
+        convert(model, {"0": Choice(VectorWise(32), weights="bfloat16")}, x)
+    with pytest.raises(ValueError, match="layer '2': bfloat16 weights are for rows that share columns"):
+        convert(model, {"2": Choice(Unstructured(), weights="bfloat16")}, x)
+    with pytest.raises(ValueError, match="layer '2': weights='bfloat16' is for backend numba, not reference"):
+        convert(model, {"2": Choice(VectorWise(32), weights="bfloat16")}, x, backend="reference")
+
+
 @torch.no_grad()
 def test_tokens_stay_in_tiles_between_sparse_layers(rng: np.random.Generator) -> None:
     model, _ = _prepared("mlp", rng)

@@ -9,12 +9,13 @@ from pathlib import Path
 import numba
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import linear, panels, rows, single, target, transpose, vectors
-from sparse_kernels.formats import pack, unpack
+from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
 
@@ -61,9 +62,9 @@ def packed_of(pattern, weight, sparsity=0.7):
     return pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
 
 
-def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None):
+def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, weights="float32"):
     """y (m, n) of x (k, n), through `layout`."""
-    plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n)
+    plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n, weights=weights)
     if layout == "feature_major":
         return plan(x, bias, activation, out)
     if layout in BLOCKED_LAYOUTS:
@@ -283,6 +284,86 @@ def test_known_wrong_panels_are_caught(rng, mistake):
         plan.panels.values[:] = plan.panels.values.astype(np.float16)
     with pytest.raises(oracle.WrongResult):
         oracle.check(plan(x, out=np.zeros((m, n), np.float32)), packed, x)
+
+
+# Rows that fill a vector of every machine, of whole panels and not.
+ROUNDED = [Dense(), VectorWise(32), VectorWise(16), ShflBW(32), ShflBW(64), BlockWise(32, 32), BlockWise(48, 5)]
+
+
+@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@pytest.mark.parametrize("pattern", ROUNDED, ids=str)
+@pytest.mark.parametrize("size", [(1, 1), (33, 17), (100, 131)], ids=str)
+def test_weights_of_bfloat16_are_the_nearest_ones_and_nothing_else_is_rounded(rng, size, pattern, layout):
+    m, k = size
+    weight, x = oracle.exact_operands(rng, m, k, 50)
+    packed = packed_of(pattern, weight)
+    nearest = torch.from_numpy(unpack(packed)).bfloat16().double().numpy()
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        for n in (0, 1, 2, 7, 8, 17, 50):
+            y = run(packed, x[:, :n].copy(), layout, weights="bfloat16")
+            np.testing.assert_array_equal(y, nearest @ x[:, :n])
+
+
+@pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32)], ids=str)
+def test_rounded_weights_come_with_bias_activation_and_special_numbers(rng, pattern):
+    packed = packed_of(pattern, rng.standard_normal((70, 130)).astype(np.float32))
+    bias = rng.standard_normal(70).astype(np.float32)
+    for n in (1, 9, 40):
+        x = rng.standard_normal((130, n)).astype(np.float32)
+        for activation in (None, "relu", "gelu"):
+            y = run(packed, x, "token_major", bias=bias, activation=activation, weights="bfloat16")
+            oracle.check(y, rounded(packed), x, bias=bias, activation=activation)
+        with pytest.raises(oracle.WrongResult):
+            oracle.check(run(packed, x, "token_major", weights="bfloat16"), packed, x)
+        x[7, 0] = np.inf
+        reached = ~np.isfinite(run(packed, x, "token_major", weights="bfloat16"))
+        np.testing.assert_array_equal(reached[:, 0], unpack(packed)[:, 7] != 0)
+        assert not reached[:, 1:].any()
+
+
+@pytest.mark.parametrize("mistake", ["truncated", "swapped", "last column"])
+def test_known_wrong_halves_are_caught(rng, mistake):
+    weight, x = oracle.exact_operands(rng, 64, 48, 5)
+    packed = packed_of(VectorWise(32), weight)
+    plan, rows_of_x = prepare(packed, "numba", "token_major", 5, weights="bfloat16"), np.ascontiguousarray(x.T)
+    values = plan.panels.values
+    oracle.check(plan(rows_of_x).T, rounded(packed), x)
+    if mistake == "truncated":
+        whole = linear.prepare(packed, "token_major", 5).panels.values
+        values[:] = whole.view(np.uint32) >> 16
+    elif mistake == "swapped":
+        values[:] = values.reshape(-1, 2)[:, ::-1].ravel()
+    elif mistake == "last column":
+        plan.panels.table[-1, 2] -= 1
+    with pytest.raises(oracle.WrongResult):
+        oracle.check(plan(rows_of_x).T, rounded(packed), x)
+
+
+def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
+    packed = packed_of(VectorWise(32), np.ones((256, 512), np.float32))
+    whole, half = (prepare(packed, "numba", "token_major", 4, weights=each) for each in ("float32", "bfloat16"))
+    assert whole.panels.values.nbytes == 2 * half.panels.values.nbytes == 4 * packed.nnz
+    assert half.kernel == whole.kernel.removesuffix(target.host().name) + f"bf16.{target.host().name}"
+    assert half.copy().kernel == half.kernel
+    assert not np.shares_memory(half.copy().panels.values, half.panels.values)
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4), VectorWise(3), BlockWise(1, 4)], ids=str)
+def test_weights_that_would_gain_nothing_are_not_rounded(pattern):
+    packed = packed_of(pattern, np.ones((12, 12), np.float32))
+    with pytest.raises(ValueError, match=f"fill vectors of .* which those of {pattern} do not"):
+        prepare(packed, "numba", "token_major", 1, weights="bfloat16")
+
+
+def test_weights_of_other_types_are_refused():
+    packed = packed_of(VectorWise(32), np.full((32, 4), 3.4e38, np.float32))
+    with pytest.raises(ValueError, match="unknown type 'int8' of weights: known are float32, bfloat16"):
+        prepare(packed, "numba", "token_major", 1, weights="int8")
+    with pytest.raises(ValueError, match="weights='bfloat16' is for backend numba, not reference"):
+        prepare(packed, "reference", "token_major", 1, weights="bfloat16")
+    with pytest.raises(ValueError, match=r"bfloat16 cannot hold the weight 3.4e\+38"):
+        prepare(packed, "numba", "token_major", 1, weights="bfloat16")
 
 
 def rows_of(singles, k):

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -234,6 +235,19 @@ def test_importing_the_package_stays_light():
     code = f"import sys, sparse_kernels; print([name for name in '{heavy}'.split() if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Unstructured(), NM(2, 4), BlockWise(3, 4), ShflBW(4)], ids=str)
+def test_rounding_takes_the_nearest_bfloat16_and_keeps_the_rest(rng, pattern):
+    weight = (rng.standard_normal((24, 16)) * 10.0 ** rng.integers(-38, 38, (24, 16))).astype(np.float32)
+    weight[0, :4] = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x80000001], np.uint32).view(np.float32)  # ties
+    packed = pack(weight, None if isinstance(pattern, Dense) else pattern.mask(np.abs(weight) + 1.0, 0.5), pattern)
+    nearest = formats.rounded(packed)
+    expected = torch.from_numpy(unpack(packed)).bfloat16().float().numpy()
+    np.testing.assert_array_equal(unpack(nearest).view(np.uint32), expected.view(np.uint32))
+    before, after = arrays(packed), arrays(nearest)
+    assert all(np.array_equal(before[name], after[name]) for name in before if name != "values")
+    assert not after["values"].flags.writeable
 
 
 def arrays(packed):
