@@ -143,13 +143,14 @@ class RowPlan:
             n = len(x) * size
         if n == 0:
             return y
+        threads = numba.get_num_threads()
         with exclusive():
-            if self.layout == "token_blocked":
+            if self.layout == "token_blocked" and not blocks.enough(n, size, threads):
                 self._run_tiles(whole_tiles(len(x), self.target.lanes, k, m), x, y, bias, code)
             else:
-                layouts = ("token_major", "token_blocked")
-                layouts = layouts if self.layout == "into_blocks" else layouts[::-1]
-                self._run_blocks(layouts, n, x, y, bias, code, numba.get_num_threads())
+                x_layout = "token_major" if self.layout == "into_blocks" else "token_blocked"
+                y_layout = "token_major" if self.layout == "out_of_blocks" else "token_blocked"
+                self._run_blocks((x_layout, y_layout), n, x, y, bias, code, threads)
         return y
 
     def _run_blocks(
