@@ -118,9 +118,10 @@ class RayNodes:
 
         Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
         """
-        remote = self._ray.remote(_called).options(num_cpus=0, max_retries=0)
+        called = self._ray.remote(_called)
         asked = {
-            node: remote.options(scheduling_strategy=self._on(node)).remote(function, args) for node in self.nodes
+            node: called.options(num_cpus=0, max_retries=0, scheduling_strategy=self._on(node)).remote(function, args)
+            for node in self.nodes
         }
         return {node: self._answer(ref, node) for node, ref in asked.items()}
 

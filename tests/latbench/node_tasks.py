@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from latbench.environments import env_id
+from latbench.errors import EnvironmentUnusable
 from latbench.measure import Burst
 from latbench.plan import Point
 from latbench.runners.local import Worker
@@ -63,11 +64,9 @@ def prepare(point: Point) -> Timer:
     return Timer()
 
 
-def seen(device: str = "nvidia-a100-sxm4-80gb", sources: str = "") -> Any:
-    from latbench import nodes
-
-    return nodes.Seen(device, 2, frozenset({"cupy"}), sources or nodes.sources())
-
-
 def tool(factor: int) -> Any:
     return lambda number: factor * number
+
+
+def refuse() -> None:
+    raise EnvironmentUnusable("--gpu a100 requested, but no NVIDIA driver")
