@@ -284,7 +284,9 @@ def why(error: Exception) -> str:
     """What Ray says of a node that it lost, in a few words of its pages."""
     text = str(error)
     found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
-    return found[1] if found else _first_line(error)
+    if found:
+        return found[1]
+    return "it cannot be reached any more" if "unavailable" in text else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

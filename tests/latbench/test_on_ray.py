@@ -243,6 +243,25 @@ def test_dead_nodes_do_not_count() -> None:
     assert on_ray.nodes_of([described("a", alive=False, **A100)]) == []
 
 
+@pytest.mark.parametrize(
+    ("said", "short"),
+    [
+        (DIED, "its node has died"),
+        (
+            "The actor 9b is unavailable: RpcError: Socket closed rpc_code: 14. It may.",
+            "it cannot be reached any more",
+        ),
+        (
+            "Task was killed due to the node running low on memory.\nMemory: 9",
+            "Task was killed due to the node running low on memory.",
+        ),
+        ("", "RayError"),
+    ],
+)
+def test_pages_of_reasons_become_a_few_words(said: str, short: str) -> None:
+    assert on_ray.why(RayError(said)) == short
+
+
 def test_an_address_where_nobody_listens_is_said_at_once() -> None:
     with pytest.raises(EnvironmentUnusable, match=r"no Ray cluster to be reached at 127.0.0.1:1 \(.*\): start one"):
         on_ray.reach("127.0.0.1:1")

@@ -151,7 +151,7 @@ def test_ctrl_c_leaves_nothing_running_on_nodes_and_the_same_sweep_goes_on(
     arguments = ("--cpu", "--workload", tiny, "--backends", "numba", "--patterns", "vector:8", "-o", out)
     command = [LATBENCH, "sweep", "--on", "ray", *arguments, "--sparsities", "0.5,0.6,0.75,0.9"]
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as one:
-        until(lambda: bool(list(out.glob("part-*.parquet"))))
+        until(lambda: one.poll() is not None or bool(list(out.glob("part-*.parquet"))))
         one.send_signal(signal.SIGINT)
         stdout, err = one.communicate()
     assert one.returncode == 4 and stdout == "", err
