@@ -68,7 +68,7 @@ def sweep(
         if gpu is not None:
             points = _gpu_points(target, workload or [], patterns or [], sparsities or [], backends or [], how)
         else:
-            engines = cpu_backends(backends or [], target.backends)
+            engines = cpu_backends(backends or [], target.backends, target.where)
             if tune and "numba" not in engines:
                 raise UsageError("--tune is for backend numba, which is not among those asked for")
             points = plan.select(
@@ -91,6 +91,7 @@ class Target:
     backends: Collection[str]
     run: Callable[..., Summary]
     close: Callable[[], None] = lambda: None
+    where: str = "here"
 
 
 def _here(gpu: str | None, threads: int | None) -> Target:
@@ -138,7 +139,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int) -> Targ
         while cluster.lost:
             typer.echo(f"latbench: {cluster.lost.pop(0)}", err=True)
 
-    return Target(common.device, threads, common.backends, run, close)
+    return Target(common.device, threads, common.backends, run, close, where="on all nodes")
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _gpu_points(
     return gpu_points.points(
         shapes,
         target.device,
-        backends=_named(backends or ["all"], needed, target.backends),
+        backends=_named(backends or ["all"], needed, target.backends, target.where),
         patterns=plan.parse_patterns(specs) if specs else None,
         sparsities=plan.parse_sparsities(texts) if texts else usual,
         seed=how.seed,
@@ -216,9 +217,9 @@ def _chooser(points: Sequence[Point]) -> Adaptive:
     return Adaptive(points)
 
 
-def cpu_backends(given: Sequence[str], there: Collection[str] | None = None) -> list[str]:
+def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, where: str = "here") -> list[str]:
     """The engines that are `given`, several in one text separated by commas; by default the standard ones of a CPU.
-    `there` are the names of those that are installed; by default here.
+    `there` are the names of those that are installed `where` it is measured; by default here.
 
     stderr hears of standard ones that are not installed, because the fastest dense may be among them.
     """
@@ -228,16 +229,20 @@ def cpu_backends(given: Sequence[str], there: Collection[str] | None = None) -> 
     here = (name for name, version in backends.available().items() if version is not None)
     installed = set(here if there is None else there)
     if given:
-        return _named(given, needed, installed)
+        return _named(given, needed, installed, where)
     for name in plan.STANDARD:
         if name not in installed:
             advice = f"pip install {' '.join(needed[name])}"
-            typer.echo(f"latbench: {name} is left out, it is not installed here: {advice}", err=True)
+            typer.echo(f"latbench: {name} is left out, it is not installed {where}: {advice}", err=True)
     return [name for name in plan.STANDARD if name in installed]
 
 
-def _named(given: Sequence[str], needed: Mapping[str, Sequence[str]], installed: Collection[str]) -> list[str]:
-    """Backends by name, or all that are installed; `needed` says of each known one which packages it takes."""
+def _named(
+    given: Sequence[str], needed: Mapping[str, Sequence[str]], installed: Collection[str], where: str
+) -> list[str]:
+    """Backends by name, or all that are installed `where` it is measured; `needed` says of each known one which
+    packages it takes.
+    """
     from latbench.errors import EnvironmentUnusable, UsageError
 
     names = dict.fromkeys(name.strip() for text in given for name in text.split(","))
@@ -247,7 +252,7 @@ def _named(given: Sequence[str], needed: Mapping[str, Sequence[str]], installed:
         if name not in needed:
             raise UsageError(f"unknown backend {name!r}: known are {', '.join(needed)}, and all")
         if name not in installed:
-            raise EnvironmentUnusable(f"{name} is not installed here: pip install {' '.join(needed[name])}")
+            raise EnvironmentUnusable(f"{name} is not installed {where}: pip install {' '.join(needed[name])}")
     return list(names)
 
 
