@@ -111,15 +111,15 @@ def gpu_machine(name: str) -> GpuMachine:
     return GpuMachine(devices.demand_gpu(name))
 
 
-def bench(machine: Call, seed: int, settings: Settings) -> Callable[[Block, bool, float | None], list[Measured]]:
-    """Run on a node: what measures a block on the `machine` that this call gives, within so many seconds.
+class OnNode:
+    """Run on a node: measures blocks on the machine that the call `machine` gives."""
 
-    A block that does not fit into memory is measured in parts. What is not measured in time is left out.
-    """
-    name, *args = machine
-    ours = Bench(resolve(name)(*args), seed, settings)
+    def __init__(self, machine: Call, seed: int, settings: Settings) -> None:
+        name, *args = machine
+        self._bench = Bench(resolve(name)(*args), seed, settings)
 
-    def measure(points: Block, last: bool, seconds: float | None) -> list[Measured]:
+    def __call__(self, points: Block, last: bool, seconds: float | None) -> list[Measured]:
+        """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
         end = None if seconds is None else monotonic() + seconds
 
         def check_time() -> None:
@@ -127,13 +127,17 @@ def bench(machine: Call, seed: int, settings: Settings) -> Callable[[Block, bool
                 raise TimeUsedUp
 
         measured: list[Measured] = []
-        with device_lock(ours.machine.device), contextlib.suppress(TimeUsedUp):
-            for chunk in ours.fitting(points):
+        with device_lock(self._bench.machine.device), contextlib.suppress(TimeUsedUp):
+            for chunk in self._bench.fitting(points):
                 check_time()
-                ours.measure_block(chunk, lambda *kept: measured.append(kept), last=last, check_time=check_time)
+                self._bench.measure_block(
+                    chunk, lambda *kept: measured.append(kept), last=last, check_time=check_time
+                )
         return measured
 
-    return measure
+    def close(self) -> None:
+        """End its processes; they also end with this one."""
+        self._bench.engines.close()
 
 
 class Elsewhere:
@@ -142,7 +146,7 @@ class Elsewhere:
     def __init__(self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings) -> None:
         self.device = device
         self._nodes = nodes
-        self._bench: Call = ("latbench.nodes:bench", machine, seed, settings)
+        self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings)
 
     def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
         """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""

@@ -1,5 +1,6 @@
 """Sweeps on nodes that are none: what is handed out, what is written, and what becomes of points that lose nodes."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,16 @@ class FakeNodes:
         waiting: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[list[Point], Any]]:
         name, *given = prepare
-        measure = resolve(name)(*given)
-        for block in items:
-            self.handed.append(len(block))
-            if any(map(self.deadly, block)):
-                self.most -= tries
-                yield block, Lost(("it burned",) * tries)
-            elif self.most <= 0:
-                raise Incomplete("every node that could measure is lost")
-            else:
-                yield block, measure(*arguments(block))
+        with contextlib.closing(resolve(name)(*given)) as measure:
+            for block in items:
+                self.handed.append(len(block))
+                if any(map(self.deadly, block)):
+                    self.most -= tries
+                    yield block, Lost(("it burned",) * tries)
+                elif self.most <= 0:
+                    raise Incomplete("every node that could measure is lost")
+                else:
+                    yield block, measure(*arguments(block))
 
 
 @pytest.fixture(autouse=True)
@@ -130,14 +131,14 @@ def test_a_used_up_time_budget_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     taken = FakeNodes()
     with pytest.raises(Incomplete, match="time budget is used up: 4 of 12 points"):
-        measure(tmp_path, points(6), taken, time_budget=25.0)
+        measure(tmp_path, points(6), taken, time_budget=15.0)
     assert taken.handed == [4]
 
 
 def test_a_node_that_runs_out_of_time_keeps_what_it_has(tmp_path: Path) -> None:
-    on_node = nodes.bench((f"{TASKS}:Machine",), 0, QUICK)
-    assert on_node(points(2), False, 0.0) == []
-    [(environment, rows)] = on_node(points(2), False, None)
+    with contextlib.closing(nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK)) as on_node:
+        assert on_node(points(2), False, 0.0) == []
+        [(environment, rows)] = on_node(points(2), False, None)
     assert [row["status"] for row in rows] == ["ok"] * 4 and {row["env_id"] for row in rows} == {
         environment["env_id"]
     }
