@@ -137,7 +137,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int) -> Targ
     def close() -> None:
         cluster.close()
         while cluster.lost:
-            typer.echo(f"latbench: {cluster.lost.pop(0)}", err=True)
+            typer.echo(f"latbench: {cluster.lost.popitem()[1]}", err=True)
 
     return Target(common.device, threads, common.backends, run, close, where="on all nodes")
 

@@ -80,7 +80,7 @@ class RayNodes:
         self._starting: dict[Any, Node] = {}
         self._idle: list[Node] = []
         self._losses: Counter[str] = Counter()
-        self.lost: list[str] = []  # what became of nodes, a sentence each
+        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
 
     def __enter__(self) -> Self:
         return self
@@ -207,8 +207,9 @@ class RayNodes:
             self._losses[node.id] += 1
             if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
                 self.nodes.remove(node)
-            self.lost.append(f"node {node.name} was lost: {why(error)}")
-            return Lost((self.lost[-1],))
+            reason = f"node {node.name} was lost: {why(error)}"
+            self.lost.setdefault(node.name, reason)  # to be taken again may fail as well
+            return Lost((reason,))
         self._idle.append(node)
         return answer
 

@@ -76,7 +76,7 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, list[str]]:
+def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with RayNodes("a100") as taken:
         there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
