@@ -53,11 +53,11 @@ class FakeNodes:
         with contextlib.closing(resolve(name)(*given)) as measure:
             for block in items:
                 self.handed.append(len(block))
+                if self.most <= 0:
+                    raise Incomplete("every node that could measure is lost")
                 if any(map(self.deadly, block)):
                     self.most -= tries
                     yield block, Lost(("it burned",) * tries)
-                elif self.most <= 0:
-                    raise Incomplete("every node that could measure is lost")
                 else:
                     yield block, measure(*arguments(block))
 
