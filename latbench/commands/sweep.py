@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,16 +20,20 @@ if TYPE_CHECKING:
     from latbench.commands.live import Tell
     from latbench.places import Place
     from latbench.plan import Point
-    from latbench.sweep import Machine, Progress, Settings, Summary
+    from latbench.sweep import Progress, Summary
 
 ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
 BF16_HELP = "Also our own sparse linear layers on a CPU with weights rounded to bfloat16; dense stays float32."
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
+ON_HELP = "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu)."
+
+
 def sweep(
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure this machine's CPU.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
+    on: Annotated[str | None, typer.Option("--on", help=ON_HELP)] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     output: Annotated[
         str | None,
@@ -47,39 +53,101 @@ def sweep(
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of tables.")] = False,
 ) -> None:
     """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
-    from latbench import devices, plan
-    from latbench import sweep as sweeping
+    from latbench import plan
     from latbench.errors import UsageError
 
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = How(seed, seconds, adaptive, remeasure, dry_run, as_json)
-    if gpu is not None:
-        if cpu:
-            raise UsageError("--cpu and --gpu are two sweeps: each device has a table of its own")
-        if tune:
-            raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
-        if bf16:
-            raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
-        from latbench.gpu.machine import SETTINGS, GpuMachine
+    if cpu == (gpu is not None):
+        raise UsageError(
+            "--cpu and --gpu are two sweeps: each device has a table of its own"
+            if cpu
+            else "say what to measure: --cpu, or --gpu NAME"
+        )
+    if gpu is not None and tune:
+        raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
+    if gpu is not None and bf16:
+        raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
+    with contextlib.ExitStack() as stack:
+        target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed)
+        stack.callback(target.close)
+        if gpu is not None:
+            points = _gpu_points(target, workload or [], patterns or [], sparsities or [], backends or [], how)
+        else:
+            engines = cpu_backends(backends or [], target.backends, target.where)
+            if tune and "numba" not in engines:
+                raise UsageError("--tune is for backend numba, which is not among those asked for")
+            if bf16 and "numba" not in engines:
+                raise UsageError("--bf16 is for backend numba, which is not among those asked for")
+            points = plan.select(
+                workload or [], patterns or [], sparsities or [],
+                device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
+                usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
+            )  # fmt: skip
+        _run(output, points, target, how)
 
-        device = GpuMachine(devices.demand_gpu(gpu))
-        wanted = _gpu_points(device.device, workload or [], patterns or [], sparsities or [], backends or [], how)
-        _run(output, wanted, device, SETTINGS, how)
-        return
-    if not cpu:
-        raise UsageError("say what to measure: --cpu, or --gpu NAME")
-    machine = sweeping.Cpu(threads or devices.cores())
-    engines = cpu_backends(backends or [])
-    if tune and "numba" not in engines:
-        raise UsageError("--tune is for backend numba, which is not among those asked for")
-    if bf16 and "numba" not in engines:
-        raise UsageError("--bf16 is for backend numba, which is not among those asked for")
-    points = plan.select(
-        workload or [], patterns or [], sparsities or [],
-        device=machine.device, threads=machine.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
-        usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
-    )  # fmt: skip
-    _run(output, points, machine, sweeping.Settings(), how)
+
+@dataclass(frozen=True)
+class Target:
+    """What is measured, and by whom: the device's name, threads (of a CPU), the backends that are installed there.
+
+    `run` is `latbench.sweep.run` for it; nothing is measured or held any more after `close`.
+    """
+
+    device: str
+    threads: int
+    backends: Collection[str]
+    run: Callable[..., Summary]
+    close: Callable[[], None] = lambda: None
+    where: str = "here"
+
+
+def _here(gpu: str | None, threads: int | None) -> Target:
+    """This machine's CPU, or a GPU of it."""
+    from latbench import backends, devices
+    from latbench import sweep as sweeping
+
+    if gpu is None:
+        cpu = sweeping.Cpu(threads or devices.cores())
+        there = [name for name, version in backends.available().items() if version is not None]
+        return Target(cpu.device, cpu.threads, there, functools.partial(sweeping.run, machine=cpu))
+    from latbench.gpu.machine import SETTINGS, GpuMachine, installed
+
+    machine = GpuMachine(devices.demand_gpu(gpu))
+    run = functools.partial(sweeping.run, machine=machine, settings=SETTINGS)
+    return Target(machine.device, 1, installed(), run)
+
+
+def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int) -> Target:
+    """The nodes of a cluster that have the GPU, or a CPU alone."""
+    from latbench import devices, nodes
+    from latbench import sweep as sweeping
+    from latbench.errors import UsageError
+    from latbench.gpu.machine import SETTINGS
+    from latbench.runners.on_ray import RayNodes
+
+    if on != "ray":
+        raise UsageError(f"a sweep runs here, or with --on ray on the nodes of a Ray cluster, not on {on!r}")
+    if gpu is not None:
+        devices.known_gpu(gpu)
+    settings = sweeping.Settings() if gpu is None else SETTINGS
+    cluster = RayNodes(gpu)
+    try:
+        common = nodes.survey(cluster, gpu, lambda line: typer.echo(f"latbench: {line}", err=True))
+    except BaseException:
+        cluster.close()
+        raise
+    threads = threads or common.cores
+    machine = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
+    where = nodes.Elsewhere(cluster, common.device, machine, seed, settings)
+    run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
+
+    def close() -> None:
+        cluster.close()
+        while cluster.lost:
+            typer.echo(f"latbench: {cluster.lost.popitem()[1]}", err=True)
+
+    return Target(common.device, threads, common.backends, run, close, where="on all nodes")
 
 
 @dataclass(frozen=True)
@@ -108,20 +176,19 @@ def parse_duration(text: str) -> float:
 
 
 def _gpu_points(
-    device: str, names: list[str], specs: list[str], texts: list[str], backends: list[str], how: How
+    target: Target, names: list[str], specs: list[str], texts: list[str], backends: list[str], how: How
 ) -> list[Point]:
     from latbench import plan, workloads
     from latbench.backends import on_gpu
     from latbench.gpu import points as gpu_points
-    from latbench.gpu.machine import installed
 
     usual = plan.FINE_SPARSITIES if how.adaptive else gpu_points.SPARSITIES
     needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
     return gpu_points.points(
         shapes,
-        device,
-        backends=_named(backends or ["all"], needed, installed()),
+        target.device,
+        backends=_named(backends or ["all"], needed, target.backends, target.where),
         patterns=plan.parse_patterns(specs) if specs else None,
         sparsities=plan.parse_sparsities(texts) if texts else usual,
         seed=how.seed,
@@ -131,8 +198,7 @@ def _gpu_points(
 def _run(
     output: str | None,
     points: list[Point],
-    machine: Machine,
-    settings: Settings,
+    target: Target,
     how: How,
 ) -> None:
     import json
@@ -143,15 +209,16 @@ def _run(
     if not points:
         raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
     if how.dry_run:
+        target.close()
         first = _chooser(points).anchors if how.adaptive else points
         if how.as_json:
-            typer.echo(json.dumps({"device": machine.device, "points": [point.key() for point in first]}, indent=2))
+            typer.echo(json.dumps({"device": target.device, "points": [point.key() for point in first]}, indent=2))
             return
         for point in first:
             typer.echo(str(point))
         return
-    folder = places.at(output or Path("latbench-tables") / machine.device)
-    _measure(folder, points, machine, settings, how)
+    folder = places.at(output or Path("latbench-tables") / target.device)
+    _measure(folder, points, target, how)
 
 
 def _chooser(points: Sequence[Point]) -> Adaptive:
@@ -160,26 +227,32 @@ def _chooser(points: Sequence[Point]) -> Adaptive:
     return Adaptive(points)
 
 
-def cpu_backends(given: Sequence[str]) -> list[str]:
+def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, where: str = "here") -> list[str]:
     """The engines that are `given`, several in one text separated by commas; by default the standard ones of a CPU.
+    `there` are the names of those that are installed `where` it is measured; by default here.
 
     stderr hears of standard ones that are not installed, because the fastest dense may be among them.
     """
     from latbench import backends, plan
 
     needed = {name: packages for name, (_, packages) in backends.BACKENDS.items()}
-    installed = [name for name, version in backends.available().items() if version is not None]
+    here = (name for name, version in backends.available().items() if version is not None)
+    installed = set(here if there is None else there)
     if given:
-        return _named(given, needed, installed)
+        return _named(given, needed, installed, where)
     for name in plan.STANDARD:
         if name not in installed:
             advice = f"pip install {' '.join(needed[name])}"
-            typer.echo(f"latbench: {name} is left out, it is not installed here: {advice}", err=True)
+            typer.echo(f"latbench: {name} is left out, it is not installed {where}: {advice}", err=True)
     return [name for name in plan.STANDARD if name in installed]
 
 
-def _named(given: Sequence[str], needed: Mapping[str, Sequence[str]], installed: Collection[str]) -> list[str]:
-    """Backends by name, or all that are installed; `needed` says of each known one which packages it takes."""
+def _named(
+    given: Sequence[str], needed: Mapping[str, Sequence[str]], installed: Collection[str], where: str
+) -> list[str]:
+    """Backends by name, or all that are installed `where` it is measured; `needed` says of each known one which
+    packages it takes.
+    """
     from latbench.errors import EnvironmentUnusable, UsageError
 
     names = dict.fromkeys(name.strip() for text in given for name in text.split(","))
@@ -189,7 +262,7 @@ def _named(given: Sequence[str], needed: Mapping[str, Sequence[str]], installed:
         if name not in needed:
             raise UsageError(f"unknown backend {name!r}: known are {', '.join(needed)}, and all")
         if name not in installed:
-            raise EnvironmentUnusable(f"{name} is not installed here: pip install {' '.join(needed[name])}")
+            raise EnvironmentUnusable(f"{name} is not installed {where}: pip install {' '.join(needed[name])}")
     return list(names)
 
 
@@ -200,7 +273,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _measure(folder: Place, points: list[Point], machine: Machine, settings: Settings, how: How) -> None:
+def _measure(folder: Place, points: list[Point], target: Target, how: How) -> None:
     import json
     import signal
     import time
@@ -217,11 +290,9 @@ def _measure(folder: Place, points: list[Point], machine: Machine, settings: Set
     stopped: sweeping.Stopped | None = None
     try:
         with live() as tell:
-            summary = sweeping.run(
+            summary = target.run(
                 folder,
                 choose,
-                machine=machine,
-                settings=settings,
                 seed=how.seed,
                 time_budget=how.time_budget,
                 remeasure=how.remeasure,
@@ -229,13 +300,15 @@ def _measure(folder: Place, points: list[Point], machine: Machine, settings: Set
             )
     except sweeping.Stopped as error:
         stopped, summary = error, error.summary
+    finally:
+        target.close()
     frame = tables.read(folder) if tables.holds_rows(folder) else None
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and chooser is not None and frame is not None:
         spent = time.monotonic() - began >= how.time_budget
         stopped = None if spent and chooser.anchored(frame) else stopped
     if how.as_json:
-        document = _document(folder, machine.device, summary, frame, time.monotonic() - began)
+        document = _document(folder, target.device, summary, frame, time.monotonic() - began)
         typer.echo(json.dumps({**document, "complete": stopped is None}, indent=2))
     elif stopped is None:
         assert frame is not None  # a sweep of no points is refused

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import platform
 import signal
 import socket
 import subprocess
@@ -219,7 +220,8 @@ def device_lock(
     folder = files.cache_folder() / "locks"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / f"{device}.lock")
+        # Machines that share a home folder have a device of this name each.
+        lock = filelock.FileLock(folder / f"{device}.{platform.node()}.lock")
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:

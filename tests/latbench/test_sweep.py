@@ -305,7 +305,7 @@ def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as always:
-        always.setattr(sweep._Sweep, "_status", lambda *_: "noisy")
+        always.setattr(sweep.Bench, "_status", lambda *_: "noisy")
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
     assert set(tables.read(tmp_path)["status"]) == {"noisy"}

@@ -1,0 +1,196 @@
+"""A sweep on nodes elsewhere: each measures one block at a time on a bench of its own; this process writes the table.
+
+What is handed out is a block, not a point, because the points of a block are sampled in turns, beside the same fixed
+work, and judged beside each other: on a node as here. A node times one point at a time, and nothing else runs there.
+
+A block that loses its node goes to another, whole, because nodes get lost for reasons of their own. One that loses
+two is suspected: its points go out alone, and one that then loses a third node gets a row that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, Protocol
+
+import latbench
+import sparse_kernels
+from latbench import backends, devices, plan, tables
+from latbench.errors import EnvironmentUnusable
+from latbench.gpu.machine import GpuMachine, installed
+from latbench.plan import Point
+from latbench.runners.local import device_lock
+from latbench.runners.on_ray import Call, Lost, Node
+from latbench.runners.worker import resolve
+from latbench.sweep import Bench, Row, Settings, Sweep, TimeUsedUp
+
+Block = list[Point]
+Measured = tuple[Mapping[str, Any], Sequence[Row]]
+"""An environment, and the rows that were measured in it."""
+
+
+class Nodes(Protocol):
+    """What hands work to nodes; see `latbench.runners.on_ray.RayNodes`."""
+
+    nodes: list[Node]
+
+    def keep(self, nodes: Iterable[Node]) -> None:
+        """Use no others than these from now on."""
+
+    def ask(self, function: str, *args: Any) -> dict[Node, Any]:
+        """What "module:function" answers on each node."""
+
+    def run(
+        self,
+        prepare: Call,
+        items: Iterable[Block],
+        arguments: Callable[[Block], tuple[Any, ...]],
+        *,
+        tries: int = 2,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[Block, Any]]:
+        """Each of `items` with the answer of what `prepare` gives on a node, or with Lost."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a node has: the device's name in tables, cores, installed backends for it, the `sources` of latbench."""
+
+    device: str
+    cores: int
+    backends: frozenset[str]
+    sources: str
+
+
+def look(gpu: str | None) -> Seen:
+    """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as demand_gpu does."""
+    if gpu is not None:
+        return Seen(devices.demand_gpu(gpu).device, devices.cores(), frozenset(installed()), sources())
+    there = frozenset(name for name, version in backends.available().items() if version is not None)
+    return Seen(devices.cpu_device(), devices.cores(), there, sources())
+
+
+def sources() -> str:
+    """The hash of the sources of latbench and its kernels: what measures must be the same everywhere."""
+    found = hashlib.sha256()
+    for package in (latbench, sparse_kernels):
+        root = Path(package.__path__[0])
+        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cu", ".cuh")):
+            found.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
+    """What all `nodes` have in common, after those of another device are left out, of which `tell` hears.
+
+    A table is of one device: of several, the one that most nodes have. Raises EnvironmentUnusable where a node's
+    latbench is another than this one.
+    """
+    seen: dict[Node, Seen] = nodes.ask("latbench.nodes:look", gpu)
+    for node, its in seen.items():
+        if its.sources != sources():
+            raise EnvironmentUnusable(f"node {node.name} has another latbench than this one: install the same on all")
+    counts = Counter(its.device for its in seen.values())
+    device = min(counts, key=lambda name: (-counts[name], name))
+    for node, its in seen.items():
+        if its.device != device:
+            tell(f"node {node.name} is left out: it has {its.device}, and a table is of one device, here {device}")
+    alike = {node: its for node, its in seen.items() if its.device == device}
+    nodes.keep(alike)
+    common = frozenset.intersection(*(its.backends for its in alike.values()))
+    return Seen(device, min(its.cores for its in alike.values()), common, sources())
+
+
+def gpu_machine(name: str) -> GpuMachine:
+    """The GPU of this machine that the user calls `name`."""
+    return GpuMachine(devices.demand_gpu(name))
+
+
+class OnNode:
+    """Run on a node: measures blocks on the machine that the call `machine` gives."""
+
+    def __init__(self, machine: Call, seed: int, settings: Settings) -> None:
+        name, *args = machine
+        self._bench = Bench(resolve(name)(*args), seed, settings)
+
+    def __call__(self, points: Block, last: bool, seconds: float | None) -> list[Measured]:
+        """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
+        end = None if seconds is None else monotonic() + seconds
+
+        def check_time() -> None:
+            if end is not None and monotonic() >= end:
+                raise TimeUsedUp
+
+        measured: list[Measured] = []
+        with device_lock(self._bench.machine.device), contextlib.suppress(TimeUsedUp):
+            for chunk in self._bench.fitting(points):
+                check_time()
+                self._bench.measure_block(
+                    chunk, lambda *kept: measured.append(kept), last=last, check_time=check_time
+                )
+        return measured
+
+    def close(self) -> None:
+        """End its processes; they also end with this one."""
+        self._bench.engines.close()
+
+
+class Elsewhere:
+    """Where a sweep measures (`latbench.sweep.Where`): on the machine that the call `machine` gives on each node."""
+
+    def __init__(self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings) -> None:
+        self.device = device
+        self._nodes = nodes
+        self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings)
+
+    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+        """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""
+        share = -(-len(points) // max(1, len(self._nodes.nodes)))
+        blocks = plan.blocks(points, sweep.seed, min(sweep.settings.block_points, share))
+        suspects = self._spread(blocks, sweep, last, tries=2)
+        self._spread([[point] for block in suspects for point in block], sweep, last, tries=1)
+
+    def _spread(self, blocks: Sequence[Block], sweep: Sweep, last: bool, tries: int) -> list[Block]:
+        """Measure and keep `blocks`; returns those of several points that lost `tries` nodes, a single point gets a
+        row. Raises TimeUsedUp where points are left because of it.
+        """
+        left = {point.id for block in blocks for point in block}
+        suspects: list[Block] = []
+
+        def in_time() -> Iterator[Block]:
+            with contextlib.suppress(TimeUsedUp):
+                for block in blocks:
+                    sweep.check_time(even_first=True)
+                    yield block
+
+        def tell() -> None:
+            sweep.tell(f"timing: on {len(self._nodes.nodes)} nodes")
+
+        def arguments(block: Block) -> tuple[Block, bool, float | None]:
+            tell()
+            return block, last, sweep.seconds_left()
+
+        def waiting() -> None:
+            sweep.tell("waiting: others use the nodes")
+
+        for block, answer in self._nodes.run(self._bench, in_time(), arguments, tries=tries, waiting=waiting):
+            if isinstance(answer, Lost):
+                left -= {point.id for point in block}
+                if len(block) > 1:
+                    suspects.append(block)
+                    continue
+                error = f"{block[0].backend} may take nodes down, this point was alone on one: {answer.reasons[-1]}"
+                sweep.keep(None, [{**block[0].key(), "status": "error", "error": error}])
+            else:
+                for environment, rows in answer:
+                    sweep.keep(environment, rows)
+                    left -= {tables.point_id(row) for row in rows}
+            tell()
+        if left:
+            raise TimeUsedUp
+        return suspects

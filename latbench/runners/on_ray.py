@@ -1,0 +1,323 @@
+"""Whole nodes of a Ray cluster, each of which does one thing at a time.
+
+    with RayNodes("a100") as nodes:
+        seen = nodes.ask("package.module:look")                         # each node, without taking it
+        for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
+            ...                                                         # tool(item), a Lost if its nodes were lost
+
+Ray queues and places: a node is held by an actor that asks for all of its CPUs and GPUs, so that nothing else that
+Ray knows of runs there meanwhile; and Ray says when a node is lost. Functions are named as for the workers of
+`latbench.runners.local`, and latbench has to be installed on the nodes. Ray's usage statistics are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import socket
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
+from latbench.runners.worker import resolve
+
+ADDRESS = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
+REACH_SECONDS = 5.0
+ASK_SECONDS = 120.0  # a node's first process may have to load its libraries from a cold disk
+TICK_SECONDS = 10.0
+MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
+
+Item = TypeVar("Item")
+Call = tuple[Any, ...]
+"""The name of a function, "module:function", and its arguments."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, as Ray counts it."""
+
+    id: str
+    name: str
+    cpus: float
+    gpus: float
+    accelerators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
+
+    reasons: tuple[str, ...]
+
+
+@dataclass
+class _Attempt(Generic[Item]):
+    item: Item
+    losses: list[str] = field(default_factory=list)
+
+
+class RayNodes:
+    """The nodes of the cluster that RAY_ADDRESS names, or that runs on this machine, with the accelerator that the
+    user calls `wanted`; None: with CPUs and no accelerator.
+
+    Raises EnvironmentUnusable where Ray is not installed, there is no cluster, or no such node in it.
+    """
+
+    def __init__(self, wanted: str | None) -> None:
+        self._stack = contextlib.ExitStack()
+        try:
+            self._ray = self._connect()
+            self.nodes = choose(nodes_of(self._ray.nodes()), wanted)
+        except BaseException:
+            self.close()
+            raise
+        self._actors: dict[str, Any] = {}
+        self._starting: dict[Any, Node] = {}
+        self._idle: list[Node] = []
+        self._losses: Counter[str] = Counter()
+        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all nodes back; what still runs there is killed."""
+        self._stack.close()
+
+    def _connect(self) -> Any:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        try:
+            import ray
+        except ImportError:
+            raise EnvironmentUnusable("--on ray needs Ray, it is not installed here: pip install ray") from None
+        reach(address := os.environ.get(ADDRESS, "auto"))
+        # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
+        silence = self._stack.enter_context(open(os.devnull, "w"))  # noqa: PTH123, SIM115 - no file of ours
+        self._stack.enter_context(contextlib.redirect_stdout(silence))
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EnvironmentUnusable(f"no Ray cluster to be reached ({_first_line(error)}): {_ADVICE}") from None
+        self._stack.callback(ray.shutdown)
+        return ray
+
+    def keep(self, nodes: Iterable[Node]) -> None:
+        """Use no others than these from now on."""
+        self.nodes = list(nodes)
+
+    def ask(self, function: str, *args: Any) -> dict[Node, Any]:
+        """What "module:function" answers on each node, whatever else runs there now.
+
+        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        """
+        called = self._ray.remote(_called)
+        asked = {
+            node: called.options(num_cpus=0, max_retries=0, scheduling_strategy=self._on(node)).remote(function, args)
+            for node in self.nodes
+        }
+        return {node: self._answer(ref, node) for node, ref in asked.items()}
+
+    def _answer(self, ref: Any, node: Node) -> Any:
+        exceptions = self._ray.exceptions
+        try:
+            return self._ray.get(ref, timeout=ASK_SECONDS)
+        except exceptions.RayTaskError as error:
+            raise _raised(error, node) from None
+        except exceptions.RayError as error:
+            raise EnvironmentUnusable(f"node {node.name} gives no answer: {why(error)}") from None
+
+    def run(
+        self,
+        prepare: Call,
+        items: Iterable[Item],
+        arguments: Callable[[Item], tuple[Any, ...]],
+        *,
+        tries: int = 2,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[Item, Any]]:
+        """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
+        this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
+
+        An item goes to `tries` nodes at most, and then its answer is Lost. `waiting` is called now and then while all
+        nodes are others'. Raises Incomplete when no node is left, and what the callable raises, as `ask` does.
+        """
+        source = iter(items)
+        todo: deque[_Attempt[Item]] = deque()
+
+        def any_to_do() -> bool:
+            if not todo:
+                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
+            return bool(todo)
+
+        running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
+        while True:
+            if any_to_do():
+                self._take_all(prepare)
+            while any_to_do() and self._idle:
+                node, attempt = self._idle.pop(0), todo.popleft()
+                running[self._actors[node.id].call.remote(arguments(attempt.item))] = node, attempt
+            if not todo and not running:
+                return
+            if not running and not self._starting:
+                raise Incomplete("every node that could measure is lost")
+            done, _ = self._ray.wait([*running, *self._starting], timeout=TICK_SECONDS)
+            if not done and not running:
+                waiting()
+            for ref in done:
+                node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
+                answer = self._outcome(ref, node)
+                if attempt_of is None:
+                    continue
+                if isinstance(answer, Lost):
+                    attempt_of.losses += answer.reasons
+                    if len(attempt_of.losses) < tries:
+                        todo.append(attempt_of)
+                        continue
+                    answer = Lost(tuple(attempt_of.losses))
+                yield attempt_of.item, answer
+
+    def _take_all(self, prepare: Call) -> None:
+        """Ask Ray for every node that is not held yet; each comes as soon as it is free."""
+        for node in self.nodes:
+            if node.id not in self._actors:
+                actor = self._ray.remote(_Holder).options(
+                    num_cpus=node.cpus, num_gpus=node.gpus, max_restarts=0, scheduling_strategy=self._on(node)
+                )
+                self._actors[node.id] = actor.remote()
+                self._starting[self._actors[node.id].prepare.remote(*prepare)] = node
+
+    def _outcome(self, ref: Any, node: Node) -> Any:
+        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up."""
+        exceptions = self._ray.exceptions
+        try:
+            answer = self._ray.get(ref)
+        except exceptions.RayTaskError as error:
+            raise _raised(error, node) from None
+        except exceptions.RayError as error:
+            with contextlib.suppress(exceptions.RayError):
+                self._ray.kill(self._actors.pop(node.id))
+            self._losses[node.id] += 1
+            if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
+                self.nodes.remove(node)
+            reason = f"node {node.name} was lost: {why(error)}"
+            self.lost.setdefault(node.name, reason)  # to be taken again may fail as well
+            return Lost((reason,))
+        self._idle.append(node)
+        return answer
+
+    def _alive(self) -> set[str]:
+        return {node.id for node in nodes_of(self._ray.nodes())}
+
+    def _on(self, node: Node) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return NodeAffinitySchedulingStrategy(node.id, soft=False)
+
+
+_ADVICE = f"start one with `ray start --head`, or name it in {ADDRESS}, such as {ADDRESS}=10.0.0.1:6379"
+
+
+def reach(address: str) -> None:
+    """Raise EnvironmentUnusable where nobody listens at `address`, host:port: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not (host and port.isdigit()):
+        return  # a word of Ray's own
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise EnvironmentUnusable(f"no Ray cluster to be reached at {address} ({reason}): {_ADVICE}") from None
+
+
+def nodes_of(described: Iterable[dict[str, Any]]) -> list[Node]:
+    """The nodes that are alive, from what `ray.nodes()` tells of them."""
+    kind = "accelerator_type:"
+    return [
+        Node(
+            id=node["NodeID"],
+            name=f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            cpus=node["Resources"].get("CPU", 0.0),
+            gpus=node["Resources"].get("GPU", 0.0),
+            accelerators=tuple(name.removeprefix(kind) for name in node["Resources"] if name.startswith(kind)),
+        )
+        for node in described
+        if node["Alive"]
+    ]
+
+
+def choose(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
+    """The nodes with the accelerator that the user calls `wanted`; None: with CPUs and no accelerator.
+
+    Raises EnvironmentUnusable where there is none, with those that there are.
+    """
+    if wanted is None:
+        found = [node for node in nodes if node.cpus and not node.gpus]
+    else:
+        found = [node for node in nodes if node.gpus and any(_same(name, wanted) for name in node.accelerators)]
+    if found:
+        return found
+    counts = Counter(name for node in nodes for name in node.accelerators)
+    others = [f"{name} ({count} {'node' if count == 1 else 'nodes'})" for name, count in sorted(counts.items())]
+    if wanted is None:
+        raise EnvironmentUnusable(
+            "--cpu measures nodes without an accelerator, and the Ray cluster has none: its nodes have "
+            f"{', '.join(others) or 'no CPUs'}"
+        )
+    raise EnvironmentUnusable(
+        f"--gpu {wanted} requested, but no node of the Ray cluster has it: they have {', '.join(others) or 'no GPU'}"
+    )
+
+
+def _same(accelerator: str, wanted: str) -> bool:
+    """Whether Ray's name of an accelerator (GeForce-RTX-3090) is what the user calls `wanted` (rtx3090)."""
+    return re.sub(r"[^a-z0-9]|geforce", "", accelerator.lower()) == wanted.lower()
+
+
+def why(error: Exception) -> str:
+    """What Ray says of a node that it lost, in a few words of its pages."""
+    text = str(error)
+    found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
+    if found:
+        return found[1]
+    return "it cannot be reached any more" if "unavailable" in text else _first_line(error)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _raised(error: Any, node: Node) -> Exception:
+    """What is said to the user of an exception on a node; anything unforeseen stays as it is, with its traceback."""
+    cause = error.cause
+    if isinstance(cause, LatbenchError):
+        cause.args = (f"on node {node.name}: {cause}",)
+        return cause
+    if isinstance(cause, OSError | ImportError):
+        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {_first_line(cause)}")
+    unforeseen: Exception = error
+    return unforeseen
+
+
+# On the nodes ------------------------------------------------------------------------------------------------------
+
+
+def _called(function: str, args: tuple[Any, ...]) -> Any:
+    return resolve(function)(*args)
+
+
+class _Holder:
+    """Holds a node, and on it a callable."""
+
+    def prepare(self, function: str, *args: Any) -> None:
+        self._call = resolve(function)(*args)
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        return self._call(*args)

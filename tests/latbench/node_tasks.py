@@ -1,0 +1,72 @@
+"""A machine for nodes of tests: its points always take the same time, and may take down what measures them."""
+
+import hashlib
+import os
+import signal
+import time
+from typing import Any
+
+from latbench.environments import env_id
+from latbench.errors import EnvironmentUnusable
+from latbench.measure import Burst
+from latbench.plan import Point
+from latbench.runners.local import Worker
+from latbench.sweep import Cpu
+
+FINE, KILLS = range(2)
+
+
+def hash_of(cache_folder: str) -> str:
+    return hashlib.sha256(cache_folder.encode()).hexdigest()[:12]
+
+
+class Machine(Cpu):
+    """Its device is made up; its environment tells nodes apart by their cache folders."""
+
+    task = f"{__file__}:prepare"
+    timer = "made_up"
+
+    def __init__(self, device: str = "nvidia-a100-sxm4-80gb") -> None:
+        super().__init__(threads=1)
+        self.device = device
+
+    def environment(self) -> dict[str, Any]:
+        row = {"device": self.device, "device_uuid_hash": hash_of(os.environ["XDG_CACHE_HOME"]), "threads": 1}
+        return {"env_id": env_id(row), **row}
+
+    def pace(self) -> None:  # type: ignore[override]
+        """No reference kernels: finding ceilings takes seconds."""
+
+    def version(self, backend: str) -> str:
+        return "1"
+
+    def worker(self, process: str) -> Worker:
+        """It is told who measures, for points that kill it."""
+        return Worker(threads=1, name=process, environment={"MEASURED_BY": str(os.getpid())})
+
+
+class Timer:
+    """Always the same sample, never disturbed: five bursts tell its median."""
+
+    inner_loops = 1
+
+    def __init__(self) -> None:
+        self.facts = {"kernel_used": "made up", "nnz": 1, "sparsity_actual": 0.5, "flop_nnz": 2000, "bytes_min": 10}
+
+    def burst(self, seconds: float) -> Burst:
+        time.sleep(seconds)
+        return Burst([1e-3] * 4)
+
+
+def prepare(point: Point) -> Timer:
+    if point.seed == KILLS:
+        os.kill(int(os.environ["MEASURED_BY"]), signal.SIGKILL)
+    return Timer()
+
+
+def tool(factor: int) -> Any:
+    return lambda number: factor * number
+
+
+def refuse() -> None:
+    raise EnvironmentUnusable("--gpu a100 requested, but no NVIDIA driver")
