@@ -26,6 +26,7 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 FAKES = Path(__file__).with_name("gpu_fakes.py")
 fakes = SimpleNamespace(**runpy.run_path(str(FAKES)))
 
+ENVIRONMENT = f"env-{'e' * 16}.json"
 PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
@@ -128,7 +129,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
     wanted = [dense(), point(), point(sparsity=0.9)]
     out = tmp_path / "out"
     frame = run(out, wanted)
-    assert {path.name for path in out.iterdir()} == {"table.parquet", "env.parquet", "summary.txt"}
+    assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt"}
     published = tables.read(out / "table.parquet")
     assert set(published["point_id"]) == set(frame["point_id"]) == {each.id for each in wanted}
     assert (published["status"] == "ok").all() and (published["device"] == "nvidia-h200").all()
@@ -160,7 +161,7 @@ def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(
     run(out, [dense()])
     measured = out / "measured" / "nvidia-h200"
     measured.mkdir(parents=True)
-    for name in ("table.parquet", "env.parquet"):
+    for name in ("table.parquet", ENVIRONMENT):
         (out / name).rename(measured / name)
     kept = sweep_into(out, [dense(), point()], seconds=0.0)
     assert kept.table is not None and len(kept.table) == 1 and kept.late is not None
@@ -185,7 +186,7 @@ def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> 
     run(tmp_path, [dense(), point()])
     measured = tmp_path / "measured" / "nvidia-h200"
     measured.mkdir(parents=True)
-    for name in ("table.parquet", "env.parquet"):
+    for name in ("table.parquet", ENVIRONMENT):
         (measured / name).write_bytes((tmp_path / name).read_bytes())
     before = tables.read(measured)
     after = run(tmp_path, [dense(), point(), point(sparsity=0.9)])
@@ -381,7 +382,7 @@ def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
     monkeypatch.setattr(session.points, "standard", lambda device, backends: [[dense(), point()]])
     assert session.run() == code
-    assert {path.name for path in out.iterdir()} == {"table.parquet", "env.parquet", "summary.txt", "tests.txt"}
+    assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "tests.txt"}
     said = capsys.readouterr().err
     assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
     assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, preparing" in said
