@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import psutil
 
-from latbench import backends, devices, gates, measure, plan, tables
+from latbench import backends, devices, files, gates, measure, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
-from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
+from latbench.errors import Incomplete, UsageError
 from latbench.least_work import inside_share
 from latbench.pace import Pace
 from latbench.places import Place
 from latbench.plan import Point
-from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
+from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.runners.lock import WAIT_SECONDS, device_lock
 from sparse_kernels.cpu.target import rotated_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 FINISHED = ("ok", "unsupported", "incorrect")
 
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
+DISTURBED = ("noisy", "throttled", "spike")  # the statuses that get them
 
 PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
 
@@ -91,7 +93,7 @@ class Machine(Protocol):
         """The status of a point that was disturbed whenever it was sampled: noisy or throttled."""
 
     def environment(self) -> dict[str, Any]:
-        """The row of env.parquet."""
+        """What is told of its environment: texts and numbers by name, env_id among them."""
 
     def version(self, backend: str) -> str | None:
         """What stands in the column backend_version."""
@@ -231,6 +233,7 @@ def run(
     seed: int = 0,
     settings: Settings = Settings(),
     time_budget: float | None = None,
+    wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
 ) -> Summary:
@@ -239,22 +242,25 @@ def run(
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
-    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
+    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
+    where another process has measured on the device for `wait_seconds`.
     """
-    device = machine.device
 
-    def waiting() -> None:
-        report(Progress(0, 0, f"waiting: another latbench process measures on {device}"))
+    def waiting(holder: str) -> None:
+        report(Progress(0, 0, f"waiting: {holder}"))
 
-    with device_lock(device, waiting=waiting), _Engines(machine) as engines:
-        _remove_leftovers(folder)
+    unit = machine.environment()["device_uuid_hash"]
+    lock = device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=waiting)
+    with lock, _Engines(machine) as engines:
+        if isinstance(folder, Path):  # an object in a store is there when it is whole: nothing is left behind
+            files.remove_abandoned(folder)
         sweep = _Sweep(folder, machine, engines, seed, settings, report, saved, time_budget)
         try:
             while todo := sweep.remaining(choose(sweep.table())):
                 sweep.measure_all(todo)
                 for chance in range(1, NOISY_CHANCES + 1):
-                    again = [point for point in todo if sweep.statuses[point.id] in ("noisy", "spike")]
-                    sweep.measure_all(again, last=chance == NOISY_CHANCES)
+                    again = [point for point in todo if sweep.statuses[point.id] in DISTURBED]
+                    sweep.measure_all(again, chance)
         except (KeyboardInterrupt, _TimeUsedUp) as end:
             why = "interrupted" if isinstance(end, KeyboardInterrupt) else "the time budget is used up"
             kept = f"{sweep.done} of {sweep.total} points are in {folder}"
@@ -292,7 +298,7 @@ class _Sweep:
         self.end = None if time_budget is None else monotonic() + time_budget
         self.total = 0
         self.block = 0
-        self.last = False
+        self.chance = 0
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
 
     @property
@@ -321,13 +327,13 @@ class _Sweep:
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
-    def measure_all(self, points: Sequence[Point], last: bool = False) -> None:
-        """Measure `points` block by block.
+    def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
+        """Measure `points` block by block, for the first time or as their so many-th chance after that.
 
-        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the `last`
+        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
         chance: then it is what there is, and the row says so in its flags.
         """
-        self.last = last
+        self.chance = chance
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
         tables.write_environment(self.folder, self.environment)
         for block in plan.blocks(points, self.seed, self.settings.block_points):
@@ -351,11 +357,12 @@ class _Sweep:
         finally:
             # Also on the way out of an interruption: what is finished is written.
             if rows:
-                state = watched()
-                self._judge_spikes(rows)
-                tables.write_part(self.folder, [{**state, **row} for row in rows])
-                self.statuses |= {tables.point_id(row): row["status"] for row in rows}
-                self.saved()
+                with files.uninterrupted():
+                    state = watched()
+                    self._judge_spikes(rows)
+                    tables.write_part(self.folder, [{**state, **row} for row in rows])
+                    self.statuses |= {tables.point_id(row): row["status"] for row in rows}
+                    self.saved()
         self.block += 1
         self.engines.drop()
 
@@ -470,6 +477,9 @@ class _Sweep:
         }
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
+        if outcome["status"] == "throttled":
+            by = outcome["event_reasons"] or "it does not say what"
+            outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + NOISY_CHANCES}"
         return outcome
 
     def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -508,7 +518,7 @@ class _Sweep:
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
             return self.machine.disturbed_status
-        return "ok" if known and (self.last or not disturbed) else "noisy"
+        return "ok" if known and (self.chance == NOISY_CHANCES or not disturbed) else "noisy"
 
     def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
         return {
@@ -619,14 +629,3 @@ def _fitting(
         total += needed(point)
     if part:
         yield part
-
-
-def _remove_leftovers(folder: Place) -> None:
-    """What a killed sweep was writing; nothing else writes here while the device is locked. A store has nothing left:
-    an object is there when it is whole.
-    """
-    for leftover in folder.glob(".*.parquet.*.tmp") if isinstance(folder, Path) else ():
-        try:
-            leftover.unlink(missing_ok=True)
-        except OSError as error:
-            raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
