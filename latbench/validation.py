@@ -186,6 +186,10 @@ def _shape(table: pa.Table) -> _Found:
 
 def _sparsity(table: pa.Table) -> _Found:
     target, actual, nnz = (_reals(table, name) for name in ("sparsity_target", "sparsity_actual", "nnz"))
+    layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
+    yield from _each(
+        "corrupt", layer & table["sparsity_target"].is_null().to_numpy(), _always("sparsity_target is null")
+    )
     for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
         outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
         yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))

@@ -211,13 +211,24 @@ def test_changed_kernels_are_measured_again_and_other_devices_left_alone(tmp_pat
 
 def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     seeds = {fakes.REFUSED: "unsupported", fakes.WRONG: "incorrect", fakes.HOT: "throttled"}
-    frame = run(tmp_path, [dense(), *(point(seed) for seed in seeds)]).drop_duplicates("point_id", keep="last")
-    found = frame.set_index("pattern_seed")["status"]
+    frame = run(tmp_path, [dense(), *(point(seed) for seed in seeds)])
+    found = frame.drop_duplicates("point_id", keep="last").set_index("pattern_seed")["status"]
     assert {seed: found[seed] for seed in seeds} == seeds
     summary = (tmp_path / "summary.txt").read_text()
     assert "1 unsupported: cupy auto: no such kernel here" in summary
     assert "1 incorrect: cupy auto: 3 of 7 results are wrong" in summary
     assert re.search(r"vector:32 +75% +25\.00 us .* 4\.00x dense  fake throttled hw_thermal_slowdown", summary)
+
+
+def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
+    frame = run(tmp_path, [dense(), point(fakes.HOT)])
+    hot = frame[frame["pattern_seed"] == fakes.HOT].sort_values("started_at")
+    tries = 1 + sweep.NOISY_CHANCES
+    assert hot["status"].tolist() == ["throttled"] * tries
+    assert hot["error"].tolist() == [
+        f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
+    ]
+    assert (frame["pattern_seed"] == 0).sum() == 1  # what was not disturbed is not repeated
 
 
 def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Path) -> None:

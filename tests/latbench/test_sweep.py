@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,22 @@ def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path
         measure(tmp_path, *points, report=interrupt_at("timing", 2))
     frame = tables.read(tmp_path)
     assert "unsupported" in set(frame["status"]) and 1 <= len(frame) <= 2
+
+
+def test_an_interruption_while_a_block_is_written_comes_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = tables.write_part
+
+    def interrupted(*arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tables, "write_part", interrupted)
+    with pytest.raises(Incomplete, match="1 of 2 points"):
+        measure(tmp_path, point(m=1, behaviour=does.REFUSES), point(m=2, behaviour=does.REFUSES))
+    assert len(tables.read(tmp_path)) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:

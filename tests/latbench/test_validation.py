@@ -143,6 +143,7 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("m", 0, "m is 0"),
         ("k", -13, "k is -13"),
         ("sparsity_target", 75.0, "sparsity_target is 75: no share"),
+        ("sparsity_target", None, "sparsity_target is null"),
         ("sparsity_actual", -0.1, "sparsity_actual is -0.1: no share"),
         ("nnz", 92, "nnz 92 of 91 weights"),
         ("median_seconds", -1e-3, "median_seconds is -0.001: no time"),
