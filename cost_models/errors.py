@@ -15,5 +15,9 @@ class MixedModes(BadData, ValueError):
     """Rows that must not share one model: another device, backend or way of measuring."""
 
 
+class BadRows(BadData, ValueError):
+    """Rows that say nothing a model could learn from or predict."""
+
+
 class BadModel(BadData, ValueError):
     """A model file is missing, foreign, of another version or of another table."""

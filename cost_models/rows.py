@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cost_models.errors import BadRows
 from latbench import tables
 from latbench.errors import BadData
 from latbench.places import Place
@@ -69,12 +70,15 @@ def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
 
 
 def sparsities(X: pd.DataFrame) -> Array:
-    """The sparsity of every row, in [0, 1], to nine digits. Raises ValueError for anything else."""
+    """The sparsity of every row, in [0, 1], to nine digits. Raises BadRows for anything else."""
     if "sparsity_target" not in X.columns:
-        raise ValueError("X has no column sparsity_target")
+        raise BadRows("X has no column sparsity_target")
     values = X["sparsity_target"].to_numpy(np.float64).round(9)
-    if not ((values >= 0) & (values <= 1)).all():
-        raise ValueError(f"sparsity_target must lie in [0, 1], not {values[~((values >= 0) & (values <= 1))][0]}")
+    if (outside := np.flatnonzero(~((values >= 0) & (values <= 1)))).size:
+        raise BadRows(
+            f"sparsity_target must lie in [0, 1], and it is {values[outside[0]]} in {outside.size} rows: "
+            "`latbench validate` names them"
+        )
     return values
 
 

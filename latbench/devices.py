@@ -188,7 +188,7 @@ def _instead(gpu: Gpu) -> str:
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """This machine and its software, a row of env.parquet: text and whole numbers; env_id is the hash of the rest."""
+    """This machine and its software, texts and whole numbers by name; env_id is the hash of the rest."""
     fields = _cpu_fields()
     flags = cpu_flags()
     row: dict[str, Any] = {

@@ -1,12 +1,18 @@
-"""The environments of a table: what may change times although the device is the same, a row of env.parquet each."""
+"""The environments of a table: what may change times although the device is the same.
+
+Each is described in a file of its own, env-<env_id>.json, whose name is the hash of what it says. So nobody ever has
+to change a file: any number of sweeps, on any number of machines, add theirs to one table without asking each other.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any
+
+NAME = re.compile(r"env-([^/]+)\.json")
 
 
 def env_id(row: Mapping[str, Any]) -> str:
@@ -15,12 +21,31 @@ def env_id(row: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def faults(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with the rows of an env.parquet, a sentence each. Raises KeyError where they have no env_id."""
-    rows = list(rows)
-    found = []
-    for number, row in enumerate(rows, start=1):
-        if row["env_id"] != env_id(row):
-            found.append(f"row {number} (environment {row['env_id']}): its content hashes to {env_id(row)}")
-    repeated = [name for name, count in Counter(row["env_id"] for row in rows).items() if count > 1]
-    return [*found, *(f"environment {name} is described more than once" for name in repeated)]
+def file_name(env_id: str) -> str:
+    """The name of the file that describes this environment."""
+    return f"env-{env_id}.json"
+
+
+def to_json(row: Mapping[str, Any]) -> bytes:
+    """The content of that file; what is None is left out."""
+    known = {name: value for name, value in row.items() if value is not None}
+    return (json.dumps(known, indent=2) + "\n").encode()
+
+
+def from_json(name: str, content: bytes) -> dict[str, Any]:
+    """The environment in a file called `name`. Raises ValueError, in a sentence, for anything else."""
+    try:
+        row = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"not readable JSON ({str(error).splitlines()[0]})") from error
+    if not isinstance(row, dict) or not all(isinstance(value, str | int | float) for value in row.values()):
+        raise ValueError("not the description of an environment: that is an object of texts and numbers")
+    if file_name(str(row.get("env_id"))) != name:
+        raise ValueError(f"it describes environment {row.get('env_id')}, which is not what its name promises")
+    return row
+
+
+def fault(row: Mapping[str, Any]) -> str | None:
+    """What is wrong with an environment that was read; None if it is as it was written."""
+    found = env_id(row)
+    return None if found == row["env_id"] else f"environment {row['env_id']}: its content hashes to {found}"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import signal
 import tempfile
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from latbench.errors import EnvironmentUnusable, UsageError
+
+ABANDONED_SECONDS = 3600.0  # a file takes seconds to write; clocks of machines that share a folder differ by less
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash where a URI has two
 
@@ -48,6 +54,45 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what writers to `folder` left when they were killed: temporary files of more than an hour ago. Younger
+    ones may be another process's, here or on another machine, that is just writing.
+
+    Raises EnvironmentUnusable where the disk refuses.
+    """
+    try:
+        for path in (*folder.glob(".part-*.tmp"), *folder.glob(".env-*.tmp")):
+            with contextlib.suppress(FileNotFoundError):  # its writer is done
+                if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
+                    path.unlink()
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C, and what else ends a process politely, waits until the context is left; KeyboardInterrupt comes then.
+
+    Outside the main thread it does nothing: signals do not come there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if callable(signal.getsignal(number))  # what is ignored or kills stays so
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:

@@ -32,7 +32,8 @@ def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = 
     environments.
 
     Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `tables.read` does, and
-    EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once.
+    EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once. Until all is
+    written nobody can read the new table: with parts missing, it would look like a whole one.
     """
     # Parts never change, but a sweep may add some meanwhile.
     into, given = places.at(folder), {places.at(source): tables.parts(source) for source in sources}
@@ -44,11 +45,12 @@ def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = 
     if not mixed:
         _check_alike(values)
     first = digests.first_of_equals(np.concatenate(hashes))
-    environments = {row["env_id"]: row for source in given for row in tables.environment_rows(source)}
-    if environments:
-        tables.write_environments(into, environments.values())
+    environments = [row for source in given for row in tables.environment_rows(source)]
     every = (table for _, table in _tables(given))
-    written = [tables.write_rows(into, table) for table in _pieces(_chosen(every, first))]
+    with tables.unfinished(into):
+        for row in environments:
+            tables.write_environment(into, row)
+        written = [tables.write_rows(into, table) for table in _pieces(_chosen(every, first))]
     return Merged(written, int(first.sum()), len(first))
 
 

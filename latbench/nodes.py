@@ -24,7 +24,7 @@ from latbench import backends, devices, plan, tables
 from latbench.errors import EnvironmentUnusable
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.plan import Point
-from latbench.runners.local import device_lock
+from latbench.runners.lock import device_lock
 from latbench.runners.on_ray import Call, Lost, Node
 from latbench.runners.worker import resolve
 from latbench.sweep import Bench, Row, Settings, Sweep, TimeUsedUp
@@ -118,7 +118,7 @@ class OnNode:
         name, *args = machine
         self._bench = Bench(resolve(name)(*args), seed, settings)
 
-    def __call__(self, points: Block, last: bool, seconds: float | None) -> list[Measured]:
+    def __call__(self, points: Block, chance: int, seconds: float | None) -> list[Measured]:
         """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
         end = None if seconds is None else monotonic() + seconds
 
@@ -127,11 +127,14 @@ class OnNode:
                 raise TimeUsedUp
 
         measured: list[Measured] = []
-        with device_lock(self._bench.machine.device), contextlib.suppress(TimeUsedUp):
+        with (
+            device_lock(self._bench.machine.device, self._bench.environment["device_uuid_hash"]),
+            contextlib.suppress(TimeUsedUp),
+        ):
             for chunk in self._bench.fitting(points):
                 check_time()
                 self._bench.measure_block(
-                    chunk, lambda *kept: measured.append(kept), last=last, check_time=check_time
+                    chunk, lambda *kept: measured.append(kept), chance=chance, check_time=check_time
                 )
         return measured
 
@@ -148,14 +151,14 @@ class Elsewhere:
         self._nodes = nodes
         self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings)
 
-    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+    def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""
         share = -(-len(points) // max(1, len(self._nodes.nodes)))
         blocks = plan.blocks(points, sweep.seed, min(sweep.settings.block_points, share))
-        suspects = self._spread(blocks, sweep, last, tries=2)
-        self._spread([[point] for block in suspects for point in block], sweep, last, tries=1)
+        suspects = self._spread(blocks, sweep, chance, tries=2)
+        self._spread([[point] for block in suspects for point in block], sweep, chance, tries=1)
 
-    def _spread(self, blocks: Sequence[Block], sweep: Sweep, last: bool, tries: int) -> list[Block]:
+    def _spread(self, blocks: Sequence[Block], sweep: Sweep, chance: int, tries: int) -> list[Block]:
         """Measure and keep `blocks`; returns those of several points that lost `tries` nodes, a single point gets a
         row. Raises TimeUsedUp where points are left because of it.
         """
@@ -171,9 +174,9 @@ class Elsewhere:
         def tell() -> None:
             sweep.tell(f"timing: on {len(self._nodes.nodes)} nodes")
 
-        def arguments(block: Block) -> tuple[Block, bool, float | None]:
+        def arguments(block: Block) -> tuple[Block, int, float | None]:
             tell()
-            return block, last, sweep.seconds_left()
+            return block, chance, sweep.seconds_left()
 
         def waiting() -> None:
             sweep.tell("waiting: others use the nodes")

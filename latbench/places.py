@@ -129,6 +129,13 @@ def open_input(place: Place) -> pa.NativeFile:
         raise BadData(f"{place}: {error.strerror or _first_line(error)}") from error
 
 
+def read(place: Place) -> bytes:
+    """The content of a file that fits into memory. Raises BadData where there is none."""
+    with open_input(place) as stream:
+        content: bytes = stream.read()
+    return content
+
+
 def write(place: Place, content: Any) -> None:
     """Write `content` (bytes or a pyarrow buffer) to `place`, whole or not at all.
 
@@ -143,6 +150,18 @@ def write(place: Place, content: Any) -> None:
             place.filesystem.create_dir(place.parent.path, recursive=True)
         with place.filesystem.open_output_stream(place.path) as stream:
             stream.write(content)
+
+
+def remove(place: Place) -> None:
+    """Remove a file. Raises EnvironmentUnusable where the disk or the store refuses."""
+    if isinstance(place, Path):
+        try:
+            place.unlink()
+        except OSError as error:
+            raise EnvironmentUnusable(f"cannot remove {place}: {error.strerror or error}") from error
+        return
+    with _reached(place):
+        place.filesystem.delete_file(place.path)
 
 
 @contextmanager

@@ -27,15 +27,16 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import psutil
 
-from latbench import backends, devices, gates, measure, plan, tables
+from latbench import backends, devices, files, gates, measure, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
-from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
+from latbench.errors import Incomplete, UsageError
 from latbench.least_work import inside_share
 from latbench.pace import Pace
 from latbench.places import Place
 from latbench.plan import Point
-from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied, device_lock
+from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.runners.lock import WAIT_SECONDS, device_lock
 from sparse_kernels.cpu.target import rotated_bytes
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 FINISHED = ("ok", "unsupported", "incorrect")
 
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
+DISTURBED = ("noisy", "throttled", "spike")  # the statuses that get them
 
 PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
 
@@ -94,7 +96,7 @@ class Machine(Protocol):
         """The status of a point that was disturbed whenever it was sampled: noisy or throttled."""
 
     def environment(self) -> dict[str, Any]:
-        """The row of env.parquet."""
+        """What is told of its environment: texts and numbers by name, env_id among them."""
 
     def version(self, backend: str) -> str | None:
         """What stands in the column backend_version."""
@@ -235,6 +237,7 @@ def run(
     settings: Settings = Settings(),
     time_budget: float | None = None,
     remeasure: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
 ) -> Summary:
@@ -243,9 +246,10 @@ def run(
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
-    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other.
+    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
+    where another process has measured on the device for `wait_seconds`.
     """
-    with _locked(machine.device, machine.device, report), Bench(machine, seed, settings) as bench:
+    with _alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
         here = _Here(bench)
         return _carry_out(Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved), choose)
 
@@ -259,6 +263,7 @@ def spread(
     settings: Settings = Settings(),
     time_budget: float | None = None,
     remeasure: bool = False,
+    wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
 ) -> Summary:
@@ -267,27 +272,32 @@ def spread(
     Raises Stopped also where nobody is left there to measure.
     """
     # Who measures holds its own device; of writers there may be one a table.
-    lock = f"{elsewhere.device}-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
-    with _locked(lock, elsewhere.device, report):
+    table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
         return _carry_out(Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved), choose)
 
 
-def _locked(lock: str, device: str, report: Callable[[Progress], None]) -> contextlib.AbstractContextManager[None]:
-    def waiting() -> None:
-        report(Progress(0, 0, f"waiting: another latbench process measures on {device}"))
+def _alone(
+    machine: Machine, wait_seconds: float, report: Callable[[Progress], None]
+) -> contextlib.AbstractContextManager[None]:
+    unit = machine.environment()["device_uuid_hash"]
+    return device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
 
-    return device_lock(lock, waiting=waiting)
+
+def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
+    return lambda holder: report(Progress(0, 0, f"waiting: {holder}"))
 
 
 def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
     """Measure until `choose` is content, and what was disturbed a few times more."""
-    _remove_leftovers(sweep.folder)
+    if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
+        files.remove_abandoned(sweep.folder)
     try:
         while todo := sweep.remaining(choose(sweep.table())):
             sweep.measure_all(todo)
             for chance in range(1, NOISY_CHANCES + 1):
-                again = [point for point in todo if sweep.statuses[point.id] in ("noisy", "spike")]
-                sweep.measure_all(again, last=chance == NOISY_CHANCES)
+                again = [point for point in todo if sweep.statuses[point.id] in DISTURBED]
+                sweep.measure_all(again, chance)
     except (KeyboardInterrupt, TimeUsedUp, Incomplete) as end:
         why = "interrupted" if isinstance(end, KeyboardInterrupt) else str(end)
         kept = f"{sweep.done} of {sweep.total} points are in {sweep.folder}"
@@ -315,7 +325,7 @@ class Where(Protocol):
     def device(self) -> str:
         """Its name in tables, the same for all."""
 
-    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+    def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """Measure `points` block by block and give `sweep.keep` the rows of each block. Raises TimeUsedUp when
         `sweep.check_time` does.
         """
@@ -372,10 +382,10 @@ class Sweep:
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
 
-    def measure_all(self, points: Sequence[Point], last: bool = False) -> None:
-        """Measure `points` block by block; see Bench.measure_block for the `last` chance."""
+    def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
+        """Measure `points` block by block, for the first time or as their so many-th chance after that."""
         self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
-        self.where.measure(points, self, last)
+        self.where.measure(points, self, chance)
 
     def seconds_left(self) -> float | None:
         """How long what is begun now may take: any time where there is no budget. A run that measures nothing at all
@@ -396,12 +406,13 @@ class Sweep:
         """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
         rows = [{**row, "run_id": self.run_id, "block": self.block} for row in rows]
         self._judge_spikes(rows)
-        if environment is not None:
-            tables.write_environment(self.folder, environment)
-        tables.write_part(self.folder, rows)
-        self.statuses |= {tables.point_id(row): row["status"] for row in rows}
-        self.block += 1
-        self._saved()
+        with files.uninterrupted():
+            if environment is not None:
+                tables.write_environment(self.folder, environment)
+            tables.write_part(self.folder, rows)
+            self.statuses |= {tables.point_id(row): row["status"] for row in rows}
+            self.block += 1
+            self._saved()
 
     def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
         """A point far above its neighbours in sparsity is no time before it has been seen twice."""
@@ -432,12 +443,14 @@ class _Here:
         self.device = bench.machine.device
         self.bench = bench
 
-    def measure(self, points: Sequence[Point], sweep: Sweep, last: bool) -> None:
+    def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where."""
         for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
-                self.bench.measure_block(chunk, sweep.keep, last=last, tell=sweep.tell, check_time=sweep.check_time)
+                self.bench.measure_block(
+                    chunk, sweep.keep, chance=chance, tell=sweep.tell, check_time=sweep.check_time
+                )
 
 
 Keep = Callable[[Mapping[str, Any], Sequence[Row]], None]
@@ -453,7 +466,7 @@ class Bench:
         self.environment = machine.environment()
         self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
         self.block = 0
-        self.last = False
+        self.chance = 0
         self._tell: Callable[[str, int], None] = lambda activity, finished: None
         self._check_time: Callable[[], None] = lambda: None
 
@@ -472,17 +485,17 @@ class Bench:
         points: list[Point],
         keep: Keep,
         *,
-        last: bool = False,
+        chance: int = 0,
         tell: Callable[[str, int], None] = lambda activity, finished: None,
         check_time: Callable[[], None] = lambda: None,
     ) -> None:
         """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
-        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the `last`
-        chance: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
+        Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
+        `chance`: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
         points have an outcome; what `check_time` raises ends it.
         """
-        self.last, self._tell, self._check_time = last, tell, check_time
+        self.chance, self._tell, self._check_time = chance, tell, check_time
         rows: list[Row] = []
         started, watched = datetime.now(UTC), self.machine.watch()
         try:
@@ -490,8 +503,9 @@ class Bench:
                 rows.append(self._row(point, outcome, len(rows), started))
         finally:
             if rows:
-                state = watched()
-                keep(self.environment, [{**state, **row} for row in rows])
+                with files.uninterrupted():
+                    state = watched()
+                    keep(self.environment, [{**state, **row} for row in rows])
         self.block += 1
         self.engines.drop()
 
@@ -605,6 +619,9 @@ class Bench:
         }
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
+        if outcome["status"] == "throttled":
+            by = outcome["event_reasons"] or "it does not say what"
+            outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + NOISY_CHANCES}"
         return outcome
 
     def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -622,7 +639,7 @@ class Bench:
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
             return self.machine.disturbed_status
-        return "ok" if known and (self.last or not disturbed) else "noisy"
+        return "ok" if known and (self.chance == NOISY_CHANCES or not disturbed) else "noisy"
 
     def _row(self, point: Point, outcome: _Outcome, seq: int, started: datetime) -> dict[str, Any]:
         return {
@@ -729,14 +746,3 @@ def _fitting(
         total += needed(point)
     if part:
         yield part
-
-
-def _remove_leftovers(folder: Place) -> None:
-    """What a killed sweep was writing; nothing else writes here while the device is locked. A store has nothing left:
-    an object is there when it is whole.
-    """
-    for leftover in folder.glob(".*.parquet.*.tmp") if isinstance(folder, Path) else ():
-        try:
-            leftover.unlink(missing_ok=True)
-        except OSError as error:
-            raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error

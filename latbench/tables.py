@@ -1,7 +1,8 @@
 """The table, version 2: one row per measured point, the same columns whether it was swept, verified or imported.
 
-A table is a flat folder of `part-<id>.parquet` files with an `env.parquet` beside them, or a single Parquet file;
-on this machine or wherever `latbench.places` reaches.
+A table is a flat folder of `part-<id>.parquet` files with `env-<env_id>.json` beside them, or a single Parquet file;
+on this machine or wherever `latbench.places` reaches. Files are only ever added, each whole and under a name that its
+content gives, so several writers need no lock.
 Units are in the column names, the identity of a point is in columns, raw samples are kept. Times are in seconds.
 """
 
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from scipy.special import bdtr, bdtrik
 
-from latbench import digests, places
+from latbench import digests, environments, places
 from latbench.errors import BadData
 from latbench.places import Place
 from sparse_kernels import patterns
@@ -138,9 +139,10 @@ STATUSES = (
     *TIMED, "throttled", "impossible", "spike", "unsupported", "oom", "incorrect", "timeout", "error",
 )  # fmt: skip
 
-ENVIRONMENTS = "env.parquet"
 # The name of a part tells its content, so that damage of any kind shows when it is read.
 PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
+
+UNFINISHED = "unfinished.txt"  # lies beside the parts of a table while there are more to come
 
 BATCH_ROWS = 1 << 16
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
@@ -320,22 +322,24 @@ def write_rows(folder: Place, table: pa.Table) -> Place:
 
 
 def write_environment(folder: str | Place, environment: Mapping[str, Any]) -> None:
-    """Add `environment` (one value a column, `env_id` among them) to the env.parquet of the table in `folder`.
+    """Describe `environment` (texts and numbers by name, `env_id` among them) beside the table in `folder`.
 
-    An environment that is there already is left as it is. Raises BadData where the file is damaged, and
-    EnvironmentUnusable where the disk refuses.
+    A description that is there already is left as it is, unless it is damaged. Raises EnvironmentUnusable where the
+    disk refuses.
     """
-    known = environment_rows(folder)
-    if not any(row["env_id"] == environment["env_id"] for row in known):
-        write_environments(folder, [*known, environment])
+    path = places.at(folder) / environments.file_name(environment["env_id"])
+    content = environments.to_json(environment)
+    if not path.is_file() or places.read(path) != content:
+        places.write(path, content)
 
 
-def write_environments(folder: str | Place, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the env.parquet of the table in `folder`."""
-    rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    places.write(places.at(folder) / ENVIRONMENTS, to_parquet(pa.table(columns)))
+@contextmanager
+def unfinished(folder: Place) -> Iterator[None]:
+    """The table in `folder` is refused by whoever reads it until the context is left without an exception."""
+    mark = folder / UNFINISHED
+    places.write(mark, b"latbench is writing this table, or was interrupted while it did.\n")
+    yield
+    places.remove(mark)
 
 
 def to_parquet(table: pa.Table) -> pa.Buffer:
@@ -405,17 +409,30 @@ def without_time(table: pa.Table) -> NDArray[np.bool_]:
 
 def read_env(path: str | Place) -> pd.DataFrame:
     """The environments of the table at `path`, a row each with its env_id; empty where none are known."""
-    return pa.Table.from_pylist(environment_rows(path)).to_pandas()
+    import pandas as pd
+
+    return pd.DataFrame(environment_rows(path))
 
 
 def environment_rows(path: str | Place) -> list[dict[str, Any]]:
     """The environments of the table at `path` in plain values. Raises BadData for a damaged file."""
+    return [read_environment(file) for file in environment_files(path)]
+
+
+def environment_files(path: str | Place) -> list[Place]:
+    """The files that describe the environments of the table at `path`."""
     path = places.at(path)
-    beside = (path.parent if path.is_file() else path) / ENVIRONMENTS
-    if not beside.exists():
-        return []
-    with _opened(beside) as file:
-        return file.read().to_pylist()
+    folder = path.parent if path.is_file() else path
+    files = folder.iterdir() if folder.is_dir() else iter(())
+    return sorted((file for file in files if environments.NAME.fullmatch(file.name)), key=lambda file: file.name)
+
+
+def read_environment(file: Place) -> dict[str, Any]:
+    """The environment that a file describes. Raises BadData, naming the file, for a damaged one."""
+    try:
+        return environments.from_json(file.name, places.read(file))
+    except ValueError as error:
+        raise BadData(f"{file}: {error}; delete it, and a sweep describes its machine again") from error
 
 
 def exists(path: str | Place) -> bool:
@@ -443,8 +460,12 @@ def holds_rows(path: str | Place) -> bool:
 
 
 def _parts_in(folder: Place) -> list[Place]:
-    files = (p for p in folder.iterdir() if p.name.endswith(".parquet") and not p.name.startswith("."))
-    return sorted((p for p in files if p.name != ENVIRONMENTS), key=lambda p: p.name)
+    files: list[Place] = sorted(folder.iterdir(), key=lambda file: file.name)
+    if any(file.name == UNFINISHED for file in files):
+        raise BadData(
+            f"{folder}: unfinished, `latbench merge` still writes it or was interrupted: delete it and merge again"
+        )
+    return [file for file in files if file.name.endswith(".parquet") and not file.name.startswith(".")]
 
 
 def part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[tuple[int, pa.Table]]:

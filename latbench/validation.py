@@ -50,14 +50,15 @@ def findings(path: str | Place) -> Iterator[Finding]:
     """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
     path = places.at(path)
     parts = tables.parts(path)
-    known: set[str] | None
-    try:
-        described = tables.environment_rows(path)
-        known = {row["env_id"] for row in described}
-        yield from (Finding(path / tables.ENVIRONMENTS, "corrupt", text) for text in environments.faults(described))
-    except (BadData, KeyError) as error:
-        known = None
-        yield Finding(path, "corrupt", str(error) if isinstance(error, BadData) else "env.parquet has no env_id")
+    described: set[str] = set()
+    for file in tables.environment_files(path):
+        described.add(file.name)
+        try:
+            fault = environments.fault(tables.read_environment(file))
+        except BadData as error:
+            fault = str(error).removeprefix(f"{file}: ")
+        if fault is not None:
+            yield Finding(file, "corrupt", fault)
     measured = _Measured(parts)
     for number, part in enumerate(parts):
         if not tables.PART_NAME.fullmatch(part.name):
@@ -72,15 +73,16 @@ def findings(path: str | Place) -> Iterator[Finding]:
                     point = table["point_id"][row]
                     yield Finding(part, severity, f"row {start + row + 1} (point {point}): {text}")
                 measured.add(number, start, table)
-                if known is not None:
-                    unknown |= set(pc.unique(table["env_id"].drop_null()).to_pylist()) - known
+                named = pc.unique(table["env_id"].drop_null()).to_pylist()
+                unknown |= {env_id for env_id in named if environments.file_name(env_id) not in described}
         except BadData as error:
             yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
         else:
             if not rows:
                 yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
         for env_id in sorted(unknown):
-            yield Finding(part, "suspect", f"environment {env_id} is not described in {tables.ENVIRONMENTS}")
+            text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
+            yield Finding(part, "suspect", text)
     yield from measured.findings(path)
     for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, places.Remote) else []:
         yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
@@ -184,6 +186,10 @@ def _shape(table: pa.Table) -> _Found:
 
 def _sparsity(table: pa.Table) -> _Found:
     target, actual, nnz = (_reals(table, name) for name in ("sparsity_target", "sparsity_actual", "nnz"))
+    layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
+    yield from _each(
+        "corrupt", layer & table["sparsity_target"].is_null().to_numpy(), _always("sparsity_target is null")
+    )
     for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
         outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
         yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))

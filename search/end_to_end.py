@@ -18,15 +18,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from latbench import devices
 from latbench.errors import LatbenchError
 from latbench.measure import Burst
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.runners.lock import device_lock
 from search.problem import Interval
 
 Progress = Callable[[str, int | None, int | None], None]
@@ -50,6 +52,15 @@ RESAMPLES = 1000
 
 # Speedups of the same model built anew: one and a third standard deviations, which nine of ten do not pass downwards.
 BETWEEN_PROCESSES = 0.03
+
+
+def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
+    """This machine's CPU for oneself; `progress` hears who else has it. Raises as `device_lock` does."""
+
+    def waiting(holder: str) -> None:
+        progress(f"waiting: {holder}", None, None)
+
+    return device_lock(devices.cpu_device(), devices.machine_hash(), waiting=waiting)
 
 
 @dataclass(frozen=True)

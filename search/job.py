@@ -31,10 +31,9 @@ from latbench import devices, tables, workloads
 from latbench.errors import PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from latbench.runners.local import device_lock
 from search import overhead
 from search.database import Database, model_hash
-from search.end_to_end import PROCESSES, Engine, Progress, Timings, pooled, time_engines, unseen
+from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, measured_layers, predicted_layers
@@ -327,8 +326,7 @@ def time_profiles(
         chosen = overhead.by_name(layers, choice)
         arguments = (task.reference, settings.threads, settings.backend, database, inputs.model_hash, chosen)
         engines[str(choice)] = Engine("pruned", "search.engines:database_pruned", arguments)
-    progress(f"waiting for {devices.cpu_device()}", None, None)
-    with device_lock(devices.cpu_device()):
+    with cpu_lock(progress):
         required = ["torch", *map(str, choices)]
         return time_engines(engines, threads=settings.threads, required=required, known=known, progress=progress)
 
@@ -351,8 +349,7 @@ def _whole_model(
     known = None if remeasure else overhead.load(path, inputs.key(settings))
     if known is not None:
         return known
-    progress(f"waiting for {devices.cpu_device()}", None, None)
-    with device_lock(devices.cpu_device()):
+    with cpu_lock(progress):
         whole = overhead.measure_whole_model(
             inputs.task, layers,
             threads=settings.threads, backend=settings.backend, coverage=settings.risk, progress=progress,

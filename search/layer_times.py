@@ -24,8 +24,7 @@ from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.plan import shape_columns
-from latbench.runners.local import device_lock
-from search.end_to_end import Progress
+from search.end_to_end import Progress, cpu_lock
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values
 from search.problem import network_rows
@@ -79,8 +78,7 @@ def measure(
         export(model, inputs, path)
         values = layer_values(model, inputs, path)
         arrays = [x.numpy() for x in inputs]
-        progress(f"waiting for {devices.cpu_device()}", None, None)
-        with device_lock(devices.cpu_device()):
+        with cpu_lock(progress):
             try:
                 turns = _turns(runs, settings.seed)
                 for done, sparsity in enumerate(turns):

@@ -19,8 +19,8 @@ from latbench import backends, devices, tables
 from latbench.backends import deepsparse_environment
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
-from latbench.runners.local import TaskFailed, Worker, device_lock
-from search.end_to_end import Engine, Progress, Timings, time_engines
+from latbench.runners.local import TaskFailed, Worker
+from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.overhead import dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
@@ -114,9 +114,8 @@ def verify(
     arguments = (task.reference, profile.threads, backend, str(folder.resolve()))
     exported = str((output / "pruned.onnx").resolve())
     engines[PRUNED] = Engine(PRUNED, "search.engines:folder_pruned", (*arguments, exported))
-    progress(f"waiting for {devices.cpu_device()}", None, None)
-    before, started = devices.cpu_times(), datetime.now(UTC)
-    with device_lock(devices.cpu_device()):
+    with cpu_lock(progress):
+        before, started = devices.cpu_times(), datetime.now(UTC)
         known = {profile.dense_engine: profile.dense_seconds} if profile.device == devices.cpu_device() else {}
         timings = time_engines(
             engines, threads=profile.threads, required=["torch", PRUNED], known=known, progress=progress

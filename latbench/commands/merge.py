@@ -19,6 +19,6 @@ def merge(
     from latbench.errors import UsageError
 
     if tables.exists(output):
-        raise UsageError(f"{output} exists already: merge writes a new table, give another folder")
+        raise UsageError(f"{output} exists already: merge writes a new table, give another folder or delete it")
     merged = merging.merge(sources, output, mixed=allow_mixed)
     typer.echo(f"{output}: {merged.rows} rows of {merged.read}")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
 BF16_HELP = "Also our own sparse linear layers on a CPU with weights rounded to bfloat16; dense stays float32."
+FAILED = ("throttled", "impossible", "oom", "incorrect", "timeout", "error")  # which a summary tells the reasons of
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
@@ -40,6 +41,7 @@ def sweep(
         typer.Option("--output", "-o", help="Folder or URI of the table; default latbench-tables/<device>."),
     ] = None,
     time_budget: Annotated[str | None, typer.Option(help="Stop after about so long: 90s, 10m, 1.5h.")] = None,
+    wait: Annotated[str, typer.Option(help="How long to wait for another that measures on the same device.")] = "10m",
     adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
@@ -57,7 +59,7 @@ def sweep(
     from latbench.errors import UsageError
 
     seconds = None if time_budget is None else parse_duration(time_budget)
-    how = How(seed, seconds, adaptive, remeasure, dry_run, as_json)
+    how = How(seed, seconds, parse_duration(wait), adaptive, remeasure, dry_run, as_json)
     if cpu == (gpu is not None):
         raise UsageError(
             "--cpu and --gpu are two sweeps: each device has a table of its own"
@@ -152,11 +154,13 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int) -> Targ
 
 @dataclass(frozen=True)
 class How:
-    """How a sweep goes: seed, seconds it may take, whether points are chosen on the way, whether noisy rows are taken
-    again, what is printed."""
+    """How a sweep goes: seed, seconds it may take, seconds it may wait for another to end, whether points are chosen
+    on the way, whether noisy rows are taken again, what is printed.
+    """
 
     seed: int
     time_budget: float | None
+    wait_seconds: float
     adaptive: bool
     remeasure: bool
     dry_run: bool
@@ -282,8 +286,10 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
     from latbench import tables
     from latbench.commands.live import live
 
-    # What ends a job on a cluster is as good a reason to keep what is finished as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # What ends a job on a cluster, or a terminal, is as good a reason to keep what is finished as Ctrl-C.
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(end) != signal.SIG_IGN:  # as under nohup
+            signal.signal(end, signal.default_int_handler)
     chooser = _chooser(points) if how.adaptive else None
     choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
     began = time.monotonic()
@@ -296,6 +302,7 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
                 seed=how.seed,
                 time_budget=how.time_budget,
                 remeasure=how.remeasure,
+                wait_seconds=how.wait_seconds,
                 report=_with_time_left(tell, how.time_budget),
             )
     except sweeping.Stopped as error:
@@ -348,12 +355,11 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     known = f"{summary.skipped} were there already" if summary.skipped else ""
     console.print(f"{folder}: " + "; ".join(part for part in (fresh, known) if part), highlight=False, soft_wrap=True)
     keys = {point.id for point in points}
-    failed = frame[
-        frame["point_id"].isin(keys) & frame["status"].isin(["error", "timeout", "oom", "incorrect", "impossible"])
-    ]
+    ours = frame[frame["point_id"].isin(set(summary.statuses))]  # of this run, and earlier tries
+    latest = ours.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
+    failed = latest[latest["status"].isin(FAILED)]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
-    ours = frame[frame["point_id"].isin(set(summary.statuses))]
     disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (counts["noisy"], "are noisy, their intervals are wide: --remeasure measures them again"),

@@ -156,7 +156,7 @@ def only_gpu() -> Gpu:
 
 
 def environment(gpu: Gpu) -> dict[str, Any]:
-    """The row of env.parquet for measuring on `gpu`: the device, its driver, the libraries, its host."""
+    """What is told of the environment on `gpu`: the device, its driver, the libraries, its host."""
     host = devices.environment(devices.cores())
     row = {name: value for name, value in host.items() if name not in ("env_id", "threads")}
     with observing(gpu.uuid) as observer:

@@ -4,9 +4,9 @@ The GPU's own tests first, then the standard sweep, the most telling points firs
 needs to be installed and nothing is fetched. Results lie flat in the folder that the environment variable
 LATBENCH_OUT names, written again after every block, so that a session that is cut off has lost one block:
 
-    table.parquet  env.parquet   the table, as `latbench.tables` reads it
-    summary.txt                  ratios to dense and to each peer, and where the time went
-    tests.txt                    what pytest said
+    table.parquet  env-<id>.json   the table, as `latbench.tables` reads it
+    summary.txt                    ratios to dense and to each peer, and where the time went
+    tests.txt                      what pytest said
 
 Where `datasets/measured/<device>` has a table, its points are not measured again, unless they are of another version
 of a library or of our kernels.
@@ -179,7 +179,8 @@ def publish(folder: Path, out: Path, environment: dict[str, Any], remarks: list[
     Each file is replaced whole. Raises EnvironmentUnusable where the disk refuses.
     """
     files.write_bytes_atomically(out / "table.parquet", tables.to_parquet(tables.load(folder)))
-    tables.write_environments(out, tables.environment_rows(folder))
+    for row in tables.environment_rows(folder):
+        tables.write_environment(out, row)
     files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, remarks))
 
 

@@ -15,25 +15,27 @@ import contextlib
 import itertools
 import os
 import pickle
-import platform
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any, Self
 
-import filelock
-
-from latbench import files
-from latbench.errors import EnvironmentUnusable, LatbenchError
+from latbench.errors import LatbenchError
 from latbench.measure import Burst
 
 START_SECONDS = 120.0
 CALL_SECONDS = 600.0
+MESSAGE_SECONDS = 60.0  # without a byte in the middle of a message, whose bytes come at once
+MOST_ANSWERED_BYTES = 1 << 30
+END_SECONDS = 5.0  # from the last word of a process to its end
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+_QUOTED_BYTES = 1 << 16  # of a worker's log, from its end
 
 
 class WorkerDied(LatbenchError):
@@ -151,22 +153,27 @@ class Worker:
             if not self._connection.poll(timeout):
                 self.close()
                 raise WorkerDied("timeout", f"the {self.name} worker gave no answer for {timeout:g} s")
-            answer = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError) as error:
-            raise self._obituary() from error
+            answer = self._connection.recv_bytes(MOST_ANSWERED_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._obituary(error) from error
         except KeyboardInterrupt:
             # The answer to this request may still come: a later one must not take it for its own.
             self.close()
             raise
-        match answer:
+        match _read(answer):
             case ("ok", value):
                 return value
-            case ("error", kind, message, details):
+            case ("error", str(kind), str(message), str(details)):
                 raise TaskFailed(kind, message, details)
-        raise AssertionError(f"the worker answered {answer!r}")
+        self.close()
+        raise WorkerDied("crash", f"the {self.name} worker gave an answer that is none: {answer[:20]!r}")
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        # A worker may be stopped, or write nonsense, in the middle of a message: reading must not wait for the rest.
+        patience = struct.pack("ll", int(MESSAGE_SECONDS), int(MESSAGE_SECONDS % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, patience)
         self._log = tempfile.TemporaryFile(prefix="latbench-worker-")  # noqa: SIM115 - closed by close()
         with theirs:
             self._process = subprocess.Popen(
@@ -182,17 +189,29 @@ class Worker:
         self.generation = next(self._generations)
         self._request(("path", sys.path), START_SECONDS)
 
-    def _obituary(self) -> WorkerDied:
+    def _obituary(self, error: Exception) -> WorkerDied:
         assert self._process is not None and self._log is not None
-        code = self._process.wait()
-        self._log.seek(0)
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return WorkerDied("crash", f"the {self.name} worker broke its connection off and went on ({error})")
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _QUOTED_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         self.close()
         if code == -signal.SIGKILL:
             return WorkerDied("oom", f"the {self.name} worker was killed, most likely because memory ran out")
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with exit code {code}"
         return WorkerDied("crash", f"the {self.name} worker ended {how}" + (f": {last}" if last else ""))
+
+
+def _read(answer: bytes) -> object:
+    """What a worker answered; None where it is no pickle, because something in it wrote to its connection."""
+    try:
+        return pickle.loads(answer)
+    except Exception:  # noqa: BLE001 - bytes that are no pickle raise anything
+        return None
 
 
 def thread_settings(threads: int) -> dict[str, str]:
@@ -206,34 +225,3 @@ def thread_settings(threads: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     brief = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_THREAD_TIMEOUT": "4"}
     return {**dict.fromkeys(names, str(threads)), **brief}
-
-
-@contextlib.contextmanager
-def device_lock(
-    device: str, *, wait_seconds: float = -1, waiting: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Have `device` for oneself: two measurements at a time would time each other.
-
-    Waits for another holder for `wait_seconds` (for ever if negative), then raises EnvironmentUnusable. `waiting` is
-    called once if there is something to wait for.
-    """
-    folder = files.cache_folder() / "locks"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Machines that share a home folder have a device of this name each.
-        lock = filelock.FileLock(folder / f"{device}.{platform.node()}.lock")
-        try:
-            lock.acquire(timeout=0)
-        except filelock.Timeout:
-            waiting()
-            lock.acquire(timeout=wait_seconds)
-    except filelock.Timeout:
-        raise EnvironmentUnusable(
-            f"another latbench process measures on {device}; two at a time would time each other: wait for it"
-        ) from None
-    except OSError as error:
-        raise EnvironmentUnusable(f"cannot lock {device} in {folder}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()

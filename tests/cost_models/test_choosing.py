@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pytest
 
 from cost_models.choosing import ANCHORS, Adaptive, anchors
 from latbench import plan, tables
+from latbench.errors import BadData
 from latbench.plan import FINE_SPARSITIES, Point
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import LinearShape, Shape
@@ -150,3 +152,14 @@ def test_the_command_lines_points_are_anchored_by_six_a_curve() -> None:
     every = plan.select(["transformer-base"], ["vector:32"], [], **chosen)
     curves = len({point.shape for point in every})
     assert len(every) == curves * len(FINE_SPARSITIES) and len(Adaptive(every).anchors) == curves * ANCHORS
+
+
+def test_a_row_without_a_sparsity_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    found = points()
+    choose = Adaptive(found)
+    table = measured(tmp_path, choose(None), smooth)
+    table.loc[table["pattern"] != "dense", "sparsity_target"] = None
+    with pytest.raises(
+        BadData, match=r"must lie in \[0, 1\], and it is nan in 6 rows: `latbench validate` names them"
+    ):
+        choose(table)

@@ -199,7 +199,7 @@ def test_times_that_are_none_are_refused(times: list[float], table: Table) -> No
 
 def test_a_sparsity_outside_zero_to_one_is_refused(noisy: Noisy) -> None:
     X, y = noisy
-    with pytest.raises(ValueError, match=r"sparsity_target must lie in \[0, 1\], not 75"):
+    with pytest.raises(ValueError, match=r"sparsity_target must lie in \[0, 1\], and it is 75\.0 in 1 rows"):
         AnchoredLookup().fit(X, y).predict(X.iloc[:1].assign(sparsity_target=75.0))
 
 

@@ -25,8 +25,9 @@ def row() -> dict[str, Any]:
 
 @pytest.fixture
 def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own: its sweeps wait for nobody else's. Subprocesses inherit it."""
+    """A cache folder and locks of the test's own: its sweeps wait for nobody else's. Subprocesses inherit them."""
     folder = tmp_path / "cache"
+    monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
 

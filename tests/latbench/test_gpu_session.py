@@ -26,6 +26,7 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 FAKES = Path(__file__).with_name("gpu_fakes.py")
 fakes = SimpleNamespace(**runpy.run_path(str(FAKES)))
 
+ENVIRONMENT = f"env-{'e' * 16}.json"
 PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
@@ -128,7 +129,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
     wanted = [dense(), point(), point(sparsity=0.9)]
     out = tmp_path / "out"
     frame = run(out, wanted)
-    assert {path.name for path in out.iterdir()} == {"table.parquet", "env.parquet", "summary.txt"}
+    assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt"}
     published = tables.read(out / "table.parquet")
     assert set(published["point_id"]) == set(frame["point_id"]) == {each.id for each in wanted}
     assert (published["status"] == "ok").all() and (published["device"] == "nvidia-h200").all()
@@ -160,7 +161,7 @@ def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(
     run(out, [dense()])
     measured = out / "measured" / "nvidia-h200"
     measured.mkdir(parents=True)
-    for name in ("table.parquet", "env.parquet"):
+    for name in ("table.parquet", ENVIRONMENT):
         (out / name).rename(measured / name)
     kept = sweep_into(out, [dense(), point()], seconds=0.0)
     assert kept.table is not None and len(kept.table) == 1 and kept.late is not None
@@ -185,7 +186,7 @@ def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> 
     run(tmp_path, [dense(), point()])
     measured = tmp_path / "measured" / "nvidia-h200"
     measured.mkdir(parents=True)
-    for name in ("table.parquet", "env.parquet"):
+    for name in ("table.parquet", ENVIRONMENT):
         (measured / name).write_bytes((tmp_path / name).read_bytes())
     before = tables.read(measured)
     after = run(tmp_path, [dense(), point(), point(sparsity=0.9)])
@@ -210,13 +211,24 @@ def test_changed_kernels_are_measured_again_and_other_devices_left_alone(tmp_pat
 
 def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
     seeds = {fakes.REFUSED: "unsupported", fakes.WRONG: "incorrect", fakes.HOT: "throttled"}
-    frame = run(tmp_path, [dense(), *(point(seed) for seed in seeds)]).drop_duplicates("point_id", keep="last")
-    found = frame.set_index("pattern_seed")["status"]
+    frame = run(tmp_path, [dense(), *(point(seed) for seed in seeds)])
+    found = frame.drop_duplicates("point_id", keep="last").set_index("pattern_seed")["status"]
     assert {seed: found[seed] for seed in seeds} == seeds
     summary = (tmp_path / "summary.txt").read_text()
     assert "1 unsupported: cupy auto: no such kernel here" in summary
     assert "1 incorrect: cupy auto: 3 of 7 results are wrong" in summary
     assert re.search(r"vector:32 +75% +25\.00 us .* 4\.00x dense  fake throttled hw_thermal_slowdown", summary)
+
+
+def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
+    frame = run(tmp_path, [dense(), point(fakes.HOT)])
+    hot = frame[frame["pattern_seed"] == fakes.HOT].sort_values("started_at")
+    tries = 1 + sweep.NOISY_CHANCES
+    assert hot["status"].tolist() == ["throttled"] * tries
+    assert hot["error"].tolist() == [
+        f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
+    ]
+    assert (frame["pattern_seed"] == 0).sum() == 1  # what was not disturbed is not repeated
 
 
 def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Path) -> None:
@@ -381,7 +393,7 @@ def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
     monkeypatch.setattr(session.points, "standard", lambda device, backends: [[dense(), point()]])
     assert session.run() == code
-    assert {path.name for path in out.iterdir()} == {"table.parquet", "env.parquet", "summary.txt", "tests.txt"}
+    assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "tests.txt"}
     said = capsys.readouterr().err
     assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
     assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, preparing" in said

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench.errors import EnvironmentUnusable
-from latbench.runners.local import TaskFailed, Worker, WorkerDied, device_lock
+from latbench.runners import local
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
 
 TASKS = Path(__file__).with_name("worker_tasks.py")
 
@@ -101,11 +101,20 @@ def test_running_out_of_memory_has_one_name(worker: Worker) -> None:
         ("crash", "crash", "exit code 7: the last words"),
         ("segfault", "crash", "by signal SIGSEGV"),
         ("killed_for_memory", "oom", "memory ran out"),
+        ("end_well", "crash", "exit code 0"),
+        ("die_of_a_real_time_signal", "crash", "by signal 40"),
+        ("write_garbage", "crash", "an answer that is none"),
+        ("announce_too_much", "crash", "broke its connection off and went on"),
+        ("announce_what_never_comes", "crash", "broke its connection off and went on"),
+        ("die_within_an_answer", "crash", "exit code 9"),
+        ("hang_up", "crash", "broke its connection off and went on"),
     ],
 )
 def test_a_death_is_told_with_its_reason_and_the_next_call_works(
-    worker: Worker, name: str, reason: str, words: str
+    worker: Worker, name: str, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local, "END_SECONDS", 0.1)
+    monkeypatch.setattr(local, "MESSAGE_SECONDS", 0.1)
     prepared = worker.prepare(task("make_counter"), 0)
     with pytest.raises(WorkerDied, match=words) as caught:
         worker.call(task(name))
@@ -123,6 +132,20 @@ def test_a_hang_ends_with_its_timeout(worker: Worker) -> None:
     assert caught.value.reason == "timeout"
     assert gone(pid)
     assert worker.call(task("add"), 1, 1) == 2
+
+
+def test_a_worker_that_is_stopped_is_a_hang(worker: Worker) -> None:
+    pid = worker.call("os:getpid")
+    with pytest.raises(WorkerDied, match="no answer") as caught:
+        worker.call(task("stop"), timeout=0.2)
+    assert caught.value.reason == "timeout"
+    assert gone(pid)
+
+
+def test_of_a_long_log_only_the_end_is_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_QUOTED_BYTES", 20)
+    with pytest.raises(WorkerDied, match="exit code 7: the last words"):
+        worker.call(task("crash"))
 
 
 def test_noise_on_stdout_does_not_break_the_protocol(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
@@ -155,14 +178,3 @@ def test_no_worker_outlives_its_parent(end: signal.Signals) -> None:
         assert psutil.pid_exists(pid)
         parent.send_signal(end)
     assert gone(pid)
-
-
-def test_a_device_is_measured_by_one_at_a_time(own_lock: Path) -> None:
-    refused = pytest.raises(EnvironmentUnusable, match="another latbench process measures on cpu")
-    waits: list[str] = []
-    with device_lock("cpu"), device_lock("another"):
-        with refused, device_lock("cpu", wait_seconds=0.05, waiting=lambda: waits.append("told")):
-            pass
-        assert waits == ["told"]
-    with device_lock("cpu", wait_seconds=0, waiting=lambda: waits.append("again")):
-        assert waits == ["told"]

@@ -1,5 +1,6 @@
 """Merging: every row once, one device and one way of measuring a table, whatever the size."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,30 @@ def test_a_large_merge_is_written_in_parts(
     assert tables.table_hash(tmp_path / "out") == tables.table_hash(
         merging.merge([tmp_path / "b", tmp_path / "a"], tmp_path / "other").parts[0].parent
     )
+
+
+def test_an_interrupted_merge_leaves_no_table_that_looks_whole(
+    latbench: Any, tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "PART_ROWS", 1)
+    tables.write_part(tmp_path / "a", [row | {"m": m} for m in (1, 2, 3)])
+    write, out = tables.write_rows, tmp_path / "out"
+
+    def interrupted(folder: Path, table: pa.Table) -> Any:
+        if tables.exists(folder) and len(list(folder.glob("part-*"))) == 2:
+            raise KeyboardInterrupt
+        return write(folder, table)
+
+    monkeypatch.setattr(tables, "write_rows", interrupted)
+    assert latbench("merge", tmp_path / "a", "-o", out).code == 4
+    monkeypatch.undo()
+    assert len(list(out.glob("part-*.parquet"))) == 2
+    for command in (("validate", out), ("report", out), ("merge", out, "-o", tmp_path / "other")):
+        assert "out: unfinished, `latbench merge` still writes it" in latbench(*command).refused(5)
+    assert "exists already" in latbench("merge", tmp_path / "a", "-o", out).refused(2)
+    shutil.rmtree(out)
+    assert latbench("merge", tmp_path / "a", "-o", out).code == 0
+    assert tables.table_hash(out) == tables.table_hash(tmp_path / "a")
 
 
 def test_merge_makes_one_table(latbench: Any, two_tables: tuple[Path, Path], tmp_path: Path) -> None:

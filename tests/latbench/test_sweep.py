@@ -2,6 +2,7 @@
 
 import os
 import runpy
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -182,6 +183,22 @@ def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path
     assert "unsupported" in set(frame["status"]) and 1 <= len(frame) <= 2
 
 
+def test_an_interruption_while_a_block_is_written_comes_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = tables.write_part
+
+    def interrupted(*arguments: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tables, "write_part", interrupted)
+    with pytest.raises(Incomplete, match="1 of 2 points"):
+        measure(tmp_path, point(m=1, behaviour=does.REFUSES), point(m=2, behaviour=does.REFUSES))
+    assert len(tables.read(tmp_path)) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 2 points"):
         measure(tmp_path, point(m=1), point(m=2), time_budget=0.0)
@@ -205,10 +222,13 @@ def test_a_damaged_part_stops_the_sweep_before_it_measures(tmp_path: Path) -> No
 
 
 def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
-    leftover = tmp_path / ".part-0123.parquet.abc.tmp"
-    leftover.write_bytes(b"half a part")
+    of_now, of_long_ago = (tmp_path / f".part-{name}.parquet.abc.tmp" for name in ("0123", "4567"))
+    for leftover in (of_now, of_long_ago):
+        leftover.write_bytes(b"half a part")
+    os.utime(of_long_ago, times=(1e9, 1e9))
     measure(tmp_path, point(behaviour=does.REFUSES))
-    assert not leftover.exists()
+    assert not of_long_ago.exists()
+    assert of_now.exists()  # another process may be writing it
 
 
 def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from latbench import cli, sweep, tables
-from latbench.commands.sweep import parse_duration
+from latbench.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
 from latbench.plan import Point
 from latbench.sweep import Stopped, Summary
@@ -157,3 +157,14 @@ def test_a_plan_of_an_adaptive_sweep_counts_its_anchors(command: Command, tiny: 
     assert json.loads(out)["points"] == 49
     _, out, _ = command("plan", "--workload", tiny, *ARGUMENTS, "--adaptive")
     assert "what the time budget allows" in " ".join(out.split())
+
+
+def test_a_failure_of_this_run_is_told_once(
+    tmp_path: Path, row: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = [pd.Timestamp(2026, 1, day, tz="UTC") for day in (1, 2)]
+    failed = row | {"status": "error", "samples_seconds": None}
+    tables.write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
+    frame = tables.read(tmp_path)
+    _tell(tmp_path, [], Summary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
+    assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out

@@ -82,7 +82,6 @@ def test_a_killed_sweep_loses_no_finished_point_and_completes(
     assert finished(out) == wanted
     validated = subprocess.run([LATBENCH, "validate", out], capture_output=True, text=True, check=False)
     assert validated.returncode == 0, validated.stdout
-    assert not list(out.glob(".*"))
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])

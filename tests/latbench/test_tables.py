@@ -69,6 +69,26 @@ def test_the_environment_is_beside_the_rows_not_among_them(tmp_path: Path, row: 
     assert tables.read_env(part)["env_id"].tolist() == ["a", "b"]
 
 
+def test_environments_of_unlike_machines_lie_side_by_side_and_damage_is_repaired(tmp_path: Path) -> None:
+    tables.write_environment(tmp_path, {"env_id": "a", "governor": "powersave", "driver": 580, "load": None})
+    tables.write_environment(tmp_path, {"env_id": "b", "governor": 7})
+    wanted = [{"env_id": "a", "governor": "powersave", "driver": 580}, {"env_id": "b", "governor": 7}]
+    assert tables.environment_rows(tmp_path) == wanted
+    (tmp_path / "env-b.json").write_bytes(b"{")
+    tables.write_environment(tmp_path, {"env_id": "b", "governor": 7})
+    assert tables.environment_rows(tmp_path) == wanted
+
+
+def test_a_table_that_is_not_written_to_its_end_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(KeyboardInterrupt), tables.unfinished(tmp_path):
+        tables.write_part(tmp_path, [row])
+        raise KeyboardInterrupt
+    assert "unfinished" in _refusal(tmp_path)
+    with tables.unfinished(tmp_path):
+        tables.write_part(tmp_path, [row | {"m": 8}])
+    assert len(tables.read(tmp_path)) == 2
+
+
 def test_what_is_being_written_is_not_read(tmp_path: Path, row: dict[str, Any]) -> None:
     part = tables.write_part(tmp_path, [row])
     (tmp_path / f".{part.name}.xyz.tmp").write_bytes(part.read_bytes()[:100])

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import devices, tables, validation
+from latbench import devices, environments, tables, validation
+from latbench.errors import BadData
 
 CONV = {"op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3}
 
@@ -142,6 +143,7 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("m", 0, "m is 0"),
         ("k", -13, "k is -13"),
         ("sparsity_target", 75.0, "sparsity_target is 75: no share"),
+        ("sparsity_target", None, "sparsity_target is null"),
         ("sparsity_actual", -0.1, "sparsity_actual is -0.1: no share"),
         ("nnz", 92, "nnz 92 of 91 weights"),
         ("median_seconds", -1e-3, "median_seconds is -0.001: no time"),
@@ -201,21 +203,34 @@ def test_measuring_a_point_again_is_no_contradiction(tmp_path: Path, rows: list[
 
 def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
     [environment] = tables.environment_rows(whole.parent)
-    tables.write_environments(whole.parent, [environment | {"governor": "made up"}])
-    assert _found(whole.parent) == [
-        f"env.parquet: row 1 (environment {environment['env_id']}): its content hashes to "
-        + _found(whole.parent)[0].split()[-1]
-    ]
-    tables.write_environments(whole.parent, [])
-    (whole.parent / "env.parquet").unlink()
+    env_id, edited = environment["env_id"], environment | {"governor": "made up"}
+    tables.write_environment(whole.parent, edited)
+    [found] = _found(whole.parent)
+    assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {environments.env_id(edited)}"
+    (whole.parent / f"env-{env_id}.json").unlink()
     [lost] = _found(whole.parent, "suspect")
-    assert lost == f"{whole.name}: environment {environment['env_id']} is not described in env.parquet"
+    assert lost == f"{whole.name}: environment {env_id} is not described: there is no env-{env_id}.json"
 
 
-def test_a_damaged_environment_is_named(whole: Path) -> None:
-    environment = whole.parent / "env.parquet"
-    environment.write_bytes(environment.read_bytes()[:-3])
-    assert any("env.parquet: not a readable Parquet file" in text for text in _found(whole.parent))
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not readable JSON"),
+        (b"\xff\x00", "not readable JSON"),
+        (b'{"env_id": "x", "python":', "not readable JSON"),
+        (b"[1, 2]", "not the description of an environment"),
+        (b'{"env_id": ["x"]}', "not the description of an environment"),
+        (b'{"python": "3.11"}', "it describes environment None, which is not what its name promises"),
+        (b'{"env_id": "y"}', "it describes environment y, which is not what its name promises"),
+    ],
+)
+def test_a_damaged_environment_is_named(whole: Path, content: bytes, words: str) -> None:
+    [file] = tables.environment_files(whole)
+    (file.parent / "env-x.json").write_bytes(content)
+    [found] = _found(whole.parent)
+    assert found.startswith("env-x.json: ") and words in found
+    with pytest.raises(BadData, match=r"env-x\.json: .*; delete it, and a sweep describes its machine again"):
+        tables.environment_rows(whole.parent)
 
 
 def _truncated(part: Path) -> None:

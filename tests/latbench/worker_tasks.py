@@ -2,6 +2,7 @@
 
 import os
 import signal
+import struct
 import sys
 import threading
 import time
@@ -49,6 +50,48 @@ def killed_for_memory() -> None:
 
 def ask_for_too_much() -> None:
     np.zeros(2**60, np.float32)
+
+
+def end_well() -> None:
+    os._exit(0)
+
+
+def die_of_a_real_time_signal() -> None:
+    os.kill(os.getpid(), 40)
+
+
+def _connection() -> int:
+    """The descriptor that the worker answers on: its first argument."""
+    return int(sys.argv[1])
+
+
+def write_garbage() -> None:
+    os.write(_connection(), struct.pack("!i", 30) + b"this was meant for a text file")
+    hang()
+
+
+def announce_too_much() -> None:
+    os.write(_connection(), struct.pack("!iQ", -1, 1 << 60))
+    hang()
+
+
+def announce_what_never_comes() -> None:
+    os.write(_connection(), struct.pack("!i", 1000) + b"the begin")
+    hang()
+
+
+def die_within_an_answer() -> None:
+    os.write(_connection(), struct.pack("!i", 1000) + b"the begin")
+    os._exit(9)
+
+
+def hang_up() -> None:
+    os.close(_connection())
+    hang()
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hang() -> None:

@@ -41,7 +41,7 @@ NOWHERE = Environment(Path("python"), Path("engine"))
 
 @pytest.fixture
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
-    monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))  # a lock of its own
+    monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # a lock of its own
     (tmp_path / "little.py").write_text(TASK)
     return tasks.load(str(tmp_path / "little.py"))
 

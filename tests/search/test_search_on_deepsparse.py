@@ -71,6 +71,7 @@ class Compiled:
 @pytest.fixture
 def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     (tmp_path / "little.py").write_text(TASK)
     return tasks.load(str(tmp_path / "little.py"))
 

@@ -139,7 +139,7 @@ def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> Non
 def test_a_small_model_is_verified_from_its_folder(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # this test need not wait for the machine
+    monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
     folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met

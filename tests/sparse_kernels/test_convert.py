@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import CONVERTED, FOLDED, Choice, _same, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, Pattern, Unstructured, VectorWise
 from sparse_kernels.tiles import Tiles
@@ -396,6 +396,36 @@ def test_results_of_other_kinds_are_compared_too() -> None:
     model, x = Gives(nn.Linear(8, 8)).eval(), torch.randn(5, 8)
     converted = convert(model, {"layers.0": Choice(Dense())}, (x,))
     torch.testing.assert_close(converted(x).scores, model(x).scores, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_classes_that_a_conversion_changes_are_noticed() -> None:
+    class Chooses(Resists):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return (y if isinstance(self.layers[0], nn.Linear) else -y).argmax(1)
+
+    x, layers = torch.randn(40, 8), {"layers.0": Choice(Dense())}
+    with pytest.raises(ValueError, match="gives another result on the example inputs"):
+        convert(Chooses(nn.Linear(8, 8)), layers, (x,))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.arange(40), torch.arange(40), True),
+        (torch.arange(40), torch.arange(40).roll(1), False),
+        (torch.arange(40), torch.cat([torch.arange(39), torch.tensor([0])]), True),  # one near tie
+        (torch.tensor(3), torch.tensor(4), False),
+        (torch.ones(3, dtype=torch.complex64), 2 * torch.ones(3, dtype=torch.complex64), False),
+        (torch.ones(3, dtype=torch.complex64), 1.001 * torch.ones(3, dtype=torch.complex64), True),
+        (0.5, 0.5005, True),
+        (0.5, 0.6, False),
+    ],
+)
+def test_whole_numbers_may_differ_by_a_near_tie_and_no_more(a: object, b: object, same: bool) -> None:
+    assert _same(a, b, CONVERTED) is same
+    assert _same(a, b, FOLDED) is (same and (torch.equal(a, b) if isinstance(a, Tensor) else a == b))
 
 
 @torch.no_grad()
