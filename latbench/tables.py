@@ -142,7 +142,9 @@ ENVIRONMENTS = "env.parquet"
 # The name of a part tells its content, so that damage of any kind shows when it is read.
 PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 
-BATCH_ROWS = 1 << 16
+# Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
+BATCH_ROWS, BATCH_BYTES = 1 << 16, 128 * 2**20
+_TEXT_BYTES = 24  # of a text in memory, with its offset; typical of the columns here
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
 
@@ -364,7 +366,9 @@ def load(path: str | Place, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The table at `path` in pieces of at most BATCH_ROWS rows, which need not fit into memory together."""
+    """The table at `path` in pieces of at most BATCH_ROWS rows and about BATCH_BYTES, which need not fit into memory
+    together.
+    """
     wanted = list(SCHEMA.names if columns is None else columns)
     judged = list(dict.fromkeys([*wanted, "status", "median_seconds"]))
     for part in parts(path):
@@ -373,26 +377,6 @@ def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator
                 status = table["status"][untimed[0]]
                 raise BadData(f"{part}, row {start + untimed[0] + 1}: status {status} and no positive time")
             yield table.select(wanted)
-
-
-def compact_frame(pieces: Iterable[pa.Table], columns: Sequence[str]) -> pd.DataFrame:
-    """The rows of `pieces`, which have these columns of SCHEMA, as a frame whose texts are categories.
-
-    Keys repeat few texts: written once each, a row takes a sixth of the memory. A point_id, which few rows share, is
-    a whole number of 64 bits.
-    """
-    short = [_numbered(piece) for piece in pieces]
-    empty = _numbered(pa.schema([SCHEMA.field(name) for name in columns]).empty_table())
-    return pa.concat_tables([empty, *short]).unify_dictionaries().to_pandas(self_destruct=True)
-
-
-def _numbered(table: pa.Table) -> pa.Table:
-    for index, field in enumerate(table.schema):
-        if field.name == "point_id":
-            table = table.set_column(index, field.name, pa.array(digests.rows(table.select([index]))[:, 0]))
-        elif field.type == _text:
-            table = table.set_column(index, field.name, table[field.name].dictionary_encode())
-    return table
 
 
 def without_time(table: pa.Table) -> NDArray[np.bool_]:
@@ -457,12 +441,22 @@ def part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[
     with _opened(part) as file:
         _check_schema(part, file)
         _check_counts(part, file.metadata)
-        for batch in file.iter_batches(BATCH_ROWS, columns=[field.name for field in wanted]):
-            yield (
-                start,
-                pa.table([_cast(part, batch.column(field.name), field) for field in wanted], pa.schema(wanted)),
-            )
-            start += batch.num_rows
+        for group in range(file.metadata.num_row_groups):
+            rows = _batch_rows(file.metadata.row_group(group), wanted)
+            for batch in file.iter_batches(rows, row_groups=[group], columns=[field.name for field in wanted]):
+                columns = [_cast(part, batch.column(field.name), field) for field in wanted]
+                yield start, pa.table(columns, pa.schema(wanted))
+                start += batch.num_rows
+
+
+def _batch_rows(group: parquet.RowGroupMetaData, wanted: Sequence[pa.Field]) -> int:
+    """How many rows of a row group come into memory at once, by what its rows take there on average."""
+    width = {field.name: _TEXT_BYTES if field.type == _text else 8 for field in wanted}
+    size = 0
+    for index in range(group.num_columns):
+        column = group.column(index)
+        size += column.num_values * width.get(column.path_in_schema.partition(".")[0], 0)
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(size, 1)))
 
 
 @contextmanager
