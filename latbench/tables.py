@@ -144,6 +144,7 @@ PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 
 # Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
 BATCH_ROWS, BATCH_BYTES = 1 << 16, 128 * 2**20
+_MOST_SAMPLES = 10_000_000  # of a row; a number beyond is damage
 _TEXT_BYTES = 24  # of a text in memory, with its offset; typical of the columns here
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
@@ -441,22 +442,24 @@ def part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[
     with _opened(part) as file:
         _check_schema(part, file)
         _check_counts(part, file.metadata)
-        for group in range(file.metadata.num_row_groups):
-            rows = _batch_rows(file.metadata.row_group(group), wanted)
-            for batch in file.iter_batches(rows, row_groups=[group], columns=[field.name for field in wanted]):
-                columns = [_cast(part, batch.column(field.name), field) for field in wanted]
-                yield start, pa.table(columns, pa.schema(wanted))
-                start += batch.num_rows
+        for batch in file.iter_batches(_batch_rows(part, file, wanted), columns=[field.name for field in wanted]):
+            columns = [_cast(part, batch.column(field.name), field) for field in wanted]
+            yield start, pa.table(columns, pa.schema(wanted))
+            start += batch.num_rows
 
 
-def _batch_rows(group: parquet.RowGroupMetaData, wanted: Sequence[pa.Field]) -> int:
-    """How many rows of a row group come into memory at once, by what its rows take there on average."""
-    width = {field.name: _TEXT_BYTES if field.type == _text else 8 for field in wanted}
-    size = 0
-    for index in range(group.num_columns):
-        column = group.column(index)
-        size += column.num_values * width.get(column.path_in_schema.partition(".")[0], 0)
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * group.num_rows // max(size, 1)))
+def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Field]) -> int:
+    """How many rows of a file come into memory at once, by what one takes there on average.
+
+    By the column that says how many samples a row has: the footer would tell too, but asking a damaged one for its
+    columns ends the process.
+    """
+    size = file.metadata.num_rows * sum(_TEXT_BYTES if field.type == _text else 8 for field in wanted)
+    if any(pa.types.is_list(field.type) for field in wanted):
+        for batch in file.iter_batches(columns=["sample_count"]):
+            counts = _cast(part, batch.column(0), SCHEMA.field("sample_count")).fill_null(0).to_numpy()
+            size += 8 * int(counts.clip(0, _MOST_SAMPLES).sum())
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
 
 
 @contextmanager

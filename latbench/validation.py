@@ -34,6 +34,7 @@ _SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
 _MEASUREMENT = ("point_id", "run_id", "started_at")
 
 Bools = NDArray[np.bool_]
+Hashes = NDArray[np.uint64]
 Reals = NDArray[np.float64]
 
 
@@ -91,36 +92,46 @@ class _Measured:
 
     def __init__(self, parts: list[Place]) -> None:
         self.parts = parts
-        self.rows: list[NDArray[np.uint64]] = []
+        self._points: list[Hashes] = []
+        self._measurements: list[Hashes] = []
+        self._contents: list[Hashes] = []
+        self._at: list[Hashes] = []
 
     def add(self, number: int, start: int, table: pa.Table) -> None:
         """The rows of part `number` from row `start` on."""
-        place = np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40)
-        hashed = [
-            digests.rows(part)[:, 0] for part in (table.select(["point_id"]), table.select(_MEASUREMENT), table)
-        ]
-        self.rows.append(np.stack([*hashed, place]))
+        for seen, columns in (
+            (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
+        ):  # fmt: skip
+            seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
+        self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
 
     def findings(self, path: Place) -> Iterator[Finding]:
         """Rows that say unlike things of one measurement, and how many are there more than once."""
-        if not self.rows:
+        if not self._at:
             return
-        points, measurements, contents, at = np.concatenate(self.rows, axis=1)
+        measurements = np.concatenate(self._measurements)
         order = np.argsort(measurements, kind="stable")
-        measurements, contents = measurements[order], contents[order]
-        again = np.flatnonzero(measurements[1:] == measurements[:-1])
-        conflicts = again[contents[again + 1] != contents[again]]
+        again = _again(measurements[order])
+        contents, at = np.concatenate(self._contents), np.concatenate(self._at)
+        conflicts = again[contents[order[again + 1]] != contents[order[again]]]
         for index in conflicts:
             (first, row), (part, other) = (self._where(int(at[order[i]])) for i in (index, index + 1))
             text = f"row {other}: the same measurement as in row {row} of {first.name}, with other values"
             yield Finding(part, "corrupt", text)
         if copies := len(again) - len(conflicts):
             yield Finding(path, "note", f"{copies} rows are there more than once; `latbench merge` keeps one of each")
-        if repeated := int((np.unique(points, return_counts=True)[1] > 1).sum()):
+        del measurements, order, contents, at
+        repeats = _again(np.sort(np.concatenate(self._points)))
+        if repeated := len(repeats) - int((np.diff(repeats) == 1).sum()):
             yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
 
     def _where(self, place: int) -> tuple[Place, int]:
         return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
+
+
+def _again(ordered: Hashes) -> NDArray[np.int64]:
+    """Where the next of these rising values is the same."""
+    return np.flatnonzero(ordered[1:] == ordered[:-1])
 
 
 # Rows: each check yields (severity, row, text) of the rows that fail it ---------------------------------------------

@@ -67,8 +67,8 @@ def read(
 
     Raises BadData in a sentence when something is missing, foreign or truncated.
     """
+    table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
     frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=_all)
-    table_hash = tables.table_hash(table)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = Inputs(
