@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import psutil
 
-from latbench import backends, devices, gates, measure, plan, tables
+from latbench import backends, cgroups, devices, gates, measure, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
@@ -181,7 +181,8 @@ class Cpu:
 
     def available_bytes(self) -> float:
         """See Machine."""
-        return psutil.virtual_memory().available / 4
+        machine, granted = psutil.virtual_memory().available, cgroups.available_bytes()
+        return float(machine if granted is None else min(machine, granted)) / 4
 
     def needed_bytes(self, point: Point) -> float:
         """See Machine."""
