@@ -53,6 +53,7 @@ def frame(
             start += piece.num_rows
         files.append(_File(part, start - first))
     chosen = latest.rows()
+    pa.default_memory_pool().release_unused()  # of the first pass, where the columns go now
     filled = [_column(tables.SCHEMA.field(name), len(chosen)) for name in columns]
     done = 0
     for piece in _chosen(files, chosen, columns):
@@ -86,7 +87,9 @@ class _Latest:
             self._reduce()
 
     def _reduce(self) -> None:
-        key, settled, moment, number = (np.concatenate(column) for column in zip(*self._seen, strict=True))
+        columns, self._seen = list(zip(*self._seen, strict=True)), []
+        # One after the other, so that only one is there twice.
+        key, settled, moment, number = (np.concatenate(columns.pop(0)) for _ in range(4))
         order = np.lexsort((number, moment, settled, key))
         ordered = key[order]
         last = np.append(ordered[1:] != ordered[:-1], True)[: len(order)]

@@ -14,7 +14,7 @@ import gc
 import math
 import random
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -109,7 +109,7 @@ class Timing:
         self.bursts.append(burst)
         samples = np.sort(self.samples)
         self.medians.append(float(np.median(samples)))
-        self.errors.append(max(_sample_error(samples), _burst_error(self.counted)))
+        self.errors.append(max(_sample_error(samples), self.burst_error or 0.0))
 
     @property
     def preempted(self) -> bool:
@@ -156,6 +156,11 @@ class Timing:
         """
         return self.errors[-1]
 
+    @property
+    def burst_error(self) -> float | None:
+        """The second of the two alone; None with one burst."""
+        return burst_error([burst.samples for burst in self.counted])
+
     def drift(self) -> float | None:
         """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
         bursts = self.counted
@@ -180,11 +185,13 @@ def _sample_error(ordered: np.ndarray) -> float:
 _OF_A_MEDIAN, _MAD = 1.2533, 0.6745
 
 
-def _burst_error(bursts: list[Burst]) -> float:
-    """Half the 95% interval of the median of the bursts' medians, over it; a single burst may not be the last one's
-    like, so it says nothing (0).
+def burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
+    """Half the 95% interval of the median of the medians of `bursts` (samples each), over it; None of a single burst,
+    which may not be the next one's like.
     """
-    medians = np.array([np.median(burst.samples) for burst in bursts])
+    if len(bursts) < 2:
+        return None
+    medians = np.array([np.median(burst) for burst in bursts])
     middle = float(np.median(medians))
     if middle <= 0:  # no time at all: a gate says so
         return math.inf

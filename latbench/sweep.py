@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
-"""What to measure next, given the table so far (None while there is none); called until it names nothing new."""
+"""What to measure next, given the table so far without its samples (None while there is none); called until it names
+nothing new.
+"""
+_CHOSEN_BY = [field.name for field in tables.SCHEMA if field.name != "samples_seconds"]
 
 # A rerun measures a point again unless it has a row with one of these: errors may be gone, and so may noise.
 FINISHED = ("ok", "unsupported", "incorrect")
@@ -291,10 +294,12 @@ class _Sweep:
         self.run_id = uuid.uuid4().hex[:12]
         self.environment = machine.environment()
         self.end = None if time_budget is None else monotonic() + time_budget
+        self.growing = tables.Growing(folder, _CHOSEN_BY)
         self.total = 0
         self.block = 0
         self.last = False
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
+        self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # of this run: medians by sparsity
 
     @property
     def done(self) -> int:
@@ -303,9 +308,9 @@ class _Sweep:
 
     def table(self) -> pd.DataFrame | None:
         """The table so far; None while there is none."""
-        if not tables.holds_rows(self.folder):
+        table = self.growing.frame()
+        if table is None:
             return None
-        table = tables.read(self.folder)
         others = set(table["device"]) - {self.machine.device}
         if others:
             raise UsageError(
@@ -447,7 +452,8 @@ class _Sweep:
         known = timing.relative_error <= measure.NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
         why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
-        faster_than_usual = (beside.get("reference_ratio") or 1) * gates.MOST_UTILISATION < 1
+        usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
+        faster_than_usual = meanwhile * gates.MOST_UTILISATION < usual
         if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
             beside, slow_spell = self._beside(point, timing, prepared.facts)
             why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
@@ -460,6 +466,7 @@ class _Sweep:
             "status": self._status(known, timing.preempted or slow_spell),
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
+            "burst_error": timing.burst_error,
             "discarded_samples": timing.discarded,
             "inner_loops": prepared.inner_loops,
             "drift_ratio": timing.drift(),
@@ -470,7 +477,7 @@ class _Sweep:
             "flags": "+".join(flag for flag in flags if flag),
         }
         if why is not None:
-            return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
+            return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         return outcome
 
     def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -481,30 +488,36 @@ class _Sweep:
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
             return {}, False
         flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
-        ratio, slow_spell = pace.ratio(timing.began, flop, size)
-        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size), "reference_ratio": ratio}
-        return columns, slow_spell
+        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size)}
+        reference = pace.reference(timing.began, flop, size)
+        if reference is None:
+            return columns, False
+        columns |= {"reference_seconds": reference.seconds, "reference_usual_seconds": reference.usual_seconds}
+        return columns, reference.slow_spell
 
     def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
-        """A point far above its neighbours in sparsity is no time before it has been seen twice."""
+        """A point far above its neighbours in sparsity is no time before it has been seen twice.
+
+        Its neighbours are of this block or of earlier ones of this run: those of one curve mostly share a block, but
+        an adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to
+        be.
+        """
         for row in rows:
             first = self.spikes.get(tables.point_id(row))
             if first is not None and row["status"] in tables.TIMED:
                 again = float(np.median(row["samples_seconds"]))
                 if first / gates.SPIKE < again < first * gates.SPIKE:
                     row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
-        curves: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
         for row in rows:
             if row["status"] in tables.TIMED:
-                curve = tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
-                curves.setdefault(curve, {})[row["sparsity_target"]] = row
-        for by_sparsity in curves.values():
-            medians = {at: float(np.median(row["samples_seconds"])) for at, row in by_sparsity.items()}
-            for at in gates.spikes(medians):
-                row = by_sparsity[at]
-                if (key := tables.point_id(row)) not in self.spikes:
-                    self.spikes[key] = medians[at]
-                    row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
+                self.curves.setdefault(_curve(row), {})[row["sparsity_target"]] = float(
+                    np.median(row["samples_seconds"])
+                )
+        for row in [row for row in rows if row["status"] in tables.TIMED]:
+            medians, key = self.curves[_curve(row)], tables.point_id(row)
+            if key not in self.spikes and row["sparsity_target"] in gates.spikes(medians):
+                self.spikes[key] = medians[row["sparsity_target"]]
+                row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
 
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
@@ -528,6 +541,11 @@ class _Sweep:
 
 
 _Outcome = dict[str, Any]
+
+
+def _curve(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is left of a row's key without its sparsity."""
+    return tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
 
 
 def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:

@@ -235,9 +235,13 @@ def _samples(table: pa.Table) -> _Found:
         "corrupt", counts != lengths, lambda row: f"sample_count is {counts[row]:g}, and it has {lengths[row]}"
     )
     columns = {name: _reals(table, name) for name in _SUMMARY}
+    burst_errors = _reals(table, "burst_error").copy()
+    wrong = burst_errors < 0
+    yield from _each("corrupt", wrong, _valued("burst_error", burst_errors))
+    burst_errors[wrong] = math.nan
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
-        summary = summaries(flat[starts[rows, None] + np.arange(length)])
+        summary = summaries(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
         for name, expected in summary.items():
             found = columns[name][rows]
             # Not relative to the value alone: the spread of equal samples is rounding.
@@ -250,13 +254,18 @@ def _samples(table: pa.Table) -> _Found:
     yield from _each("suspect", bare & ~imported, lambda _: "a time without the samples it comes from")
 
 
-def summaries(samples: Reals) -> dict[str, Reals]:
-    """What `tables.summarise` says of each row of `samples` (rows, count); NaN where it says None."""
+def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
+    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
+    where it says None.
+    """
     ordered = np.sort(samples, axis=1)
     count = samples.shape[1]
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
     nothing = np.full(len(samples), math.nan)
     rank = tables.interval_rank(count)
+    low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
+    if rank is not None:
+        low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))
     return {
         "median_seconds": median,
         "min_seconds": ordered[:, 0],
@@ -265,20 +274,29 @@ def summaries(samples: Reals) -> dict[str, Reals]:
         "q75_seconds": q75,
         "p95_seconds": p95,
         "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
-        "low_seconds": nothing if rank is None else ordered[:, rank],
-        "high_seconds": nothing if rank is None else ordered[:, -1 - rank],
+        "low_seconds": low,
+        "high_seconds": high,
     }
 
 
 def _comparisons(table: pa.Table) -> _Found:
     """Columns that follow from the median and what stands beside it."""
-    median, roofline, ratio = (_reals(table, f) for f in ("median_seconds", "roofline_seconds", "reference_ratio"))
+    median, roofline, meanwhile, usual = (
+        _reals(table, name)
+        for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
+    )
+    for name, seconds in (("reference_seconds", meanwhile), ("reference_usual_seconds", usual)):
+        yield from _each("corrupt", seconds <= 0, _valued(name, seconds, ": no time"))
     with np.errstate(divide="ignore", invalid="ignore"):
-        derived = {"utilisation": roofline / median, "corrected_seconds": median / ratio}
+        ratio = meanwhile / usual
+        derived = {"utilisation": roofline / median, "reference_ratio": ratio, "corrected_seconds": median / ratio}
     for name, expected in derived.items():
         found = _reals(table, name)
-        wrong = ~(np.abs(found - expected) <= _CLOSE * expected) & ~np.isnan(expected)
+        missing = np.isnan(expected)
+        wrong = ~(np.abs(found - expected) <= _CLOSE * np.abs(expected)) & ~missing
         yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+        bare = missing & ~np.isnan(found)
+        yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
     timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
     fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
     yield from _each(

@@ -60,7 +60,8 @@ def piece(first: int, count: int, points: int) -> pa.Table:
         "started_at": pa.array(taken, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
         **{name: [structure[text][name] for text in pattern] for name in structure["dense"]},
         "samples_seconds": pa.array(list(samples), tables.SCHEMA.field("samples_seconds").type),
-        **validation.summaries(samples), "sample_count": np.full(count, SAMPLES), "drift_ratio": np.ones(count),
+        **validation.summaries(samples, np.full(count, 0.001)), "burst_error": np.full(count, 0.001),
+        "sample_count": np.full(count, SAMPLES), "drift_ratio": np.ones(count),
     }  # fmt: skip
     arrays = [
         pa.array(columns[field.name], field.type, from_pandas=True)

@@ -39,7 +39,7 @@ def test_a_spike_lies_above_both_neighbours() -> None:
     assert gates.spikes({}) == []
 
 
-COMPARED = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+COMPARED = {"roofline_seconds": 1.8e-3, "reference_seconds": 1.25, "reference_usual_seconds": 1.0}
 
 
 def tampered(folder: Path, row: dict[str, Any], column: str, value: float) -> list[str]:

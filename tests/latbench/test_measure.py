@@ -305,3 +305,16 @@ def test_no_time_at_all_is_an_error_and_no_crash() -> None:
     for _ in range(3):
         timing.add(Burst([0.0] * 10))
     assert timing.relative_error == np.inf
+
+
+def test_how_bursts_disagree_is_known_by_itself() -> None:
+    assert measure.burst_error([[1e-3] * 9]) is None
+    assert measure.burst_error([[1e-3] * 9, [1e-3] * 9]) == 0
+    # Normal medians of a known spread: the 95% interval of their median is 1.96 * 1.2533 / sqrt(count) of it.
+    medians = np.random.default_rng(0).normal(1e-3, 2e-5, 4000)
+    found = measure.burst_error([[median] * 3 for median in medians])
+    assert found == pytest.approx(1.96 * 1.2533 * 0.02 / 4000**0.5, rel=0.1)
+    timing = measure.Timing()
+    for median in (1e-3, 1.2e-3, 1e-3, 1.2e-3):
+        timing.add(Burst([median] * 20))
+    assert timing.burst_error == timing.relative_error > 0.1
