@@ -60,7 +60,7 @@ def frame(
         for column, name in zip(filled, columns, strict=True):
             column.put(done, piece[name])
         done += piece.num_rows
-    return pd.DataFrame({name: column.series() for name, column in zip(columns, filled, strict=True)}, copy=False)
+    return pd.DataFrame({name: filled.pop(0).series() for name in columns}, copy=False)
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,12 @@ class _Latest:
         self._kept, self._pending = len(order), 0
 
     def rows(self) -> NDArray[np.int64]:
-        """The numbers of the latest rows, rising."""
+        """The numbers of the latest rows, rising; all else is forgotten."""
         if not self._seen:
             return np.empty(0, np.int64)
         self._reduce()
         numbers: NDArray[np.int64] = np.sort(self._seen[0][3])
+        self._seen = []
         return numbers
 
 
@@ -224,4 +225,7 @@ class _Codes:
         texts = sorted(self._levels)
         place = {text: code for code, text in enumerate(texts)}
         moved = np.array([*(place[text] for text in self._levels), -1], self._codes.dtype)
-        return pd.Categorical.from_codes(moved[self._codes], categories=pd.Index(texts, dtype=object))
+        for start in range(0, len(self._codes), tables.BATCH_ROWS):  # in place: all at once would be there twice
+            some = slice(start, start + tables.BATCH_ROWS)
+            self._codes[some] = moved[self._codes[some]]
+        return pd.Categorical.from_codes(self._codes, categories=pd.Index(texts, dtype=object))
