@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cost_models.errors import BadRows
-from latbench import tables
+from latbench import latest, tables
 from latbench.errors import BadData
 from latbench.places import Place
 
@@ -32,29 +32,33 @@ def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.D
     """
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
     layers = layers if backend is None else layers & table["backend"].eq(backend)
-    rows = tables.timed(table if layers.all() else table[layers])
+    rows = _some(tables.timed(table[layers]), backend)
+    return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
+
+
+COLUMNS = [*KEY, "median_seconds", "low_seconds", "high_seconds", "drift_ratio"]
+
+
+def read_training_rows(table: str | Place, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
+    """`training_rows` of the table at a path or URI, with the columns that models use; read in pieces, so that memory
+    grows with its points (`latbench.latest`).
+    """
+
+    def useful(piece: pa.Table) -> pa.Array:
+        layer = pc.and_(pc.not_equal(piece["op"], "model"), pc.not_equal(piece["purpose"], "verify"))
+        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
+        return mask if backend is None else pc.and_(mask, pc.equal(piece["backend"], backend))
+
+    rows = latest.frame(table, COLUMNS, per=["point_id"], useful=useful, looked_at=["op", "purpose", "backend"])
+    return _some(rows, backend), rows["median_seconds"].to_numpy(np.float64)
+
+
+def _some(rows: pd.DataFrame, backend: str | None) -> pd.DataFrame:
     if rows.empty:
         raise BadData(
             f"the table holds no valid time of a layer{f' on {backend}' if backend else ''}; sweep one first"
         )
-    return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
-
-
-COLUMNS = [*KEY, "point_id", "status", "started_at", "median_seconds", "low_seconds", "high_seconds", "drift_ratio"]
-
-
-def read_training_rows(table: str | Place, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
-    """`training_rows` of the table at a path or URI, with the columns that models use; read in pieces, of which only
-    rows to learn from stay in memory.
-    """
-
-    def useful(piece: pa.Table) -> pa.Table:
-        layer = pc.and_(pc.not_equal(piece["op"], "model"), pc.not_equal(piece["purpose"], "verify"))
-        mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
-        return piece.filter(mask if backend is None else pc.and_(mask, pc.equal(piece["backend"], backend)))
-
-    pieces = (useful(piece) for piece in tables.batches(table, COLUMNS))
-    return training_rows(tables.compact_frame(pieces, COLUMNS), backend)
+    return rows
 
 
 def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:

@@ -47,15 +47,17 @@ class Ceilings:
         """The least that work of so many operations on so many bytes can take."""
         return max(self.compute_seconds(flop), self.memory_seconds(size))
 
-    def pace(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """By what factor such work is slower than usual while the reference kernels take so long: each counts as much
-        as the work is bound by what it shows.
+    def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
+        """What the two reference kernels take, if they take so long, as one: their geometric mean, in which each
+        counts as much as work of so many operations on so many bytes is bound by what it shows.
         """
         compute, memory = self.compute_seconds(flop), self.memory_seconds(size)
         share = compute / (compute + memory)
-        return float(
-            (product_seconds / self.product_seconds) ** share * (sum_seconds / self.sum_seconds) ** (1 - share)
-        )
+        return float(product_seconds**share * sum_seconds ** (1 - share))
+
+    def usual_seconds(self, flop: float, size: float) -> float:
+        """The same while the machine is as quiet as it was at best."""
+        return self.reference_seconds(self.product_seconds, self.sum_seconds, flop, size)
 
     def or_higher(self, other: Ceilings) -> Ceilings:
         """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when

@@ -267,7 +267,7 @@ def version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """Clock ticks since the machine started: all, and those that the hypervisor gave to others."""
+    """Clock ticks since the machine started, of all processors: all, and those that the hypervisor gave to others."""
 
     total: int
     steal: int
@@ -284,7 +284,7 @@ def cpu_times(stat: str | None = None) -> CpuTimes | None:
 
 
 def telemetry(before: CpuTimes | None) -> dict[str, float | None]:
-    """The telemetry columns for the time since `before`: clock_hertz (mean over cores, now), load, steal_fraction."""
+    """The telemetry columns for the time since `before`: clock_hertz (the fastest core's), load, steal_fraction."""
     after = cpu_times()
     known = before is not None and after is not None and after.total > before.total
     return {
@@ -295,19 +295,28 @@ def telemetry(before: CpuTimes | None) -> dict[str, float | None]:
 
 
 def clock_hertz() -> float | None:
-    """The mean clock frequency over cores as the kernel reports it; None where it does not."""
+    """The fastest clock frequency among the cores that this process may use, as the kernel reports it: idle ones slow
+    down, and say nothing of those at work. None where it does not.
+    """
     text = CPUINFO.read_text() if CPUINFO.exists() else ""
-    clocks = [float(value) for value in re.findall(r"^cpu MHz\s*: ([\d.]+)", text, flags=re.M)]
-    return sum(clocks) / len(clocks) * 1e6 if clocks else None
+    clocks = {
+        int(cpu): float(mhz)
+        for cpu, mhz in re.findall(r"^processor\s*: (\d+)\n.*?^cpu MHz\s*: ([\d.]+)", text, re.M | re.S)
+    }
+    return max((mhz * 1e6 for cpu, mhz in clocks.items() if cpu in _allowed()), default=None)
 
 
 def scaling_hertz() -> float | None:
-    """The slowest clock frequency among the cores that this process may use, now; None where the system hides it, as
-    virtual machines do. Cheaper than `clock_hertz`, and of cores that just worked true.
+    """The same from where the governor keeps it, which is cheaper to read; None where the system hides it, as virtual
+    machines do.
     """
     try:
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in allowed)
-        return min(float(file.read_text()) for file in files) * 1e3
+        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in _allowed())
+        return max(float(file.read_text()) for file in files) * 1e3
     except (OSError, ValueError):
         return None
+
+
+def _allowed() -> set[int]:
+    """The processors that this process may use."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from latbench.cgroups import groups, number, text
+
 _CPUS = Path("sys/devices/system/cpu")
-_CGROUPS = Path("sys/fs/cgroup")
 
 # One runnable thread may be the command that asks.
 _OWN_LOAD = 1.0
@@ -49,21 +50,21 @@ def host(steal_fraction: float | None = None, *, root: Path = Path("/"), allowed
     if allowed is None:
         allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else {0}
     cpus, first = root / _CPUS, root / _CPUS / f"cpu{min(allowed)}" / "cpufreq"
-    siblings = {_text(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    siblings = {text(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
     turbo, switch = _turbo(cpus)
-    clocks = [_number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
-    info = _text(root / "proc/cpuinfo") or ""
+    clocks = [number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
+    info = text(root / "proc/cpuinfo") or ""
     flags = re.search(r"^flags\s*:(.*)$", info, flags=re.M)
-    load = _text(root / "proc/loadavg")
+    load = text(root / "proc/loadavg")
     quotas, throttled = _quota(root)
     return Host(
         processors=len(allowed),
         cores=len(siblings),
-        governor=_text(first / "scaling_governor"),
+        governor=text(first / "scaling_governor"),
         turbo=turbo,
         turbo_switch=switch,
         clock_hertz=_mean_clock(clocks, info),
-        most_clock_hertz=_scaled(_number(first / "cpuinfo_max_freq"), 1e3),
+        most_clock_hertz=_scaled(number(first / "cpuinfo_max_freq"), 1e3),
         quota_cores=quotas,
         throttled_periods=throttled,
         load=float(load.split()[0]) if load else None,
@@ -125,39 +126,26 @@ def _shared(host: Host) -> Iterator[str]:
 
 def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
     """Whether the clock may rise above its base, and the command that forbids it."""
-    if (text := _text(cpus / "intel_pstate/no_turbo")) is not None:
-        return text == "0", "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
-    if (text := _text(cpus / "cpufreq/boost")) is not None:
-        return text == "1", "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
+    if (setting := text(cpus / "intel_pstate/no_turbo")) is not None:
+        return setting == "0", "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
+    if (setting := text(cpus / "cpufreq/boost")) is not None:
+        return setting == "1", "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
     return None, None
 
 
 def _quota(root: Path) -> tuple[float | None, int | None]:
     """The least quota of the control groups that this process is in, in cores, and how often it ran out."""
     found: list[tuple[float, int | None]] = []
-    for group in _groups(root):
-        quota, _, period = (_text(group / "cpu.max") or "max 0").partition(" ")
-        old = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
-        stat = re.search(r"^nr_throttled (\d+)", _text(group / "cpu.stat") or "", flags=re.M)
+    for group in groups("cpu", root):
+        quota, _, period = (text(group / "cpu.max") or "max 0").partition(" ")
+        old = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
+        stat = re.search(r"^nr_throttled (\d+)", text(group / "cpu.stat") or "", flags=re.M)
         throttled = int(stat[1]) if stat else None
         if quota != "max":
             found.append((int(quota) / int(period), throttled))
         elif old[0] is not None and old[1] and old[0] > 0:
             found.append((old[0] / old[1], throttled))
     return min(found, key=lambda pair: pair[0]) if found else (None, None)
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and of those above, of either version of them."""
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / _CGROUPS / controllers
-        # Inside a container the path may be that of the host, of which only the top is seen.
-        for folder in [Path(path), *Path(path).parents]:
-            if (group := top / str(folder).lstrip("/")).is_dir():
-                yield group
 
 
 def _mean_clock(khz: list[float | None], cpuinfo: str) -> float | None:
@@ -168,15 +156,3 @@ def _mean_clock(khz: list[float | None], cpuinfo: str) -> float | None:
 
 def _scaled(value: float | None, by: float) -> float | None:
     return None if value is None else value * by
-
-
-def _number(path: Path) -> float | None:
-    text = _text(path)
-    return None if text is None or not re.fullmatch(r"-?\d+", text) else float(text)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

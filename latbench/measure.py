@@ -14,7 +14,7 @@ import gc
 import math
 import random
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter, sleep
@@ -32,14 +32,14 @@ Run = Callable[[], object]
 class Used(NamedTuple):
     """What this process used so far, and what it had to do without.
 
-    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; clock ticks
-    that the hypervisor gave to others. None where the system does not say.
+    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; the clock
+    ticks of the machine. None where the system does not say.
     """
 
     switches: int
     cpu_seconds: float
     waited_seconds: float | None = None
-    stolen: int | None = None
+    machine: devices.CpuTimes | None = None
 
 
 Usage = Callable[[], Used]
@@ -60,9 +60,13 @@ SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples
 # Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
 # beside one to four busy processes 200 to 300 times, and its median is 1.3 to 13 times longer.
 PREEMPTIONS_PER_SECOND = 60
-# Of the time of a burst, that the threads of its process waited for a core. Measured on two cores: 0.5% alone, 40%
-# and more beside one busy process, which need not show in context switches: a thread may wake up to a taken core.
-MOST_WAITED = 0.1
+# Of the time that the threads of its process ran or would have, the share that they waited for a core in a burst.
+# Measured on two cores with two threads: 0.25% alone, 20% and more beside one busy process, which need not show in
+# context switches: a thread may wake up to a taken core.
+MOST_WAITED = 0.05
+# Of the time of all processors, the share that the hypervisor gave to others in a burst. It is counted in ticks of
+# 10 ms: on two cores each is a third of a burst of 15 ms, on 64 a hundredth.
+MOST_STOLEN = 0.05
 SLOW_CLOCK = 0.75  # of the fastest clock seen: nvbench's threshold
 
 PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
@@ -105,7 +109,7 @@ class Timing:
         self.bursts.append(burst)
         samples = np.sort(self.samples)
         self.medians.append(float(np.median(samples)))
-        self.errors.append(max(_sample_error(samples), _burst_error(self.counted)))
+        self.errors.append(max(_sample_error(samples), self.burst_error or 0.0))
 
     @property
     def preempted(self) -> bool:
@@ -152,6 +156,11 @@ class Timing:
         """
         return self.errors[-1]
 
+    @property
+    def burst_error(self) -> float | None:
+        """The second of the two alone; None with one burst."""
+        return burst_error([burst.samples for burst in self.counted])
+
     def drift(self) -> float | None:
         """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
         bursts = self.counted
@@ -176,11 +185,13 @@ def _sample_error(ordered: np.ndarray) -> float:
 _OF_A_MEDIAN, _MAD = 1.2533, 0.6745
 
 
-def _burst_error(bursts: list[Burst]) -> float:
-    """Half the 95% interval of the median of the bursts' medians, over it; a single burst may not be the last one's
-    like, so it says nothing (0).
+def burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
+    """Half the 95% interval of the median of the medians of `bursts` (samples each), over it; None of a single burst,
+    which may not be the next one's like.
     """
-    medians = np.array([np.median(burst.samples) for burst in bursts])
+    if len(bursts) < 2:
+        return None
+    medians = np.array([np.median(burst) for burst in bursts])
     middle = float(np.median(medians))
     if middle <= 0:  # no time at all: a gate says so
         return math.inf
@@ -243,8 +254,7 @@ def process_usage() -> Used:
                 waited += int((thread / "schedstat").read_bytes().split()[1])
     except (OSError, IndexError):  # not Linux, or a kernel that keeps no count
         return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime)
-    times = devices.cpu_times()
-    return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, times.steal if times else None)
+    return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, devices.cpu_times())
 
 
 def calibrate(run: Run, *, clock: Clock = perf_counter) -> int:
@@ -272,31 +282,35 @@ def burst(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        before, began = usage(), clock()
+        before = usage()
         _time(run, inner_loops, clock)
         end = clock() + seconds
         samples = [_time(run, inner_loops, clock) / inner_loops]
         while clock() < end:
             samples.append(_time(run, inner_loops, clock) / inner_loops)
-        ended, after = clock(), usage()
+        after = usage()
     finally:
         if collecting:
             gc.enable()
-    reasons = disturbances(before, after, ended - began)
+    reasons = disturbances(before, after)
     return Burst(samples, bool(reasons), reasons=reasons)
 
 
-def disturbances(before: Used, after: Used, seconds: float) -> tuple[str, ...]:
-    """How it shows that others had the cores in these `seconds`: PREEMPTED, STOLEN; nothing if it does not.
+def disturbances(before: Used, after: Used) -> tuple[str, ...]:
+    """How it shows that others had the cores between two readings: PREEMPTED, STOLEN; nothing if it does not.
 
     Where the system counts how long threads waited for a core, switches are not looked at: each may be a moment.
     """
+    ran = after.cpu_seconds - before.cpu_seconds
     if before.waited_seconds is not None and after.waited_seconds is not None:
-        preempted = after.waited_seconds - before.waited_seconds > MOST_WAITED * seconds
+        waited = after.waited_seconds - before.waited_seconds
+        preempted = waited > MOST_WAITED * (ran + waited)
     else:
-        allowed = 1 + PREEMPTIONS_PER_SECOND * (after.cpu_seconds - before.cpu_seconds)
-        preempted = after.switches - before.switches > allowed
-    stolen = (after.stolen or 0) > (before.stolen or 0)
+        preempted = after.switches - before.switches > 1 + PREEMPTIONS_PER_SECOND * ran
+    stolen = False
+    if before.machine is not None and after.machine is not None:
+        ticks = after.machine.total - before.machine.total
+        stolen = after.machine.steal - before.machine.steal > MOST_STOLEN * ticks
     return ((PREEMPTED,) if preempted else ()) + ((STOLEN,) if stolen else ())
 
 

@@ -15,7 +15,8 @@ from latbench import digests, likeness, places, tables
 from latbench.errors import UsageError
 from latbench.places import Place
 
-PART_ROWS = 1 << 17  # of a part that is written: some hundred megabytes in memory
+# Of a part that is written, in memory: whichever comes first.
+PART_ROWS, PART_BYTES = 1 << 17, 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,22 @@ def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[p
         start += table.num_rows
 
 
-def _pieces(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The same rows in pieces of PART_ROWS, the last of which may be smaller."""
-    waiting = tables.SCHEMA.empty_table()
+def _pieces(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in pieces of PART_ROWS, or fewer where they take more than PART_BYTES; the last is smaller."""
+    waiting: list[pa.Table] = []
     for piece in pieces:
-        waiting = pa.concat_tables([waiting, piece])
-        while waiting.num_rows >= PART_ROWS:
-            yield waiting.slice(0, PART_ROWS)
-            waiting = waiting.slice(PART_ROWS)
-    if waiting.num_rows:
-        yield waiting
+        for small in _small(piece):
+            together = [*waiting, small]
+            rows, size = sum(table.num_rows for table in together), sum(table.nbytes for table in together)
+            if waiting and (rows > PART_ROWS or size > PART_BYTES):
+                yield pa.concat_tables(waiting)
+                together = [small]
+            waiting = together
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _small(piece: pa.Table) -> Iterator[pa.Table]:
+    """A piece in slices of which several make a part."""
+    rows = max(1, min(PART_ROWS // 8, PART_BYTES * piece.num_rows // (8 * max(piece.nbytes, 1))))
+    return (piece.slice(start, rows) for start in range(0, piece.num_rows, rows))

@@ -33,6 +33,17 @@ class Reading:
     preempted: bool
 
 
+@dataclass(frozen=True)
+class Reference:
+    """How long the reference kernels took while something was timed, weighed as its work is bound by what they show,
+    and how long they usually take; whether that is a slow spell of this sweep.
+    """
+
+    seconds: float
+    usual_seconds: float
+    slow_spell: bool
+
+
 class Pace:
     """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
 
@@ -72,16 +83,19 @@ class Pace:
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
         self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
-    def ratio(self, since: float, flop: float, size: float) -> tuple[float | None, bool]:
-        """By what factor work of so many operations on so many bytes was slower than usual `since` a time of the
-        clock, and whether that is a slow spell of this sweep. None while there is no reading.
+    def reference(self, since: float, flop: float, size: float) -> Reference | None:
+        """What the reference kernels took `since` a time of the clock, for work of so many operations on so many
+        bytes. None while there is no reading.
         """
         before = [reading for reading in self.readings if reading.at <= since][-1:]
         meanwhile = before + [reading for reading in self.readings if reading.at > since]
         if not meanwhile:
-            return None, False
-        now = self.ceilings.pace(*_typical(meanwhile), flop, size)
-        return now, now > SLOW_SPELL * self.ceilings.pace(*_typical(self.readings), flop, size)
+            return None
+        now, always = (
+            self.ceilings.reference_seconds(*_typical(readings), flop, size)
+            for readings in (meanwhile, self.readings)
+        )
+        return Reference(now, self.ceilings.usual_seconds(flop, size), now > SLOW_SPELL * always)
 
     def close(self) -> None:
         """End the worker."""

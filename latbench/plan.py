@@ -54,8 +54,14 @@ FINE_SPARSITIES = tuple(round(0.5 + 0.025 * step, 3) for step in range(20))
 _PREPARE_SECONDS = {
     "torch": 0.1, "onnxruntime": 0.15, "openvino": 0.15, "numba": 0.3, "torch_sparse_cpu": 0.1, "scipy": 0.1,
 }  # fmt: skip
-_TIMING_SECONDS = 0.25
-_ROW_BYTES, _PART_BYTES = 3_000, 22_000  # a part is mostly the description of its columns
+_TUNE_SECONDS = 0.5
+_CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that a result is compared with
+_TIMING_SECONDS = 0.5  # most use up what they may, and a sixth of the time goes into the reference
+_START_SECONDS = 10.0  # engines, and ceilings where none are kept
+
+# Sweeps of 70 points on two cores: a part is mostly the description of its columns, a row has 130 samples on average.
+_PART_BYTES, _ROW_BYTES, _SAMPLE_BYTES, _SAMPLES = 25_500, 400, 5.3, 130
+_ENVIRONMENT_BYTES = 8_000
 
 
 @dataclass(frozen=True)
@@ -243,14 +249,23 @@ def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Poin
 
 
 def estimated_seconds(wanted: Iterable[Point]) -> float:
-    """About how long measuring takes, within a factor of two or so."""
-    return sum(_PREPARE_SECONDS[point.backend] + _TIMING_SECONDS for point in wanted)
-
-
-def estimated_bytes(wanted: Iterable[Point]) -> int:
-    """About how much disk the table takes."""
+    """About how long measuring takes, within a factor of two or so; longer where others use the machine: noisy
+    points get other chances.
+    """
     every = list(wanted)
-    return _ROW_BYTES * len(every) + _PART_BYTES * len({point.shape for point in every})
+    tuned = sum(point.kernel == "tuned" for point in every)
+    checks = sum(2 * point.shape.m * point.shape.k * point.shape.n for point in every) / _CHECKED_FLOP_PER_SECOND
+    each = sum(_PREPARE_SECONDS[point.backend] + _TIMING_SECONDS for point in every)
+    return (_START_SECONDS if every else 0.0) + each + checks + _TUNE_SECONDS * tuned
+
+
+def estimated_bytes(wanted: Iterable[Point], block_points: int = 24) -> int:
+    """About how much disk the table takes, which has a part for every block of so many points or more."""
+    every = list(wanted)
+    if not every:
+        return 0
+    rows = len(every) * (_ROW_BYTES + _SAMPLES * _SAMPLE_BYTES)
+    return round(_ENVIRONMENT_BYTES + _PART_BYTES * len(blocks(every, 0, block_points)) + rows)
 
 
 def select(

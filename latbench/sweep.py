@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import psutil
 
-from latbench import backends, devices, files, gates, measure, plan, tables
+from latbench import backends, cgroups, devices, files, gates, measure, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.errors import Incomplete, UsageError
@@ -43,7 +43,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
-"""What to measure next, given the table so far (None while there is none); called until it names nothing new."""
+"""What to measure next, given the table so far without its samples (None while there is none); called until it names
+nothing new.
+"""
+_CHOSEN_BY = [field.name for field in tables.SCHEMA if field.name != "samples_seconds"]
 
 # A rerun measures a point again unless it has a row with one of these: the causes of errors may be gone.
 # Noise may be gone, too, but a noisy row was given all its chances: it is measured again only if that is asked for.
@@ -186,7 +189,8 @@ class Cpu:
 
     def available_bytes(self) -> float:
         """See Machine."""
-        return psutil.virtual_memory().available / 4
+        machine, granted = psutil.virtual_memory().available, cgroups.available_bytes()
+        return float(machine if granted is None else min(machine, granted)) / 4
 
     def needed_bytes(self, point: Point) -> float:
         """See Machine."""
@@ -352,9 +356,11 @@ class Sweep:
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if time_budget is None else monotonic() + time_budget
+        self.growing = tables.Growing(folder, _CHOSEN_BY)
         self.total = 0
         self.block = 0
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
+        self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # of this run: medians by sparsity
 
     @property
     def done(self) -> int:
@@ -363,9 +369,9 @@ class Sweep:
 
     def table(self) -> pd.DataFrame | None:
         """The table so far; None while there is none."""
-        if not tables.holds_rows(self.folder):
+        table = self.growing.frame()
+        if table is None:
             return None
-        table = tables.read(self.folder)
         others = set(table["device"]) - {self.where.device}
         if others:
             raise UsageError(
@@ -415,25 +421,28 @@ class Sweep:
             self._saved()
 
     def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
-        """A point far above its neighbours in sparsity is no time before it has been seen twice."""
+        """A point far above its neighbours in sparsity is no time before it has been seen twice.
+
+        Its neighbours are of this block or of earlier ones of this run: those of one curve mostly share a block, but
+        an adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to
+        be.
+        """
         for row in rows:
             first = self.spikes.get(tables.point_id(row))
             if first is not None and row["status"] in tables.TIMED:
                 again = float(np.median(row["samples_seconds"]))
                 if first / gates.SPIKE < again < first * gates.SPIKE:
                     row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
-        curves: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
         for row in rows:
             if row["status"] in tables.TIMED:
-                curve = tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
-                curves.setdefault(curve, {})[row["sparsity_target"]] = row
-        for by_sparsity in curves.values():
-            medians = {at: float(np.median(row["samples_seconds"])) for at, row in by_sparsity.items()}
-            for at in gates.spikes(medians):
-                row = by_sparsity[at]
-                if (key := tables.point_id(row)) not in self.spikes:
-                    self.spikes[key] = medians[at]
-                    row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
+                self.curves.setdefault(_curve(row), {})[row["sparsity_target"]] = float(
+                    np.median(row["samples_seconds"])
+                )
+        for row in [row for row in rows if row["status"] in tables.TIMED]:
+            medians, key = self.curves[_curve(row)], tables.point_id(row)
+            if key not in self.spikes and row["sparsity_target"] in gates.spikes(medians):
+                self.spikes[key] = medians[row["sparsity_target"]]
+                row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
 
 
 class _Here:
@@ -595,7 +604,8 @@ class Bench:
         known = timing.relative_error <= measure.NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
         why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
-        faster_than_usual = (beside.get("reference_ratio") or 1) * gates.MOST_UTILISATION < 1
+        usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
+        faster_than_usual = meanwhile * gates.MOST_UTILISATION < usual
         if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
             beside, slow_spell = self._beside(point, timing, prepared.facts)
             why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
@@ -608,6 +618,7 @@ class Bench:
             "status": self._status(known, timing.preempted or slow_spell),
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
+            "burst_error": timing.burst_error,
             "discarded_samples": timing.discarded,
             "inner_loops": prepared.inner_loops,
             "drift_ratio": timing.drift(),
@@ -618,7 +629,7 @@ class Bench:
             "flags": "+".join(flag for flag in flags if flag),
         }
         if why is not None:
-            return outcome | {"status": "impossible", "error": why, "samples_seconds": None}
+            return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         if outcome["status"] == "throttled":
             by = outcome["event_reasons"] or "it does not say what"
             outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + NOISY_CHANCES}"
@@ -632,9 +643,12 @@ class Bench:
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
             return {}, False
         flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
-        ratio, slow_spell = pace.ratio(timing.began, flop, size)
-        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size), "reference_ratio": ratio}
-        return columns, slow_spell
+        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size)}
+        reference = pace.reference(timing.began, flop, size)
+        if reference is None:
+            return columns, False
+        columns |= {"reference_seconds": reference.seconds, "reference_usual_seconds": reference.usual_seconds}
+        return columns, reference.slow_spell
 
     def _status(self, known: bool, disturbed: bool) -> str:
         if disturbed and self.machine.disturbed_status != "noisy":
@@ -656,6 +670,11 @@ class Bench:
 
 
 _Outcome = dict[str, Any]
+
+
+def _curve(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is left of a row's key without its sparsity."""
+    return tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
 
 
 def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:

@@ -1,4 +1,4 @@
-"""The table, version 2: one row per measured point, the same columns whether it was swept, verified or imported.
+"""The table, version 3: one row per measured point, the same columns whether it was swept, verified or imported.
 
 A table is a flat folder of `part-<id>.parquet` files with `env-<env_id>.json` beside them, or a single Parquet file;
 on this machine or wherever `latbench.places` reaches. Files are only ever added, each whole and under a name that its
@@ -33,7 +33,7 @@ from sparse_kernels import patterns
 if TYPE_CHECKING:
     import pandas as pd
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 _text, _whole, _real = pa.string(), pa.int64(), pa.float64()
 
@@ -90,11 +90,13 @@ STRUCTURE = [
 TIME = [
     pa.field("timer", _text),
     pa.field("l2_flush_bytes", _whole),
+    pa.field("weight_copies", _whole),  # that took turns; flag in_cache or in_l2 where they may all have stayed there
     pa.field("pinning", _text),
     pa.field("samples_seconds", pa.list_(pa.field("element", _real))),  # each one call, means of inner_loops
     *(pa.field(f"{name}_seconds", _real) for name in (
         "median", "min", "mean", "q25", "q75", "p95", "std", "low", "high",
     )),  # low and high: 95% interval of the median
+    pa.field("burst_error", _real),  # half that interval over the median, as bursts disagree; null: not known
     pa.field("sample_count", _whole),
     pa.field("inner_loops", _whole),
     pa.field("discarded_samples", _whole),  # taken while the device was disturbed, and left out
@@ -117,7 +119,9 @@ TELEMETRY = [
     pa.field("load", _real),
     pa.field("steal_fraction", _real),
     pa.field("drift_ratio", _real),  # the later half of the samples over the earlier
-    pa.field("reference_ratio", _real),  # the time of a fixed piece of work meanwhile over what it usually takes
+    pa.field("reference_seconds", _real),  # a fixed piece of work, as far as it shows what bounds this one, meanwhile
+    pa.field("reference_usual_seconds", _real),  # what it takes on this machine when all is quiet
+    pa.field("reference_ratio", _real),  # of these two
 ]
 
 QUALITY = [
@@ -125,7 +129,7 @@ QUALITY = [
     pa.field("status", _text),  # one of STATUSES
     pa.field("max_rel_err", _real),
     # Joined by plus signs; preempted: other processes took the cores, or heat slowed a GPU down, in most bursts;
-    # in_l2: even the most copies of so small a layer may have stayed in a GPU's cache.
+    # in_cache, in_l2: even the most copies of so small a layer may have stayed in a CPU's caches, in a GPU's L2.
     pa.field("flags", _text),
     pa.field("error", _text),
 ]
@@ -145,6 +149,10 @@ PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 UNFINISHED = "unfinished.txt"  # lies beside the parts of a table while there are more to come
 
 BATCH_ROWS = 1 << 16
+# Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
+BATCH_ROWS, BATCH_BYTES = 1 << 15, 64 * 2**20
+_MOST_SAMPLES = 10_000_000  # of a row; a number beyond is damage
+_TEXT_BYTES = 24  # of a text in memory, with its offset; typical of the columns here
 _READ_WHOLE_BYTES = 64 * 2**20  # a larger file is read twice: once for its hash, once for its rows
 
 
@@ -214,18 +222,22 @@ def structure(pattern: str) -> dict[str, Any]:
 # Time -------------------------------------------------------------------------------------------------------------
 
 
-def summarise(samples: Sequence[float]) -> dict[str, Any]:
+def summarise(samples: Sequence[float], burst_error: float | None = None) -> dict[str, Any]:
     """The time columns of `samples` (seconds a call): the only place where a median is computed.
 
     low_seconds and high_seconds bound the median with 95% confidence by order statistics (Conover, Practical
     Nonparametric Statistics, section 3.2), without an assumption on the distribution; they are None with fewer than
-    six samples, which cannot bound it. Raises ValueError for no samples or one that is not a positive finite number.
+    six samples, which cannot bound it. That takes every sample for independent: where the bursts they come from
+    disagree by more, `burst_error`, the interval reaches as far to either side, by that factor.
+    Raises ValueError for no samples or one that is not a positive finite number.
     """
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     if ordered.size == 0 or not (np.isfinite(ordered).all() and ordered[0] > 0):
         raise ValueError(f"samples must be positive finite seconds, at least one, not {list(samples)[:5]}")
     low, high = median_interval(ordered)
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95])
+    if low is not None and high is not None and burst_error is not None:
+        low, high = min(low, float(median) / (1 + burst_error)), max(high, float(median) * (1 + burst_error))
     return {
         "median_seconds": float(median),
         "min_seconds": float(ordered[0]),
@@ -296,20 +308,25 @@ def _complete(row: Mapping[str, Any]) -> dict[str, Any]:
     filled = {"started_at": datetime.now(UTC), **structure(row["pattern"]), **row}
     filled |= {"schema_version": SCHEMA_VERSION, "point_id": point_id(row)}
     if row.get("samples_seconds") is not None:
-        filled |= summarise(row["samples_seconds"])
-        filled |= _compared(filled["median_seconds"], row)
+        filled |= summarise(row["samples_seconds"], row.get("burst_error"))
     elif row["status"] in TIMED:
         raise ValueError(f"a row with status {row['status']} needs samples_seconds")
-    return filled
+    return filled | _compared(filled)
 
 
-def _compared(median_seconds: float, row: Mapping[str, Any]) -> dict[str, float]:
+def _compared(row: Mapping[str, Any]) -> dict[str, float]:
     """The columns that set a time beside what the device can do, and beside how it did meanwhile."""
     columns = {}
-    if (roofline := row.get("roofline_seconds")) is not None:
-        columns["utilisation"] = roofline / median_seconds
-    if (ratio := row.get("reference_ratio")) is not None:
-        columns["corrected_seconds"] = median_seconds / ratio
+    median, roofline, meanwhile, usual = (
+        row.get(name)
+        for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
+    )
+    if roofline is not None and median is not None:
+        columns["utilisation"] = roofline / median
+    if meanwhile is not None and usual is not None:
+        columns["reference_ratio"] = meanwhile / usual
+        if median is not None:
+            columns["corrected_seconds"] = median / columns["reference_ratio"]
     return columns
 
 
@@ -367,8 +384,34 @@ def load(path: str | Place, columns: Sequence[str] | None = None) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *batches(path, columns)])
 
 
+class Growing:
+    """A table that is read again and again while others add parts: each part is read once.
+
+    Parts whose names tell their content never change; any other file is read each time.
+    """
+
+    def __init__(self, folder: Place, columns: Sequence[str]) -> None:
+        self._folder, self._columns = folder, list(columns)
+        self._read: dict[Place, pa.Table] = {}
+        self._frame: pd.DataFrame | None = None
+
+    def frame(self) -> pd.DataFrame | None:
+        """Its rows now, with `columns`; None while there is none. Raises BadData as `read` does."""
+        if not holds_rows(self._folder):
+            self._read, self._frame = {}, None
+            return None
+        found = parts(self._folder)
+        known = {part: self._read[part] for part in found if part in self._read and PART_NAME.fullmatch(part.name)}
+        if self._frame is None or len(known) < len(found) or len(known) < len(self._read):
+            self._read = {part: known[part] if part in known else load(part, self._columns) for part in found}
+            self._frame = pa.concat_tables(self._read.values()).to_pandas()
+        return self._frame
+
+
 def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """The table at `path` in pieces of at most BATCH_ROWS rows, which need not fit into memory together."""
+    """The table at `path` in pieces of at most BATCH_ROWS rows and about BATCH_BYTES, which need not fit into memory
+    together.
+    """
     wanted = list(SCHEMA.names if columns is None else columns)
     judged = list(dict.fromkeys([*wanted, "status", "median_seconds"]))
     for part in parts(path):
@@ -377,26 +420,6 @@ def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator
                 status = table["status"][untimed[0]]
                 raise BadData(f"{part}, row {start + untimed[0] + 1}: status {status} and no positive time")
             yield table.select(wanted)
-
-
-def compact_frame(pieces: Iterable[pa.Table], columns: Sequence[str]) -> pd.DataFrame:
-    """The rows of `pieces`, which have these columns of SCHEMA, as a frame whose texts are categories.
-
-    Keys repeat few texts: written once each, a row takes a sixth of the memory. A point_id, which few rows share, is
-    a whole number of 64 bits.
-    """
-    short = [_numbered(piece) for piece in pieces]
-    empty = _numbered(pa.schema([SCHEMA.field(name) for name in columns]).empty_table())
-    return pa.concat_tables([empty, *short]).unify_dictionaries().to_pandas(self_destruct=True)
-
-
-def _numbered(table: pa.Table) -> pa.Table:
-    for index, field in enumerate(table.schema):
-        if field.name == "point_id":
-            table = table.set_column(index, field.name, pa.array(digests.rows(table.select([index]))[:, 0]))
-        elif field.type == _text:
-            table = table.set_column(index, field.name, table[field.name].dictionary_encode())
-    return table
 
 
 def without_time(table: pa.Table) -> NDArray[np.bool_]:
@@ -478,12 +501,24 @@ def part_batches(part: Place, columns: Sequence[str] | None = None) -> Iterator[
     with _opened(part) as file:
         _check_schema(part, file)
         _check_counts(part, file.metadata)
-        for batch in file.iter_batches(BATCH_ROWS, columns=[field.name for field in wanted]):
-            yield (
-                start,
-                pa.table([_cast(part, batch.column(field.name), field) for field in wanted], pa.schema(wanted)),
-            )
+        for batch in file.iter_batches(_batch_rows(part, file, wanted), columns=[field.name for field in wanted]):
+            columns = [_cast(part, batch.column(field.name), field) for field in wanted]
+            yield start, pa.table(columns, pa.schema(wanted))
             start += batch.num_rows
+
+
+def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Field]) -> int:
+    """How many rows of a file come into memory at once, by what one takes there on average.
+
+    By the column that says how many samples a row has: the footer would tell too, but asking a damaged one for its
+    columns ends the process.
+    """
+    size = file.metadata.num_rows * sum(_TEXT_BYTES if field.type == _text else 8 for field in wanted)
+    if any(pa.types.is_list(field.type) for field in wanted):
+        for batch in file.iter_batches(columns=["sample_count"]):
+            counts = _cast(part, batch.column(0), SCHEMA.field("sample_count")).fill_null(0).to_numpy()
+            size += 8 * int(counts.clip(0, _MOST_SAMPLES).sum())
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ _SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
 _MEASUREMENT = ("point_id", "run_id", "started_at")
 
 Bools = NDArray[np.bool_]
+Hashes = NDArray[np.uint64]
 Reals = NDArray[np.float64]
 
 
@@ -93,36 +94,46 @@ class _Measured:
 
     def __init__(self, parts: list[Place]) -> None:
         self.parts = parts
-        self.rows: list[NDArray[np.uint64]] = []
+        self._points: list[Hashes] = []
+        self._measurements: list[Hashes] = []
+        self._contents: list[Hashes] = []
+        self._at: list[Hashes] = []
 
     def add(self, number: int, start: int, table: pa.Table) -> None:
         """The rows of part `number` from row `start` on."""
-        place = np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40)
-        hashed = [
-            digests.rows(part)[:, 0] for part in (table.select(["point_id"]), table.select(_MEASUREMENT), table)
-        ]
-        self.rows.append(np.stack([*hashed, place]))
+        for seen, columns in (
+            (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
+        ):  # fmt: skip
+            seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
+        self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
 
     def findings(self, path: Place) -> Iterator[Finding]:
         """Rows that say unlike things of one measurement, and how many are there more than once."""
-        if not self.rows:
+        if not self._at:
             return
-        points, measurements, contents, at = np.concatenate(self.rows, axis=1)
+        measurements = np.concatenate(self._measurements)
         order = np.argsort(measurements, kind="stable")
-        measurements, contents = measurements[order], contents[order]
-        again = np.flatnonzero(measurements[1:] == measurements[:-1])
-        conflicts = again[contents[again + 1] != contents[again]]
+        again = _again(measurements[order])
+        contents, at = np.concatenate(self._contents), np.concatenate(self._at)
+        conflicts = again[contents[order[again + 1]] != contents[order[again]]]
         for index in conflicts:
             (first, row), (part, other) = (self._where(int(at[order[i]])) for i in (index, index + 1))
             text = f"row {other}: the same measurement as in row {row} of {first.name}, with other values"
             yield Finding(part, "corrupt", text)
         if copies := len(again) - len(conflicts):
             yield Finding(path, "note", f"{copies} rows are there more than once; `latbench merge` keeps one of each")
-        if repeated := int((np.unique(points, return_counts=True)[1] > 1).sum()):
+        del measurements, order, contents, at
+        repeats = _again(np.sort(np.concatenate(self._points)))
+        if repeated := len(repeats) - int((np.diff(repeats) == 1).sum()):
             yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
 
     def _where(self, place: int) -> tuple[Place, int]:
         return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
+
+
+def _again(ordered: Hashes) -> NDArray[np.int64]:
+    """Where the next of these rising values is the same."""
+    return np.flatnonzero(ordered[1:] == ordered[:-1])
 
 
 # Rows: each check yields (severity, row, text) of the rows that fail it ---------------------------------------------
@@ -230,9 +241,13 @@ def _samples(table: pa.Table) -> _Found:
         "corrupt", counts != lengths, lambda row: f"sample_count is {counts[row]:g}, and it has {lengths[row]}"
     )
     columns = {name: _reals(table, name) for name in _SUMMARY}
+    burst_errors = _reals(table, "burst_error").copy()
+    wrong = burst_errors < 0
+    yield from _each("corrupt", wrong, _valued("burst_error", burst_errors))
+    burst_errors[wrong] = math.nan
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
-        summary = summaries(flat[starts[rows, None] + np.arange(length)])
+        summary = summaries(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
         for name, expected in summary.items():
             found = columns[name][rows]
             # Not relative to the value alone: the spread of equal samples is rounding.
@@ -245,13 +260,18 @@ def _samples(table: pa.Table) -> _Found:
     yield from _each("suspect", bare & ~imported, lambda _: "a time without the samples it comes from")
 
 
-def summaries(samples: Reals) -> dict[str, Reals]:
-    """What `tables.summarise` says of each row of `samples` (rows, count); NaN where it says None."""
+def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
+    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
+    where it says None.
+    """
     ordered = np.sort(samples, axis=1)
     count = samples.shape[1]
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
     nothing = np.full(len(samples), math.nan)
     rank = tables.interval_rank(count)
+    low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
+    if rank is not None:
+        low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))
     return {
         "median_seconds": median,
         "min_seconds": ordered[:, 0],
@@ -260,20 +280,29 @@ def summaries(samples: Reals) -> dict[str, Reals]:
         "q75_seconds": q75,
         "p95_seconds": p95,
         "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
-        "low_seconds": nothing if rank is None else ordered[:, rank],
-        "high_seconds": nothing if rank is None else ordered[:, -1 - rank],
+        "low_seconds": low,
+        "high_seconds": high,
     }
 
 
 def _comparisons(table: pa.Table) -> _Found:
     """Columns that follow from the median and what stands beside it."""
-    median, roofline, ratio = (_reals(table, f) for f in ("median_seconds", "roofline_seconds", "reference_ratio"))
+    median, roofline, meanwhile, usual = (
+        _reals(table, name)
+        for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
+    )
+    for name, seconds in (("reference_seconds", meanwhile), ("reference_usual_seconds", usual)):
+        yield from _each("corrupt", seconds <= 0, _valued(name, seconds, ": no time"))
     with np.errstate(divide="ignore", invalid="ignore"):
-        derived = {"utilisation": roofline / median, "corrected_seconds": median / ratio}
+        ratio = meanwhile / usual
+        derived = {"utilisation": roofline / median, "reference_ratio": ratio, "corrected_seconds": median / ratio}
     for name, expected in derived.items():
         found = _reals(table, name)
-        wrong = ~(np.abs(found - expected) <= _CLOSE * expected) & ~np.isnan(expected)
+        missing = np.isnan(expected)
+        wrong = ~(np.abs(found - expected) <= _CLOSE * np.abs(expected)) & ~missing
         yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+        bare = missing & ~np.isnan(found)
+        yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
     timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
     fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
     yield from _each(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench import backends, devices, tables
+from latbench import backends, devices, measure, tables
 from latbench.backends import deepsparse_environment
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
@@ -187,6 +187,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],
+            "burst_error": measure.burst_error(blocks),
         })  # fmt: skip
     return found
 

@@ -40,6 +40,7 @@ BACKENDS = {
 # Copies of a weight at most. Smaller weights than pass the caches so are small beside the layers around them, too.
 MOST_COPIES = 256
 MOST_SESSIONS = 32  # of an engine that takes milliseconds and megabytes for each
+IN_CACHE = "in_cache"  # flag of a row: even so many copies are so small that the caches may hold them
 _CHECKED_IMAGES = 2
 
 
@@ -131,6 +132,8 @@ def prepare(point: Point) -> Rotation:
         "flop_nnz": 2 * nnz * n,
         "bytes_min": engine.weight_bytes + layer.bias.nbytes + 4 * inputs + 4 * m * n,
         "max_rel_err": error,
+        "weight_copies": len(engine.calls),
+        "flags": IN_CACHE if len(engine.calls) * engine.weight_bytes < rotated_bytes() else "",
     }
     return Rotation(engine.calls, facts, engine.rest_seconds)
 

@@ -218,6 +218,7 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
         "bytes_min": each,
+        "weight_copies": len(engine.calls) if point.cache_mode == "rotated" else 1,
         "flags": IN_L2 if stays else "",
     }
 

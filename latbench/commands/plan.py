@@ -16,6 +16,7 @@ def plan(
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="With our own CPU kernels found by trying a few.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the points that a sweep of this CPU would measure, the time and the disk it would take."""
@@ -37,7 +38,7 @@ def plan(
     def select(chosen: list[str]) -> list[planning.Point]:
         points = planning.select(
             chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
-            usual=planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES,
+            tune=tune, usual=planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES,
         )  # fmt: skip
         return Adaptive(points).anchors if adaptive else points
 

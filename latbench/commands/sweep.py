@@ -377,22 +377,19 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
 
 def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """A heading that names the fastest dense engines, and a table: rows patterns and engines, columns sparsities, the
-    median over layer shapes of the speedup over the fastest dense engine of each.
+    median over layer shapes of the speedup over the fastest dense engine of each, measured in the same way.
 
     None where no sparse point has a dense one beside it.
     """
     from rich.table import Table
 
     from latbench import tables
-    from latbench.report.data import engine_name
+    from latbench.report.data import SETTING, SHAPE, engine_name
 
     timed = tables.timed(frame)
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[engine_name(*pair) for pair in names])
-    layer = [
-        "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw",
-        "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w", "threads",
-    ]  # fmt: skip
+    layer = [*SHAPE, *SETTING]  # times of unlike modes are not compared
     dense = timed[timed["pattern"] == "dense"]
     fastest = dense.loc[dense.groupby(layer, dropna=False)["median_seconds"].idxmin()].set_index(layer)
     fastest = fastest[["median_seconds", "engine"]].add_prefix("dense_")

@@ -1,6 +1,7 @@
 """From a table's rows to what a report shows. Every function is pure: a DataFrame in, a tidy DataFrame out.
 
-A point is one timed row, the latest of its key. Its `shape` and `setting` are labels that stand for the layer's
+A table has the latest row of each point with each status; its texts may be categories, and are plain from `points`
+on. A point is one timed row, the latest of its key. Its `shape` and `setting` are labels that stand for the layer's
 shape columns and for how it was measured (device, threads, dtype, cache mode, ...): two times are compared only
 within one setting and one shape. How activations lie is a kernel's choice: the fastest dense one may have another.
 Times are in seconds, `low` and `high` bound the 95% interval of the median.
@@ -46,11 +47,13 @@ def points(table: pd.DataFrame) -> pd.DataFrame:
     kernel, seconds, low, high (the median itself where too few samples bound it), noisy (bool).
     """
     rows = timed_rows(layer_rows(table))
-    tidy = rows[["op", "m", "k", "n", "pattern", "format", "sparsity_actual", "backend", "noisy"]].copy()
+    tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
+    for name in ("op", "pattern", "format", "backend"):
+        tidy[name] = _text(rows, name)
     tidy["sparsity"] = rows["sparsity_target"].fillna(rows["sparsity_actual"]).fillna(0.0).round(6)
-    names = zip(rows["backend"], rows["kernel_requested"].fillna(""), strict=True)
+    names = zip(rows["backend"], _text(rows, "kernel_requested").fillna(""), strict=True)
     tidy["engine"] = pd.Series([engine_name(*pair) for pair in names], index=rows.index, dtype=object)
-    tidy["kernel"] = rows["kernel_used"].replace("", pd.NA).fillna(tidy["engine"])
+    tidy["kernel"] = _said(rows, "kernel_used").fillna(tidy["engine"])
     tidy["seconds"] = rows["median_seconds"]
     tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
     tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
@@ -193,7 +196,7 @@ def noise_curve(table: pd.DataFrame, steps: int = 101) -> pd.DataFrame:
 def statuses(table: pd.DataFrame) -> pd.DataFrame:
     """How many layer rows ended how: one row a backend, one column a status, a column `rows` with the sum."""
     rows = layer_rows(table)
-    counted = rows.groupby(["backend", "status"]).size().unstack(fill_value=0)
+    counted = rows.groupby([_text(rows, "backend"), _text(rows, "status")]).size().unstack(fill_value=0)
     counted.columns.name = None
     counted.insert(0, "rows", counted.sum(axis=1))
     return counted.reset_index()
@@ -203,8 +206,9 @@ def failures(table: pd.DataFrame) -> pd.DataFrame:
     """The layer rows with no time to use, by reason, most frequent first: backend, pattern, status, reason, rows."""
     rows = layer_rows(table)
     rows = rows[~rows["status"].isin(tables.TIMED)]
-    reason = rows["error"].replace("", pd.NA).fillna(rows["flags"]).replace("", pd.NA).fillna("no reason recorded")
-    grouped = rows.assign(reason=reason).groupby(["backend", "pattern", "status", "reason"], dropna=False).size()
+    reason = _said(rows, "error").fillna(_said(rows, "flags")).fillna("no reason recorded").rename("reason")
+    by = [*(_text(rows, name) for name in ("backend", "pattern", "status")), reason]
+    grouped = rows.groupby(by, dropna=False).size()
     tidy = grouped.rename("rows").reset_index()
     return tidy.sort_values(["rows", "backend", "pattern"], ascending=[False, True, True]).reset_index(drop=True)
 
@@ -218,6 +222,17 @@ def without_dense(points: pd.DataFrame) -> int:
 
 def _fastest(points: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     return points.loc[points.groupby(by, sort=False)["seconds"].idxmin()].reset_index(drop=True)
+
+
+def _text(rows: pd.DataFrame, name: str) -> pd.Series:
+    """A column of texts, or of categories that are texts, as plain texts."""
+    return rows[name].astype(object)
+
+
+def _said(rows: pd.DataFrame, name: str) -> pd.Series:
+    """The same, where an empty text is as good as none."""
+    found = _text(rows, name)
+    return found.where(found.notna() & (found != ""), None)
 
 
 def _with_width(table: pd.DataFrame) -> pd.DataFrame:

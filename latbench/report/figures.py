@@ -115,7 +115,7 @@ def _heat(speedups: Sequence[Record]) -> Figure:
 
 
 def noise(curve: pd.DataFrame) -> Figure:
-    """The share of rows whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
+    """The share of points whose 95% interval is at most so wide, one line a backend. `curve`: data.noise_curve."""
     data = []
     low, high = (float(100 * curve["width"].clip(lower=1e-5).agg(end)) for end in ("min", "max"))
     for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
@@ -124,7 +124,7 @@ def noise(curve: pd.DataFrame) -> Figure:
             "type": "scatter", "mode": "lines", "name": name,
             "x": _short(100 * rows["width"].clip(lower=1e-5)), "y": _short(100 * rows["share"]),
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
-            "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the rows within %{{x:.2~r}}%<extra></extra>",
+            "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the points within %{{x:.2~r}}%<extra></extra>",
         })  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",

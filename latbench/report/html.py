@@ -68,7 +68,7 @@ def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
         sections.provenance(inputs, command),
     ]
     facts = [settings["device"], f"{settings['threads']} threads", settings["dtype_w"],
-             f"{len(places)} layer shapes", f"{len(inputs.table)} rows"]  # fmt: skip
+             f"{len(places)} layer shapes", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
     if len(places) > SHAPES:
         warnings.append(

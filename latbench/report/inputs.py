@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 
 from cost_models import storage
 from cost_models.storage import ModelFile
-from latbench import files, tables
+from latbench import files, latest, tables
 from latbench.errors import BadData
 from latbench.places import Place
 from search import profile as profiles
@@ -20,7 +21,7 @@ from search.profile import Profile
 from search.pruning.folder import read_manifest
 from search.verify import Verdict
 
-# What a report shows of a table; the samples, which are most of it, never come into memory together.
+# What a report shows of a table.
 COLUMNS = [
     *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
     "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "status", "flags", "error",
@@ -40,7 +41,8 @@ class Source:
 class Inputs:
     """Everything a report shows. All but the table may be absent.
 
-    manifest_hash is that of the pruned model's manifest, as a verification of it records it.
+    table: the latest row of each point with each status that it ever had, so a time and how it failed before;
+    its texts are categories. manifest_hash: of the pruned model's manifest, as a verification of it records it.
     """
 
     table: pd.DataFrame
@@ -65,7 +67,8 @@ def read(
 
     Raises BadData in a sentence when something is missing, foreign or truncated.
     """
-    frame, table_hash = tables.read(table, COLUMNS), tables.table_hash(table)
+    table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
+    frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=_all)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = Inputs(
@@ -87,6 +90,10 @@ def read(
     }
     sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
     return replace(found, sources=(*found.sources, *sources))
+
+
+def _all(piece: pa.Table) -> pa.Array:
+    return pa.repeat(True, piece.num_rows)
 
 
 def _verdict(path: Path) -> Verdict:

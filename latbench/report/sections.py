@@ -86,12 +86,12 @@ def environment(inputs: Inputs) -> Section:
         [
             Cell(str(backend)),
             Cell(_names(part["backend_version"])),
-            _count_cell(len(part)),
+            _count_cell(part["point_id"].nunique()),
             Cell(_names(part["kernel_used"])),
         ]
         for backend, part in rows.groupby("backend")
     ]
-    tables.append(("Engines", table(["backend", "version", "#rows", "kernels used"], backends)))
+    tables.append(("Engines", table(["backend", "version", "#points", "kernels used"], backends)))
     for number, record in enumerate(inputs.environments, start=1):
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
         tables.append((title, facts(_fact(name, value) for name, value in record.items() if _says_something(value))))
@@ -138,7 +138,7 @@ def noise(inputs: Inputs) -> Section:
     frame = inputs.table
     widths, ends, failed = data.noise(frame), data.statuses(frame), data.failures(frame)
     sentences = [
-        "The width of the 95% interval of each row's median, relative to the median. "
+        "The width of the 95% interval of each point's median, relative to the median. "
         "Differences smaller than this are noise."
     ]
     if len(failed) > FAILURE_REASONS:
@@ -150,12 +150,12 @@ def noise(inputs: Inputs) -> Section:
         for row in widths.to_dict("records")
     ]  # fmt: skip
     ended = [[row.pop("backend"), *(_count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
-    heads = ["backend", "format", "#rows", "#median width", "#90% below", "#widest", "#noisy rows"]
+    heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#noisy points"]
     tables = [
         ("Noise by engine and format", table(heads, spread)),
         (
-            "How the rows ended; a noisy point is measured again",
-            table(["backend", *(f"#{name}" for name in ends.columns[1:])], ended),
+            "How the points ended; one that was measured again counts once for each end",
+            table(["backend", "#ends", *(f"#{name}" for name in ends.columns[2:])], ended),
         ),
     ]
     if len(failed):
@@ -163,11 +163,11 @@ def noise(inputs: Inputs) -> Section:
             [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), _count_cell(row["rows"])]
             for row in failed.head(FAILURE_REASONS).to_dict("records")
         ]
-        tables.append(("Failures by reason", table(["backend", "pattern", "status", "reason", "#rows"], rows)))
+        tables.append(("Failures by reason", table(["backend", "pattern", "status", "reason", "#points"], rows)))
     else:
-        sentences.append("No row failed.")
+        sentences.append("No point failed.")
     drawn = figures.noise(data.noise_curve(frame)) if len(widths) else None  # none where samples are too few
-    charts = [Chart("noise", "Share of rows within a width", drawn)] if drawn else []
+    charts = [Chart("noise", "Share of points within a width", drawn)] if drawn else []
     return Section("noise", "Noise and failures", sentences, charts, tables)
 
 

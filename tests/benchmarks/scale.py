@@ -1,10 +1,11 @@
 """Tables of millions of rows: time and memory of merge, validate, hash, and of the inputs of fit and report.
 
-    python tests/benchmarks/scale.py --rows 1000000
+    python tests/benchmarks/scale.py --rows 1000000 --points 20000
 
-Rows are made up: layers of many shapes, dense and three patterns at nine sparsities, 20 samples each. Two tables that
-share a tenth of their rows are merged; everything else is done to the result. Each step runs in a process of its own,
-whose peak resident memory is printed.
+Rows are made up: layers of many shapes, dense and three patterns at nine sparsities, 20 samples each; every point is
+measured as often as it takes, by default once, which is the worst case. Two tables that share a tenth of their rows
+are merged; everything else is done to the result. Each step runs in a process of its own, whose peak resident memory
+is printed.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ TEXTS = {
 }  # fmt: skip
 
 
-def piece(first: int, count: int) -> pa.Table:
-    """Rows `first` to `first + count` of an endless table; the same whenever they are asked for."""
-    index = np.arange(first, first + count)
+def piece(first: int, count: int, points: int) -> pa.Table:
+    """Rows `first` to `first + count` of an endless table of `points`; the same whenever they are asked for."""
+    taken = np.arange(first, first + count)
+    index = taken % points
     level, curve = index % len(SPARSITIES), index // len(SPARSITIES)
     shape = curve // len(PATTERNS)
     dense = level == 0
     pattern = np.where(dense, "dense", np.array(PATTERNS)[curve % len(PATTERNS)])
     m, k, n = 32 * (1 + shape % 128), 32 * (1 + shape // 128 % 128), 1 + shape // 128**2
     seconds = 1e-6 + 2e-11 * m * k * n * (1 - SPARSITIES[level])
-    samples = seconds[:, None] * (1 + 0.01 * np.sin(1.7 * (SAMPLES * index[:, None] + np.arange(SAMPLES))))
+    samples = seconds[:, None] * (1 + 0.01 * np.sin(1.7 * (SAMPLES * taken[:, None] + np.arange(SAMPLES))))
     structure = {text: tables.structure(text) for text in ("dense", *PATTERNS)}
     columns: dict[str, Any] = {
         **{name: [text] * count for name, text in TEXTS.items()},
@@ -55,10 +57,11 @@ def piece(first: int, count: int) -> pa.Table:
         "backend": np.where(dense, "torch", "numba"), "sparsity_target": SPARSITIES[level],
         # Each curve has a dense row of its own, told apart by the seed.
         "pattern_seed": curve % len(PATTERNS),
-        "started_at": pa.array(index, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
+        "started_at": pa.array(taken, pa.int64()).cast(pa.timestamp("us", tz="UTC")),
         **{name: [structure[text][name] for text in pattern] for name in structure["dense"]},
         "samples_seconds": pa.array(list(samples), tables.SCHEMA.field("samples_seconds").type),
-        **validation.summaries(samples), "sample_count": np.full(count, SAMPLES), "drift_ratio": np.ones(count),
+        **validation.summaries(samples, np.full(count, 0.001)), "burst_error": np.full(count, 0.001),
+        "sample_count": np.full(count, SAMPLES), "drift_ratio": np.ones(count),
     }  # fmt: skip
     arrays = [
         pa.array(columns[field.name], field.type, from_pandas=True)
@@ -71,51 +74,52 @@ def piece(first: int, count: int) -> pa.Table:
     return table.set_column(table.column_names.index("point_id"), tables.SCHEMA.field("point_id"), ids)
 
 
-def generate(folder: Path, first: int, last: int) -> None:
+def generate(folder: Path, first: int, last: int, points: int) -> None:
     """A table of the rows from `first` to `last`."""
     for start in range(first, last, merging.PART_ROWS):
-        tables.write_rows(folder, piece(start, min(merging.PART_ROWS, last - start)))
+        tables.write_rows(folder, piece(start, min(merging.PART_ROWS, last - start), points))
 
 
-def merge(folder: Path, rows: int) -> str:
+def merge(folder: Path, rows: int, points: int) -> str:
     """Two tables into one."""
     merged = merging.merge([folder / "a", folder / "b"], folder / "table")
     assert merged.rows == rows
     return f"{merged.read} rows into {merged.rows}"
 
 
-def validate(folder: Path, rows: int) -> str:
+def validate(folder: Path, rows: int, points: int) -> str:
     """All checks."""
     return f"{len(list(validation.findings(folder / 'table')))} findings"
 
 
-def table_hash(folder: Path, rows: int) -> str:
+def table_hash(folder: Path, rows: int, points: int) -> str:
     """The hash of all rows."""
     return tables.table_hash(folder / "table")
 
 
-def fit_input(folder: Path, rows: int) -> str:
+def fit_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench fit` learns from."""
     X, y = cost_models.read_training_rows(folder / "table")
-    assert len(y) == rows
+    assert len(y) == points
     return f"{X.memory_usage(deep=True).sum() / 2**20:.0f} MiB of them the frame"
 
 
-def report_input(folder: Path, rows: int) -> str:
+def report_input(folder: Path, rows: int, points: int) -> str:
     """What `latbench report` reads."""
     read = inputs.read(folder / "table")
+    assert len(read.table) == points
     return f"{read.table.memory_usage(deep=True).sum() / 2**20:.0f} MiB of them the frame"
 
 
 STEPS = (merge, validate, table_hash, fit_input, report_input)
 
 
-def measured(step: Callable[[Path, int], str], folder: Path, rows: int, answer: Any) -> None:
+def measured(step: Callable[[Path, int, int], str], folder: Path, rows: int, points: int, answer: Any) -> None:
     """Run a step and send how it went: seconds, peak memory in bytes, memory before, its remark."""
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     started = time.perf_counter()
-    remark = step(folder, rows)
+    remark = step(folder, rows, points)
     seconds = time.perf_counter() - started
     answer.send((seconds, resident("VmHWM"), before, remark))
 
@@ -130,22 +134,24 @@ def main() -> None:
     """Generate, run the steps, print a line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--points", type=int, help="how many of the rows are of different points; by default all")
     parser.add_argument("--folder", type=Path, help="where the tables go, and stay; by default they are deleted")
     parser.add_argument("--steps", default=",".join(step.__name__ for step in STEPS))
     chosen = parser.parse_args()
+    points = min(chosen.points or chosen.rows, chosen.rows)
     with tempfile.TemporaryDirectory() as scratch:
         folder = chosen.folder or Path(scratch)
         started, half, shared = time.perf_counter(), chosen.rows // 2, chosen.rows // 20
         for name, first, last in (("a", 0, half + shared), ("b", half - shared, chosen.rows)):
             if not (folder / name).exists():
-                generate(folder / name, first, last)
+                generate(folder / name, first, last, points)
         size = sum(path.stat().st_size for name in "ab" for path in (folder / name).iterdir())
-        print(f"{datetime.now(UTC):%F}: {chosen.rows} rows, {size / 2**20:.0f} MiB of files, generated in "
+        print(f"{datetime.now(UTC):%F}: {chosen.rows} rows of {points} points, {size / 2**20:.0f} MiB, generated in "
               f"{time.perf_counter() - started:.0f} s", flush=True)  # fmt: skip
         spawn = multiprocessing.get_context("spawn")
         for step in [step for step in STEPS if step.__name__ in chosen.steps.split(",")]:
             here, there = spawn.Pipe()
-            process = spawn.Process(target=measured, args=(step, folder, chosen.rows, there))
+            process = spawn.Process(target=measured, args=(step, folder, chosen.rows, points, there))
             process.start()
             there.close()
             seconds, peak, before, remark = here.recv()

@@ -63,6 +63,26 @@ def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int
     assert rotation() is not None
 
 
+@pytest.mark.parametrize(
+    ("backend", "cache_bytes", "copies", "flags"),
+    [
+        ("numba", 5 * 4 * 32 * 16, 5, ""),
+        ("openvino", 5 * 4 * 32 * 16, 4, "in_cache"),  # an engine that is given fewer says so
+        ("numba", 2**30, 6, "in_cache"),  # so does any other, of a layer so small
+    ],
+)
+def test_a_row_says_how_many_copies_took_turns_and_whether_they_passed_the_caches(
+    monkeypatch: pytest.MonkeyPatch, backend: str, cache_bytes: int, copies: int, flags: str
+) -> None:
+    monkeypatch.setattr(backends, "rotated_bytes", lambda: cache_bytes)
+    monkeypatch.setattr(backends, "copies_for", lambda size, most=6: min(most, -(-cache_bytes // size)))
+    for module in ("numba", "openvino"):
+        monkeypatch.setattr(f"latbench.backends.{module}.copies_for", backends.copies_for)
+    monkeypatch.setattr("latbench.backends.openvino.MOST_SESSIONS", 4)
+    facts = backends.prepare(point(backend, "auto", LinearShape(32, 16, 3))).facts
+    assert (facts["weight_copies"], facts["flags"]) == (copies, flags)
+
+
 @pytest.mark.parametrize("pattern", [VectorWise(8), ShflBW(8), BlockWise(8, 4), Unstructured(), NM(2, 4)], ids=str)
 def test_numba_runs_every_pattern_and_is_right(pattern: Pattern) -> None:
     rotation = backends.prepare(point("numba", "auto", LinearShape(24, 16, 3), pattern, 0.5))

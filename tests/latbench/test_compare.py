@@ -152,8 +152,8 @@ def test_too_few_samples_are_unclear_whatever_they_say(latbench: Any, table: Any
 
 
 def test_drift_is_corrected_only_if_asked(latbench: Any, table: Any, at: Any) -> None:
-    before = table("before", at(1e-3, reference_ratio=1.0))
-    after = table("after", at(1.3e-3, reference_ratio=1.3))
+    before = table("before", at(1e-3, reference_seconds=1.0, reference_usual_seconds=1.0))
+    after = table("after", at(1.3e-3, reference_seconds=1.3, reference_usual_seconds=1.0))
     assert "1 SLOWER" in latbench("compare", before, after).out
     document = json.loads(latbench("compare", before, after, "--correct-drift", "--json").out)
     assert document["counts"]["SAME"] == 1 and document["corrected_for_drift"]

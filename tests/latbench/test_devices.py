@@ -92,3 +92,20 @@ def test_a_gpu_that_is_not_there_is_said_with_what_is(monkeypatch: pytest.Monkey
     with pytest.raises(EnvironmentUnusable, match=r'found "NVIDIA H200" \(GPU-3f2a'):
         devices.demand_gpu("a100")
     assert devices.demand_gpu("H200").device == "nvidia-h200"
+
+
+def test_the_clock_is_that_of_a_core_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = {0: 800, 1: 3100, 2: 4000}  # MHz; 2 belongs to others, 0 is idle
+    cpuinfo = "\n\n".join(f"processor\t: {cpu}\nflags\t\t: fpu\ncpu MHz\t\t: {mhz}.5" for cpu, mhz in cores.items())
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    for cpu, mhz in cores.items():
+        folder = tmp_path / f"cpu{cpu}" / "cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text(f"{mhz}000\n")
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(devices, "_CLOCKS", tmp_path)
+    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert devices.scaling_hertz() == 3.1e9 and devices.clock_hertz() == 3.1005e9
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "absent")
+    monkeypatch.setattr(devices, "_CLOCKS", tmp_path / "absent")
+    assert devices.scaling_hertz() is None and devices.clock_hertz() is None

@@ -26,6 +26,11 @@ def test_one_short_sample_is_not_the_point() -> None:
     assert gates.impossible([1e-6, *[1e-3] * 9], roofline_seconds=1e-3) is None
 
 
+def test_the_gate_judges_the_median_that_the_table_has() -> None:
+    fast, slow = [1e-3] * 5, [2e-3] * 5  # the median is 1.5e-3, the upper one 2e-3
+    assert "faster than this device can" in (gates.impossible([*fast, *slow], roofline_seconds=2e-3) or "")
+
+
 def test_a_spike_lies_above_both_neighbours() -> None:
     assert gates.spikes({0.5: 4.0, 0.75: 9.0, 0.9: 1.0, 0.95: 0.9}) == [0.75]
     assert gates.spikes({0.5: 4.0, 0.75: 5.0, 0.9: 1.0}) == []
@@ -34,7 +39,7 @@ def test_a_spike_lies_above_both_neighbours() -> None:
     assert gates.spikes({}) == []
 
 
-COMPARED = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+COMPARED = {"roofline_seconds": 1.8e-3, "reference_seconds": 1.25, "reference_usual_seconds": 1.0}
 
 
 def tampered(folder: Path, row: dict[str, Any], column: str, value: float) -> list[str]:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from latbench import measure
+from latbench.devices import CpuTimes
 from latbench.measure import Burst, Used
 
 
@@ -196,23 +197,35 @@ def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) ->
     assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
 
 
+def used(
+    switches: int = 0, cpu: float = 0.0, waited: float | None = 0.0, stolen: int = 0, ticks: int | None = 6
+) -> Used:
+    """What a process used when it had used so much more than at the start."""
+    machine = None if ticks is None else CpuTimes(1000 + ticks, 70 + stolen)
+    return Used(10 + switches, 5 + cpu, None if waited is None else 2 + waited, machine)
+
+
 @pytest.mark.parametrize(
     ("after", "reasons"),
     [
         # 30 ms of CPU time: what an undisturbed run may have is one switch and 60 a second.
-        (Used(10, 5.03, None, 7), ()),
-        (Used(12, 5.03, None, 7), ()),
-        (Used(13, 5.03, None, 7), ("preempted",)),
-        (Used(310, 5.03, None, 7), ("preempted",)),
-        (Used(310, 5.03, 2.003, 7), ()),  # of 40 ms, threads waited for 3, however often
-        (Used(10, 5.03, 2.005, 7), ("preempted",)),
-        (Used(10, 5.03, 2.0, 8), ("stolen",)),
-        (Used(310, 5.03, 2.02, 8), ("preempted", "stolen")),
-        (Used(10, 5.03, None, None), ()),
+        (used(2, 0.03, None), ()),
+        (used(3, 0.03, None), ("preempted",)),
+        (used(300, 0.03, None), ("preempted",)),
+        (used(300, 0.057, 0.002), ()),  # threads waited for 2 ms of 59 in which they could have run, however often
+        (used(0, 0.057, 0.004), ("preempted",)),
+        (used(0, 0.03, stolen=1), ("stolen",)),
+        (used(0, 0.03, 0.01, stolen=1), ("preempted", "stolen")),
+        (used(0, 0.03, None, ticks=None), ()),
+        # The same share of more threads and processors: as little, or as much.
+        (used(300, 32 * 0.03, 0.02), ()),
+        (used(300, 32 * 0.03, 0.08), ("preempted",)),
+        (used(0, 32 * 0.03, stolen=4, ticks=96), ()),
+        (used(0, 32 * 0.03, stolen=6, ticks=96), ("stolen",)),
     ],
 )
 def test_a_burst_that_others_cut_into_says_so(clock: FakeClock, after: Used, reasons: tuple[str, ...]) -> None:
-    readings = iter([Used(10, 5.0, 2.0, 7), after])
+    readings = iter([used(ticks=0 if after.machine else None), after])
     burst = measure.burst(clock.run(lambda: 1e-2), 0.03, 1, clock=clock, usage=lambda: next(readings))
     assert burst.reasons == reasons and burst.preempted is bool(reasons)
 
@@ -292,3 +305,16 @@ def test_no_time_at_all_is_an_error_and_no_crash() -> None:
     for _ in range(3):
         timing.add(Burst([0.0] * 10))
     assert timing.relative_error == np.inf
+
+
+def test_how_bursts_disagree_is_known_by_itself() -> None:
+    assert measure.burst_error([[1e-3] * 9]) is None
+    assert measure.burst_error([[1e-3] * 9, [1e-3] * 9]) == 0
+    # Normal medians of a known spread: the 95% interval of their median is 1.96 * 1.2533 / sqrt(count) of it.
+    medians = np.random.default_rng(0).normal(1e-3, 2e-5, 4000)
+    found = measure.burst_error([[median] * 3 for median in medians])
+    assert found == pytest.approx(1.96 * 1.2533 * 0.02 / 4000**0.5, rel=0.1)
+    timing = measure.Timing()
+    for median in (1e-3, 1.2e-3, 1e-3, 1.2e-3):
+        timing.add(Burst([median] * 20))
+    assert timing.burst_error == timing.relative_error > 0.1

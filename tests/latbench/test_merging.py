@@ -70,6 +70,17 @@ def test_an_interrupted_merge_leaves_no_table_that_looks_whole(
     assert tables.table_hash(out) == tables.table_hash(tmp_path / "a")
 
 
+def test_parts_of_a_merge_are_bounded_by_bytes_too(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merging, "PART_BYTES", 100_000)
+    rows = [row | {"m": m, "samples_seconds": [1e-3 + m] * 2000} for m in range(1, 21)]  # 16 kB each
+    tables.write_part(tmp_path / "a", rows)
+    merged = merging.merge([tmp_path / "a"], tmp_path / "out")
+    assert all(tables.load(part).nbytes <= 100_000 for part in merged.parts) and len(merged.parts) < 6
+    assert sorted(tables.read(tmp_path / "out")["m"]) == list(range(1, 21))
+
+
 def test_merge_makes_one_table(latbench: Any, two_tables: tuple[Path, Path], tmp_path: Path) -> None:
     ran = latbench("merge", *two_tables, "-o", tmp_path / "out")
     assert ran.code == 0 and "2 rows of 2" in ran.out

@@ -60,28 +60,35 @@ def test_the_reference_is_timed_before_the_first_burst_and_every_few() -> None:
     assert worker.prepared == 2  # a product and a sum
 
 
+def told(kept: Pace, since: float) -> tuple[float, bool]:
+    """By what factor the machine was slower than usual since then, and whether that is a slow spell."""
+    found = kept.reference(since, **BY_UNITS)
+    assert found is not None
+    return found.seconds / found.usual_seconds, found.slow_spell
+
+
 def test_a_ratio_is_of_the_readings_around_a_point() -> None:
     kept = pace(FakeWorker(1.0, 1.0, 2.0, 2.0, 2.0, 1.0), 6)
-    assert kept.ratio(2.5, **BY_UNITS)[0] == pytest.approx(2)  # at 2, 3, 4, 5: before it, and since
-    assert kept.ratio(5.0, **BY_UNITS)[0] == pytest.approx(1)
+    assert told(kept, 2.5)[0] == pytest.approx(2)  # at 2, 3, 4, 5: before it, and since
+    assert told(kept, 5.0)[0] == pytest.approx(1)
 
 
 def test_a_slow_spell_is_slower_than_the_rest_of_the_sweep() -> None:
     always = pace(FakeWorker(*[2.0] * 9), 9)
-    assert always.ratio(8.0, **BY_UNITS) == (pytest.approx(2), False)
+    assert told(always, 8.0) == (pytest.approx(2), False)
     at_last = pace(FakeWorker(*[1.0] * 7, 2.0, 2.0), 9)
-    assert at_last.ratio(7.0, **BY_UNITS) == (pytest.approx(2), True)
+    assert told(at_last, 7.0) == (pytest.approx(2), True)
 
 
 def test_a_reading_that_others_cut_into_does_not_count_beside_one_that_they_did_not() -> None:
-    assert pace(FakeWorker(1.0, 9.0, 9.0, preempted=(1, 2)), 3).ratio(0.0, **BY_UNITS)[0] == pytest.approx(1)
-    assert pace(FakeWorker(9.0, preempted=(0,)), 1).ratio(0.0, **BY_UNITS)[0] == pytest.approx(9)
+    assert told(pace(FakeWorker(1.0, 9.0, 9.0, preempted=(1, 2)), 3), 0.0)[0] == pytest.approx(1)
+    assert told(pace(FakeWorker(9.0, preempted=(0,)), 1), 0.0)[0] == pytest.approx(9)
 
 
 def test_a_reference_worker_that_dies_costs_its_reading_and_no_more() -> None:
     worker = FakeWorker(None, 1.0)
     kept = pace(worker, 1)
-    assert kept.ratio(0.0, **BY_UNITS) == (None, False)
+    assert kept.reference(0.0, **BY_UNITS) is None
     for _ in range(EVERY):
         kept.turn()
-    assert kept.ratio(0.0, **BY_UNITS)[0] == pytest.approx(1) and worker.prepared == 4
+    assert told(kept, 0.0)[0] == pytest.approx(1) and worker.prepared == 4

@@ -139,8 +139,8 @@ def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> No
     profile["dense_engine"] = HOSTILE
     files.profile.write_text(json.dumps(profile))
     read = inputs.read(files.table, **files.files)
-    read.table.loc[:, ["device", "kernel_used", "backend_version"]] = HOSTILE
-    page = html.render(read, command=["latbench", "report", HOSTILE])
+    hostile = read.table.assign(device=HOSTILE, kernel_used=HOSTILE, backend_version=HOSTILE)
+    page = html.render(replace(read, table=hostile), command=["latbench", "report", HOSTILE])
     found = Structure(page)
     assert HOSTILE in found.text
     assert len(found.scripts) == 3

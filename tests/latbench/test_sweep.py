@@ -15,6 +15,7 @@ import pytest
 from latbench import devices, sweep, tables
 from latbench.ceilings import Ceilings
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
+from latbench.pace import Reference
 from latbench.plan import Point
 from latbench.runners.local import TaskFailed, WorkerDied
 from latbench.sweep import Progress, Settings
@@ -274,7 +275,7 @@ class MadeUpPace:
     ) -> None:
         self.ceilings = Ceilings(flop_per_second, {1: 1e9}, 1.0, 1.0)
         self.turns, self.doubts, self._again = 0, 0, again
-        self._told = ratio, slow_spell
+        self._told = Reference(ratio * 3e-3, 3e-3, slow_spell)
 
     def turn(self) -> None:
         self.turns += 1
@@ -286,7 +287,7 @@ class MadeUpPace:
             self.ceilings = replace(self.ceilings, flop_per_second=self._again)
         return self.doubts == 1
 
-    def ratio(self, since: float, flop: float, size: float) -> tuple[float | None, bool]:
+    def reference(self, since: float, flop: float, size: float) -> Reference:
         assert self.turns and since > 0
         return self._told
 
@@ -303,6 +304,7 @@ def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, mon
     pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
     measure(tmp_path, point())
     row = tables.read(tmp_path).iloc[0]
+    assert (row["reference_seconds"], row["reference_usual_seconds"]) == (3.75e-3, 3e-3)
     assert row["reference_ratio"] == 1.25 and row["corrected_seconds"] == row["median_seconds"] / 1.25
     assert row["median_seconds"] == np.median(row["samples_seconds"])  # as it was measured
     assert row["roofline_seconds"] == 2e-6 and row["utilisation"] == 2e-6 / row["median_seconds"]
@@ -393,3 +395,12 @@ def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
     assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in tables.TIMED
     assert "spike" not in middle["flags"].iloc[-1]
     assert tables.timed(frame)["median_seconds"].max() < 0.005
+
+
+def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:
+    low, middle, high = curve(does.SPIKES_ONCE)
+    steps = iter([[low, high], [middle], []])
+    sweep.run(tmp_path, lambda _: next(steps), machine=sweep.Cpu(1), settings=QUICK)
+    frame = tables.read(tmp_path)
+    assert frame[frame["sparsity_target"] == 0.75].sort_values("started_at")["status"].iloc[0] == "spike"
+    assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(tables.TIMED)

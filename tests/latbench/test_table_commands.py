@@ -156,6 +156,12 @@ def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypat
     assert list(document["backends"]) == ["scipy"] and "dense" not in document["patterns"]
 
 
+def test_plan_counts_tuned_kernels_where_asked(latbench: Any, tiny: Path) -> None:
+    chosen = ("plan", "--workload", tiny, "--backends", "numba", "--json")
+    plain, tuned = (json.loads(latbench(*chosen, *more).out) for more in ((), ("--tune",)))
+    assert tuned["points"] > plain["points"] and tuned["estimated_seconds"] > plain["estimated_seconds"]
+
+
 def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, Any], tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -173,6 +179,9 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
             timed(1.0, **dense, threads=7),  # of another number of threads
             timed(2.0, m=8, **dense, backend="openvino"), timed(1.0, m=8, sparsity_target=0.9),
             timed(1.0, m=9),  # without a dense time it says nothing
+            *(timed(0.1, **dense, backend="torch", **unlike) for unlike in (
+                {"cache_mode": "warm"}, {"launch_mode": "graph"}, {"context": "network"}, {"epilogue": "none"},
+            )),  # measured in other ways
         ],
     )  # fmt: skip
     found = speedup_table(tables.read(tmp_path))

@@ -159,6 +159,15 @@ def test_a_million_samples_are_no_wait() -> None:
     assert low == pytest.approx(500_000 - 1.959964 / 2 * 1000, abs=3)
 
 
+def test_the_interval_reaches_as_far_as_bursts_disagree() -> None:
+    samples = [1e-3 + 1e-6 * step for step in range(41)]  # the median is 1.02e-3, known to 1% and less
+    alone, apart, narrow = (tables.summarise(samples, error) for error in (None, 0.25, 0.001))
+    assert (apart["low_seconds"], apart["high_seconds"]) == (1.02e-3 / 1.25, 1.02e-3 * 1.25)
+    assert {**alone, "low_seconds": 0, "high_seconds": 0} == {**apart, "low_seconds": 0, "high_seconds": 0}
+    assert narrow == alone
+    assert tables.summarise(samples[:5], 0.25)["low_seconds"] is None  # too few stay too few
+
+
 def test_too_few_samples_have_no_interval() -> None:
     summary = tables.summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert summary["low_seconds"] is None and summary["high_seconds"] is None
@@ -318,7 +327,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, 
 
 
 def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict[str, Any]) -> None:
-    compared = {"roofline_seconds": 1.8e-3, "reference_ratio": 1.25}
+    compared = {"roofline_seconds": 1.8e-3, "reference_seconds": 1.25, "reference_usual_seconds": 1.0}
     tables.write_part(tmp_path, [row | compared, row | {"m": 8}])
     first, second = (found for _, found in tables.read(tmp_path).iterrows())
     assert (first["median_seconds"], first["corrected_seconds"]) == (2e-3, 2e-3 / 1.25)
@@ -329,3 +338,23 @@ def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict
 def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
     tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
     assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]
+
+
+def test_a_table_that_grows_is_read_once(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    batches = tables.batches
+    monkeypatch.setattr(tables, "batches", lambda part, columns: read.append(part.name) or batches(part, columns))
+    growing = tables.Growing(tmp_path, ["m", "status"])
+    assert growing.frame() is None
+    first = tables.write_part(tmp_path, [row, row | {"m": 8}])
+    assert growing.frame() is growing.frame()
+    second = tables.write_part(tmp_path, [row | {"m": 9}])
+    frame = growing.frame()
+    assert frame is not None and sorted(frame["m"]) == [7, 8, 9] and list(frame.columns) == ["m", "status"]
+    assert read == [first.name, second.name]
+    Path(str(first)).unlink()
+    assert list(growing.frame()["m"]) == [9] and len(read) == 2  # type: ignore[index]
+    Path(str(second)).rename(tmp_path / "by-hand.parquet")  # may change, its name tells nothing
+    assert list(growing.frame()["m"]) == list(growing.frame()["m"]) == [9] and len(read) == 4  # type: ignore[index]

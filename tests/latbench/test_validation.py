@@ -85,7 +85,8 @@ def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict
 def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Three whole rows of one run; the second is the one that the tests damage."""
     run = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "nnz": 21, "sparsity_actual": 1 - 21 / 91}
-    run |= {"roofline_seconds": 1e-4, "reference_ratio": 1.1}
+    run |= {"roofline_seconds": 1e-4, "reference_seconds": 1.1, "reference_usual_seconds": 1.0}
+    run |= {"burst_error": 0.6}
     return [
         row
         | run
@@ -118,6 +119,24 @@ def _edited(part: Path, column: str, value: Any) -> Path:
 
 def _found(path: Path, severity: str = "corrupt") -> list[str]:
     return [f"{found.path.name}: {found.text}" for found in validation.findings(path) if found.severity == severity]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("burst_error", 0.7, "low_seconds is"),
+        ("burst_error", None, "low_seconds is"),
+        ("burst_error", -1.0, "burst_error is -1"),
+        ("reference_seconds", 1.2, "reference_ratio is 1.1, and the columns beside it"),
+        ("reference_usual_seconds", 1.1, "corrected_seconds is"),
+        ("reference_usual_seconds", None, "reference_ratio is 1.1, and what it follows from is not there"),
+        ("reference_usual_seconds", 0.0, "reference_usual_seconds is 0: no time"),
+    ],
+)
+def test_what_an_interval_and_a_correction_follow_from_is_in_the_table(
+    whole: Path, column: str, value: float | None, words: str
+) -> None:
+    assert any(words in text for text in _found(_edited(whole, column, value)))
 
 
 def test_a_whole_table_has_no_fault(whole: Path) -> None:
@@ -316,9 +335,11 @@ def test_findings_do_not_depend_on_how_a_file_is_cut(whole: Path, monkeypatch: p
 def test_a_summary_of_many_rows_is_that_of_each(rng: np.random.Generator) -> None:
     for count in (1, 2, 5, 6, 7, 50):
         samples = rng.lognormal(size=(20, count))
-        found = validation.summaries(samples)
+        errors = np.where(rng.random(20) < 0.5, np.nan, rng.random(20))
+        found = validation.summaries(samples, errors)
         for index, row_samples in enumerate(samples):
-            for name, value in tables.summarise(row_samples).items():
+            error = None if math.isnan(errors[index]) else errors[index]
+            for name, value in tables.summarise(row_samples, error).items():
                 if name != "sample_count":
                     expected = math.nan if value is None else value
                     assert found[name][index] == pytest.approx(expected, rel=1e-12, nan_ok=True)
