@@ -32,7 +32,8 @@ def prepare(point: Point, layer: Layer) -> Engine:
     copies = copies_for(layer.weight.nbytes, MOST_SESSIONS)
     if copies > 1:
         _share_threads(point.threads)
-    calls = [_call(_session(model, point.threads, shared=copies > 1), layer.x) for _ in range(copies)]
+    shared = _share_threads.cache_info().currsize > 0  # for this layer, or for one before it
+    calls = [_call(_session(model, point.threads, shared), layer.x) for _ in range(copies)]
     name = "Conv" if isinstance(point.shape, Conv2dShape) else "Gemm"
     return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
 

@@ -52,6 +52,24 @@ def point(
 DENSE = [("torch", 0), ("torch", 1), ("torch", 2), ("onnxruntime", 0), ("openvino", 0), ("numba", 0)]
 
 
+def test_onnxruntime_runs_a_layer_that_needs_no_copies_after_one_that_does() -> None:
+    code = """
+from latbench import backends
+from latbench.backends import onnxruntime
+from latbench.plan import Point
+from sparse_kernels.patterns import Dense
+from sparse_kernels.shapes import LinearShape
+
+for sessions in (2, 1):
+    onnxruntime.MOST_SESSIONS = sessions
+    point = Point("cpu", "onnxruntime", "auto", LinearShape(17, 13, 5), Dense(), 0.0, threads=2)
+    engine = onnxruntime.prepare(point, backends.synthetic_layer(point))
+    print(len(engine.calls), *engine.output(engine.calls[0]()).shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["2 5 17", "1 5 17"], done.stderr
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("backend", "position"), DENSE)
 def test_every_engine_runs_dense_layers_and_is_right(backend: str, position: int, shape: Shape) -> None:

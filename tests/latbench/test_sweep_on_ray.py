@@ -36,11 +36,14 @@ QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 def cluster() -> Iterator[Any]:
     """A head without processors, three nodes with an A100 that is none, and a node without a GPU.
 
-    Each has a cache folder, and so a lock, of its own: on one machine they are to measure at the same time.
+    Each has a cache folder, by which node_tasks.py tells them apart, and locks of its own: on one machine, too, they
+    are to measure at the same time.
     """
     # Sockets of Ray lie below this folder, and their names may be 107 bytes long.
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    (folder / "ray").mkdir()  # where Ray notes a cluster's address, and takes for granted that it can
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONWARNINGS", "ignore")  # of Ray's own processes
         from ray.cluster_utils import Cluster
@@ -53,7 +56,7 @@ def cluster() -> Iterator[Any]:
             found.a100s = [
                 found.add_node(
                     num_cpus=1,
-                    env_vars={"XDG_CACHE_HOME": str(folder / str(number))},
+                    env_vars=dict.fromkeys(("XDG_CACHE_HOME", "LATBENCH_LOCKS"), str(folder / str(number))),
                     **(gpu if number < 3 else {}),
                     **small,
                 )
