@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from search.verify import BUSY
+
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "build/demo"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
@@ -41,8 +43,9 @@ def demo() -> None:
 
 def check_summary(folder: Path, target: float, least_score: float) -> None:
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["target"] == target
-    assert summary["met"] and summary["measured_speedup"] >= target
+    assert summary["target"] == target and summary["met"] == (summary["measured_speedup"] >= target)
+    # A promise may be missed where the machine is slower than it was in the search, which verify says then.
+    assert summary["met"] or json.loads((folder / "verify/verify.json").read_text())["slowdown"] > BUSY
     assert summary["predicted_low"] <= summary["predicted_seconds"] <= summary["predicted_high"]
     assert summary["score_pruned"] >= least_score
 
