@@ -2,7 +2,8 @@
 
 On a CPU, in traced parts, attention without a mask is swapped for `nn.attention`: torch's may take as long as all
 layers.
-Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`).
+Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`), and
+between sparse convolutions images stay in frames (`framing`).
 
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
 cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it
@@ -25,6 +26,8 @@ from torch import fx, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
+from sparse_kernels.framing import keep_frames
+from sparse_kernels.graphs import activation, called_once, element_wise, erase, only_user, tidy
 from sparse_kernels.nn import (
     GPU_BACKENDS,
     SparseConv2d,
@@ -41,15 +44,6 @@ from sparse_kernels.tiles import OnTiles
 # add in another order move some in every layer.
 FOLDED, CONVERTED = 1e-4, 1e-2
 CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that roundings may change
-
-_ELEMENT_WISE_MODULES = (
-    nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU, nn.Mish, nn.ReLU, nn.ReLU6,
-    nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh,
-)  # fmt: skip
-_ELEMENT_WISE_FUNCTIONS = (
-    F.elu, F.gelu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu, F.relu6, F.selu, F.silu,
-    F.sigmoid, F.softplus, F.tanh, torch.relu, torch.sigmoid, torch.tanh,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -304,16 +298,16 @@ def _same(a: Any, b: Any, tolerance: float) -> bool:
 def _fold_norms(traced: fx.GraphModule) -> None:
     """Fold each BatchNorm that is the only reader of a Linear or Conv2d into that layer, in place."""
     modules = dict(traced.named_modules())
-    norms = _called_once(traced, modules, nn.BatchNorm1d | nn.BatchNorm2d)
-    for node in _called_once(traced, modules, nn.Linear | nn.Conv2d):
-        norm = _only_user(node)
+    norms = called_once(traced, modules, nn.BatchNorm1d | nn.BatchNorm2d)
+    for node in called_once(traced, modules, nn.Linear | nn.Conv2d):
+        norm = only_user(node)
         if norm not in norms:
             continue
         name, layer = str(node.target), modules[str(node.target)]
         fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval
         traced.set_submodule(name, fuse(layer, modules[str(norm.target)]))
-        _erase(traced, norm, node)
-    _tidy(traced)
+        erase(traced, norm, node)
+    tidy(traced)
 
 
 def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, tune: bool) -> dict[str, nn.Module]:
@@ -323,13 +317,13 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, t
     """
     modules = dict(traced.named_modules(remove_duplicate=False))
     called = {modules[str(node.target)] for node in traced.graph.nodes if node.op == "call_module"}
-    once = _called_once(traced, modules, nn.Linear | nn.Conv2d)
+    once = called_once(traced, modules, nn.Linear | nn.Conv2d)
     activations: dict[nn.Module, str] = {}
     for node in once:
-        reader = _only_user(node)
-        if node.target in choices and reader is not None and (kind := _activation(reader, modules)) is not None:
+        reader = only_user(node)
+        if node.target in choices and reader is not None and (kind := activation(reader, modules)) is not None:
             activations[modules[str(node.target)]] = kind
-            _erase(traced, reader, node)
+            erase(traced, reader, node)
     swapped: dict[str, nn.Module] = {}
     sparse: dict[nn.Module, nn.Module] = {}
     for name, choice in choices.items():
@@ -347,7 +341,8 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, t
     if choices and backend == "numba":
         _swap_attention(traced)
         _keep_tiles(traced)
-    _tidy(traced)
+        keep_frames(traced)
+    tidy(traced)
     return swapped
 
 
@@ -365,11 +360,11 @@ def _swap_attention(traced: fx.GraphModule) -> None:
 def _keep_tiles(traced: fx.GraphModule) -> None:
     """Let tokens stay in tiles from one sparse layer to the next, and what is element-wise between run there."""
     modules = dict(traced.named_modules())
-    for node in _called_once(traced, modules, SparseLinear):
-        between, reader = [], _only_user(node)
-        while reader is not None and _element_wise(reader, modules):
+    for node in called_once(traced, modules, SparseLinear):
+        between, reader = [], only_user(node)
+        while reader is not None and element_wise(reader, modules):
             between.append(reader)
-            reader = _only_user(reader)
+            reader = only_user(reader)
         last = between[-1] if between else node
         if reader is None or reader.op != "call_module" or reader.args != (last,) or reader.kwargs.keys() - {"keep"}:
             continue
@@ -378,16 +373,6 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
             node.update_kwarg("keep", True)
             for each in between:
                 _let_take_tiles(traced, each, modules)
-
-
-def _element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node changes the elements of its first argument, one by one and alike, and takes no other tensor."""
-    values = [*node.args[1:], *node.kwargs.values()]
-    if len(node.args) == 0 or any(isinstance(value, fx.Node) for value in values):
-        return False
-    if node.op == "call_module":
-        return isinstance(modules[str(node.target)], _ELEMENT_WISE_MODULES)
-    return node.op == "call_function" and node.target in _ELEMENT_WISE_FUNCTIONS
 
 
 def _let_take_tiles(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
@@ -407,38 +392,3 @@ def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: 
         )  # fmt: skip
     assert isinstance(module, nn.Conv2d)
     return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
-
-
-def _called_once(traced: fx.GraphModule, modules: dict[str, nn.Module], kind: Any) -> list[fx.Node]:
-    """The nodes that call a module of this kind which nothing else in the graph calls."""
-    nodes = [node for node in traced.graph.nodes if node.op == "call_module"]
-    calls = Counter(node.target for node in nodes)
-    return [node for node in nodes if calls[node.target] == 1 and isinstance(modules[node.target], kind)]
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
-
-
-def _activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
-    """The name of the activation that this node is, if a kernel can run it in its epilogue."""
-    if node.op == "call_module":
-        module = modules[str(node.target)]
-        if isinstance(module, nn.ReLU):
-            return "relu"
-        return "gelu" if isinstance(module, nn.GELU) and module.approximate == "none" else None
-    if node.target in (F.relu, torch.relu, torch.relu_, "relu", "relu_"):
-        return "relu"
-    return "gelu" if node.target is F.gelu and node.kwargs.get("approximate", "none") == "none" else None
-
-
-def _erase(traced: fx.GraphModule, node: fx.Node, source: fx.Node) -> None:
-    """Drop `node`; who read it reads `source`."""
-    node.replace_all_uses_with(source)
-    traced.graph.erase_node(node)
-
-
-def _tidy(traced: fx.GraphModule) -> None:
-    traced.delete_all_unused_submodules()
-    traced.graph.lint()
-    traced.recompile()

@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,10 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparse_kernels import prepare, prepare_conv2d
+from sparse_kernels.cpu import threads
+from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.formats import Packed, pack
+from sparse_kernels.framed import finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
@@ -60,8 +62,6 @@ FEW_TOKENS, MANY_TOKENS = 16, 64
 
 # What a layer's class must not have changed for a sparse one to take its place.
 _COMPUTING = ("__call__", "forward", "_conv_forward")
-
-_NUMBA_THREADS: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
@@ -106,13 +106,6 @@ def refuses(module: nn.Module) -> str | None:
     if module.padding == "same" and any(odd_reach):
         return "padding 'same' around an even kernel is asymmetric: no sparse kernel has that"
     return None
-
-
-def _use_torchs_threads() -> None:
-    """As many of Numba's threads as torch uses: both count for the thread of the caller."""
-    wanted = min(torch.get_num_threads(), _NUMBA_THREADS)
-    if numba.get_num_threads() != wanted:
-        numba.set_num_threads(wanted)
 
 
 def machine_of(device: torch.device) -> Machine:
@@ -223,7 +216,7 @@ class _Sparse(nn.Module):
             x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
             result: Tensor = ready.plan(x, ready.bias, self.activation)
             return result
-        _use_torchs_threads()
+        threads.use(torch.get_num_threads())
         y = x.new_empty(tuple(y_shape))
         x = x.detach() if x.requires_grad else x
         ready.plan(x.numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
@@ -319,7 +312,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     q, k, v = (t.detach() if t.stride(-1) == 1 else t.detach().clone(memory_format=form) for t in (q, k, v))
     batch, heads, n, _ = q.shape
     y = q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
-    _use_torchs_threads()
+    threads.use(torch.get_num_threads())
     attention(q.numpy(), k.numpy(), v.numpy(), y.numpy(), scale)
     return y
 
@@ -423,7 +416,7 @@ class SparseLinear(_Sparse):
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
         if self.tune:
-            _use_torchs_threads()  # a tuned plan is for as many
+            threads.use(torch.get_num_threads())  # a tuned plan is for as many
         elif n > FEW_TOKENS:
             n = max(n, MANY_TOKENS)
         layout = layouts[x.ndim, len(y_shape)]
@@ -473,26 +466,67 @@ class SparseConv2d(_Sparse):
             dilation=dilation,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew."""
-        x = self._accepted(x)
+    def forward(
+        self,
+        x: Tensor | Framed,
+        margin: int | None = None,
+        added: Tensor | Framed | None = None,
+        then: str | None = None,
+    ) -> Tensor | Framed:
+        """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew.
+
+        added: what is added to the result, and `then` the activation of the sum. margin: the result may stay in
+        frames of this margin, for others that know them. See `framing`, which asks for them.
+        """
+        if isinstance(x, Framed) and self.backend == "numba":
+            places = x.places
+            shape = self._shape(places.batch, places.channels, places.h, places.w)
+            return self._over_frames(x.array, places, shape, margin, added, then)
+        x = self._accepted(plain(x))
         if x.ndim == 3:
-            return self.forward(x[None])[0]
+            return finished(plain(self.forward(x[None]))[0], added, then)
         if x.ndim != 4:
             raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(x.shape)}")
-        batch, c_in, h, w = x.shape
-        shape = self._shape(batch, c_in, h, w)
-        if shape.k != self.shape[1]:
-            raise ValueError(f"this layer takes {self.shape[1] // (shape.kh * shape.kw)} channels, not {c_in}")
+        shape = self._shape(*x.shape)
         if self._on_gpu:
-            y_shape = (self.shape[0], shape.out_h, shape.out_w, batch)
-            return self._product(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
-        return self._product(x.contiguous(), (batch, self.shape[0], shape.out_h, shape.out_w))
+            y_shape = (self.shape[0], shape.out_h, shape.out_w, shape.batch)
+            y = self._product(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
+            return finished(y, added, then)
+        x = x.contiguous()
+        if margin is not None and framable(x):
+            return self._over_frames(x.detach().numpy(), Places(*x.shape), shape, margin, added, then)
+        return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
+
+    def _over_frames(
+        self,
+        x: np.ndarray,
+        x_places: Places,
+        shape: Conv2dShape,
+        margin: int | None,
+        added: Tensor | Framed | None,
+        then: str | None,
+    ) -> Tensor | Framed:
+        """The result for x at these places: in frames of this margin, or as torch has it."""
+        like_x = torch.empty(1).expand(x_places.batch, x_places.channels, x_places.h, x_places.w)
+        ready = self._prepared(like_x, ())
+        threads.use(torch.get_num_threads())
+        y_places = ready.plan.y_places(x_places.batch, margin)
+        y = torch.empty(shape.batch, shape.c_out, shape.out_h, shape.out_w) if margin is None else Framed(y_places)
+        to = y.array if isinstance(y, Framed) else y.numpy().reshape(-1)
+        fits = isinstance(added, Framed) and added.places == y_places and ready.plan.adds(x_places, y_places)
+        if fits and self.activation is None:
+            ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, then, to, y_places, added.array)
+            return y
+        ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, self.activation, to, y_places)
+        return finished(y, added, then)
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:
-        return Conv2dShape(
+        shape = Conv2dShape(
             batch, c_in, h, w, self.shape[0], *self.kernel_size, self.stride, self.padding, self.dilation
         )
+        if shape.k != self.shape[1]:
+            raise ValueError(f"this layer takes {self.shape[1] // (shape.kh * shape.kw)} channels, not {c_in}")
+        return shape
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         # On a GPU the batch comes last. A plan takes any.

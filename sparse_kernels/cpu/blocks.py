@@ -106,7 +106,7 @@ def kernel(
     """
     version = VERSION
     fuse = int(fused)
-    unfinished = PARTIAL
+    unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
     x_copied, x_tile = x_layout == COPIED, TILE * lanes
@@ -176,6 +176,7 @@ def kernel(
                                 vectors,
                                 lanes,
                                 fuse,
+                                unframed,
                                 version,
                                 together,
                                 values.ctypes.data + table[panel, 0] * 4,
@@ -187,6 +188,8 @@ def kernel(
                                 y_here,
                                 stride,
                                 y_starts_at + (y_first + v) * 8,
+                                unframed,
+                                unframed,
                                 row_ids.ctypes.data + panel * rows * 4,
                                 bias_at,
                                 activation,

@@ -6,6 +6,9 @@ element offset from the position: channel and tap together. Where positions star
 in place   1x1, stride 1, no padding: x and y as they lie, each image a run of positions
 row by row images re-laid (`images`), a vector never leaves a row of the output: it is stored to y directly
 flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
+
+x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place, and
+writes y directly: flat ones write zeros where a vector runs over the end of a row.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu import images, rows, single
 from sparse_kernels.cpu.call import arguments
+from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, single_rows
@@ -26,7 +30,7 @@ from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, columns
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import Array
+from sparse_kernels.plan import ACTIVATIONS, Array
 from sparse_kernels.shapes import Conv2dShape
 
 # What it costs to collect valid positions afterwards, and to compute with vectors of half the width where the unit
@@ -44,11 +48,10 @@ REMEMBERED = 8
 class Positions(Vectors):
     """The vectors of positions.
 
-    image, pitch: of the flat y that is collected afterwards; 0 where y is written directly.
+    flat: (image, pitch) of the flat y that is collected afterwards; None where y is written directly.
     """
 
-    image: int = 0
-    pitch: int = 0
+    flat: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Conv2dPlan:
     kernel: str
     layout: str
     _pool: Pool = field(default_factory=Pool)
-    _placed: dict[int, Placed] = field(default_factory=dict)
+    _placed: dict[tuple[int, int | None, int | None], Placed] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -91,61 +94,112 @@ class Conv2dPlan:
         s = self.shape
         y_shape = (None, s.c_out, s.out_h, s.out_w)
         x, y, bias, code = arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
-        batch = x.shape[0]
-        if batch == 0:
-            return y
-        # A few images at a time, so that what one step writes is in the cache when the next one reads it.
-        threads = numba.get_num_threads()
-        rounds = -(-batch * (s.c_in * s.h * s.w + s.c_out * s.out_h * s.out_w) // IMAGES_CACHED)
-        step = -(-batch // (rounds * threads)) * threads
-        with exclusive():
-            for first in range(0, batch, step):
-                self._run(x[first : first + step], bias, code, y[first : first + step])
+        if y.size:
+            batch = x.shape[0]
+            self._run(x.reshape(-1), self.x_places(batch), bias, code, y.reshape(-1), self.y_places(batch))
         return y
+
+    def x_places(self, batch: int, margin: int | None = None) -> Places:
+        """Where such a batch's x lies, in frames of this margin or as torch has it."""
+        return Places(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
+
+    def y_places(self, batch: int, margin: int | None = None) -> Places:
+        """Where its y lies."""
+        return Places(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
+
+    def adds(self, x: Places, y: Places) -> bool:
+        """Whether `framed` can add something to y on the way: where it writes y, which is in frames, directly."""
+        return y.margin is not None and self._known(x, y).at.flat is None
+
+    def framed(
+        self,
+        x: Array,
+        x_places: Places,
+        bias: Array | None,
+        activation: str | None,
+        y: Array,
+        y_places: Places,
+        added: Array | None = None,
+    ) -> None:
+        """y = activation(convolution of x + bias + added), images lying where the places say, in flat arrays.
+
+        x_places and y_places are this plan's for the same batch. added lies as y does; only where it `adds`.
+        """
+        bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
+        self._run(x, x_places, bias, ACTIVATIONS.index(activation), y, y_places, added)
 
     def copy(self) -> Conv2dPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={})
 
-    def _run(self, x: Array, bias: Array, activation: int, y: Array) -> None:
-        batch = x.shape[0]
-        placed = self._placed.get(batch)
-        if placed is None:
-            for oldest in list(self._placed)[: 1 - REMEMBERED]:
-                self._placed.pop(oldest, None)
-            placed = self._placed[batch] = self._place(replace(self.shape, batch=batch))
+    def _run(
+        self, x: Array, x_at: Places, bias: Array, activation: int, y: Array, y_at: Places, added: Array | None = None
+    ) -> None:
+        # A few images at a time, so that what one step writes is in the cache when the next one reads it.
+        batch, threads = x_at.batch, numba.get_num_threads()
+        rounds = -(-batch * (x_at.image + y_at.image) // IMAGES_CACHED)
+        step = -(-batch // (rounds * threads)) * threads
+        if reads_frames(self.shape, x_at.margin):
+            step = batch
+        with exclusive():
+            for first in range(0, batch, step):
+                some = min(step, batch - first)
+                rest = y[first * y_at.image :], y_at.of_batch(some), added
+                self._run_some(x[first * x_at.image :], x_at.of_batch(some), bias, activation, *rest)
+
+    def _run_some(
+        self, x: Array, x_at: Places, bias: Array, activation: int, y: Array, y_at: Places, added: Array | None
+    ) -> None:
+        batch, c_out = x_at.batch, self.shape.c_out
+        placed = self._known(x_at, y_at)
         where, at = placed.where, placed.at
         threads = numba.get_num_threads()
-        fill, collect = images.kernels(self.target.lanes)
+        lay_out = images.lay_out(self.target.lanes)
         source, result = x, y
         if where is not None:
             source = self._pool.take(where.size, batch)
-            fill(x, source, where.phases, where.plane, where.image, where.pitch, *self.shape.padding, threads)
-        if at.pitch:
-            result = self._pool.take(self.shape.c_out * at.y_stride, -batch)
-        x, flat_y, fused = source.reshape(-1), result.reshape(-1), self.target.fused
-        weights, offsets, vectors = placed.weights, placed.offsets, self.tile[1]
+            shape = (batch, x_at.channels, x_at.h, x_at.w)
+            steps = (where.image, where.plane, where.pitch, self.shape.c_in * where.plane)
+            padding = self.shape.padding
+            lay_out(x[x_at.first :], images.steps(x_at), source, steps, where.phases, padding, shape, threads)
+        if at.flat is not None:
+            result = self._pool.take(c_out * at.y_stride, -batch)
+        fused, weights, offsets, vectors = self.target.fused, placed.weights, placed.offsets, self.tile[1]
         if isinstance(weights, SingleRows):
-            single.multiply_gathered(weights, fused, at, x, offsets, flat_y, bias, activation, self._pool)
+            single.multiply_gathered(
+                weights, fused, at, source, offsets, result, bias, activation, self._pool, added=added
+            )
         else:
-            rows.multiply(weights, vectors, fused, at, x, flat_y, bias, activation, placed.columns)
-        if at.pitch:
-            collect(result, at.y_stride, at.image, at.pitch, y, threads)
+            rows.multiply(weights, vectors, fused, at, source, result, bias, activation, placed.columns, added=added)
+        if at.flat is not None:
+            shape = (batch, c_out, y_at.h, y_at.w)
+            steps, y_steps = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
+            lay_out(result, steps, y[y_at.first :], y_steps, images.ONE_PHASE, (0, 0), shape, threads)
             self._pool.give_back(result, -batch)
         if where is not None:
             self._pool.give_back(source, batch)
 
-    def _place(self, shape: Conv2dShape) -> Placed:
+    def _known(self, x: Places, y: Places) -> Placed:
+        key = x.batch, x.margin, y.margin
+        placed = self._placed.get(key)
+        if placed is None:
+            for oldest in list(self._placed)[: 1 - REMEMBERED]:
+                self._placed.pop(oldest, None)
+            placed = self._placed[key] = self._place(replace(self.shape, batch=x.batch), x, y)
+        return placed
+
+    def _place(self, shape: Conv2dShape, x: Places, y: Places) -> Placed:
         """Everything for this shape's batch."""
-        if in_place(shape, self.target):
-            where = None
+        where, channels = None, shape.c_in
+        if reads_frames(shape, x.margin):
+            offsets = in_frames(shape, x)
+        elif x.margin is None and y.margin is None and in_place(shape, self.target):
             offsets = columns(shape.c_in, shape.h * shape.w)
-            channels = shape.c_in
         else:
             where = images.layout(shape, self.target.lanes)
             offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
             channels = shape.c_in * (int(where.phases.max()) + 1)
-        at = positions(shape, self.target, not isinstance(self.panels, SingleRows))
+        at = positions(shape, self.target, not isinstance(self.panels, SingleRows), x.margin, y.margin)
         weights = self.panels if isinstance(self.panels, SingleRows) else self.panels.placed(offsets)
         return Placed(weights, offsets, where, at, channels)
 
@@ -176,45 +230,84 @@ def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
 
 
 def in_place(shape: Conv2dShape, target: Target) -> bool:
-    """Whether x can be read as it lies: no tap but one, no padding, and room for a vector in an image."""
+    """Whether x and y without frames stay as they lie: one tap, no padding, and room for a vector in an image."""
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
     return unpadded and target.lanes <= shape.h * shape.w < 2**31 // shape.c_in
 
 
+def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
+    """Whether x in frames of this margin is read as it lies: the output is as large as the input, step by step."""
+    if margin is None or max(shape.padding) > margin:
+        return False
+    return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
+
+
+def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
+    """The offsets of columns, by channel, then tap, from an output's position to what it reads of x in frames."""
+    down = np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
+    right = np.arange(shape.kw) * shape.dilation[1] - shape.padding[1]
+    offsets = np.arange(shape.c_in)[:, None, None] * x.channel + down[:, None] * x.row + right
+    if int(offsets.max()) >= 2**31:
+        raise ValueError(f"images are too large for this convolution: {shape}")
+    return offsets.ravel().astype(np.int32)
+
+
 @lru_cache(maxsize=256)
-def positions(shape: Conv2dShape, target: Target, halves: bool = True) -> Positions:
-    """The cheapest vectors that cover all output positions; halves: of half the width too, where that pays."""
+def positions(
+    shape: Conv2dShape,
+    target: Target,
+    halves: bool = True,
+    x_margin: int | None = None,
+    y_margin: int | None = None,
+) -> Positions:
+    """The cheapest vectors that cover all output positions; halves: of half the width too, where that pays.
+
+    x_margin, y_margin: of the frames that x and y lie in; None for none.
+    """
     widths = (target.lanes, target.lanes // 2) if target.halves and halves else (target.lanes,)
-    choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target)]
+    choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target, x_margin, y_margin)]
 
     def cost(at: Positions) -> float:
-        collected = COLLECTING if at.pitch else 1.0
+        collected = 1.0 if at.flat is None else COLLECTING
         return at.x_starts.size * at.lanes * collected * (HALF_WIDTH if at.lanes < target.lanes else 1.0)
 
     return min(choices, key=cost)
 
 
-def _coverings(shape: Conv2dShape, lanes: int, target: Target) -> list[Positions]:
+def _coverings(
+    shape: Conv2dShape, lanes: int, target: Target, x_margin: int | None, y_margin: int | None
+) -> list[Positions]:
     """The ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]
-    size = shape.out_h * shape.out_w
-    if in_place(shape, target):
+    y = Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
+    if x_margin is None and y_margin is None and in_place(shape, target):
+        size = shape.out_h * shape.out_w
         run = _run(size, lanes)
-        x_starts, y_starts = _flat(b * shape.c_in * size + run), _flat(b * shape.c_out * size + run)
-        return [Positions(lanes, x_starts, 1, y_starts, size)]
-    where = images.layout(shape, target.lanes)
-    length = (shape.out_h - 1) * where.pitch + shape.out_w
+        return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
+    if x_framed := reads_frames(shape, x_margin):
+        x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
+        x_first, x_image, pitch = x.first, x.image, x.row
+    else:
+        where = images.layout(shape, target.lanes)
+        x_first, x_image, pitch = 0, where.image, where.pitch
+    length = (shape.out_h - 1) * pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
-    image = vectors.size * lanes
-    x_starts, y_starts = _flat(b * where.image + vectors), _flat(b * image + vectors)
-    flat = Positions(lanes, x_starts, 1, y_starts, shape.batch * image, image=image, pitch=where.pitch)
+    x_starts = _flat(x_first + b * x_image + vectors)
+    if x_framed and x_margin == y_margin:
+        row, column = np.divmod(vectors[:, None] + np.arange(lanes), pitch)
+        bits = ((row < shape.out_h) & (column < shape.out_w)) << np.arange(lanes)
+        keep = np.tile(bits.sum(axis=1), shape.batch)
+        flat = Positions(lanes, x_starts, 1, _flat(y.first + b * y.image + vectors), y.channel, keep)
+    else:
+        image = vectors.size * lanes
+        flat = Positions(lanes, x_starts, 1, _flat(b * image + vectors), shape.batch * image, flat=(image, pitch))
     if shape.out_w < lanes:
         return [flat]
-    i = np.arange(shape.out_h)[:, None]
-    run = _run(shape.out_w, lanes)
-    x_starts = (b[:, :, None] * where.image + i * where.pitch + run).ravel()
-    y_starts = (b[:, :, None] * (shape.c_out * size) + i * shape.out_w + run).ravel()
-    return [flat, Positions(lanes, x_starts.astype(np.int64), 1, y_starts.astype(np.int64), size)]
+    b, i, run = b[:, :, None], np.arange(shape.out_h)[:, None], _run(shape.out_w, lanes)
+    x_starts = _flat(x_first + b * x_image + i * pitch + run)
+    y_starts = _flat(y.first + b * y.image + i * y.row + run)
+    keep_all = None if y_margin is None else np.full(x_starts.size, -1)
+    return [flat, Positions(lanes, x_starts, 1, y_starts, y.channel, keep_all)]
 
 
 def _run(length: int, lanes: int) -> NDArray[np.int64]:

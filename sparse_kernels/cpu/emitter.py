@@ -111,6 +111,12 @@ class Emitter:
         numbers = ir.Constant(ir.VectorType(I64, self.lanes), list(range(self.lanes)))
         return self.builder.icmp_signed("<", numbers, self.splat(count))
 
+    def kept(self, value: ir.Value, bits: ir.Value) -> ir.Value:
+        """The lanes of a vector whose bits (int64, lane 0 lowest) are set; 0 in the others."""
+        bits = self.builder.trunc(bits, ir.IntType(self.lanes))
+        mask = self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), self.lanes))
+        return self.builder.select(mask, value, ir.Constant(self.vector, None))
+
     def load_masked(self, at: ir.Value, v: int, mask: ir.Value) -> ir.Value:
         """Vector v, 0 in lanes where the mask is False: they are not read."""
         pointer = self.at_vector(at, v)

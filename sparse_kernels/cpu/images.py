@@ -7,7 +7,7 @@ the output. Rows of a phase follow each other with a pitch, images with a pitch 
 (image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
 
 The buffer is (phases, c_in, plane), plane = all images of one channel in one phase. The zeros are written once, when
-the buffer is made: filling writes only what x holds.
+the buffer is made: laying out writes only what x holds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+import numba
 import numpy as np
 from numba import njit, prange
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run
 from sparse_kernels.cpu.target import VERSION
+from sparse_kernels.plan import Array
 from sparse_kernels.shapes import Conv2dShape
+
+ONE_PHASE = np.zeros((1, 1), np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,60 +93,68 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 
 
 @cache
-def kernels(lanes: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(fill, collect), copying vectors of `lanes`."""
+def lay_out(lanes: int) -> Callable[..., None]:
+    """The compiled copy of images from one layout to another, vectors of `lanes` at a time.
+
+    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), parts): x and y flat; x_steps: from
+    an image, a channel, a row to the next; y_steps: these and from a phase to the next; phases (stride_h, stride_w).
+    Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
+    """
     version = VERSION
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def fill(x, buffer, phases, plane, image, pitch, padding_h, padding_w, parts):  # type: ignore[no-untyped-def]
-        """Write x (batch, c_in, h, w) into a buffer of this layout, whose other elements are zero."""
-        batch, c_in, h, w = x.shape
+    def copy(x, x_steps, y, y_steps, phases, padding, shape, parts):  # type: ignore[no-untyped-def]
+        batch, channels, h, w = shape
         stride_h, stride_w = phases.shape
-        flat = x.reshape(-1)
-        x_at, buffer_at = x.ctypes.data, buffer.ctypes.data
+        x_at, y_at = x.ctypes.data, y.ctypes.data
         for part in prange(parts):
             # Rows of all images are shared, as the positions are when they are computed.
             begin, end = batch * h * part // parts, batch * h * (part + 1) // parts
             for b in range(begin // h, (end + h - 1) // h):
                 first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
-                for c in range(c_in):
-                    source, image_at = (b * c_in + c) * h * w, c * plane + b * image
+                for c in range(channels):
+                    source, target = b * x_steps[0] + c * x_steps[1], b * y_steps[0] + c * y_steps[1]
                     for phase_w in range(stride_w):
-                        first = (phase_w - padding_w) % stride_w
-                        column, count = (first + padding_w) // stride_w, (w - first + stride_w - 1) // stride_w
+                        first = (phase_w - padding[1]) % stride_w
+                        column, count = (first + padding[1]) // stride_w, (w - first + stride_w - 1) // stride_w
                         for phase_h in range(stride_h):
                             number = phases[phase_h, phase_w]
                             if number < 0:
                                 continue
-                            start = first_row + (phase_h - padding_h - first_row) % stride_h
-                            row = (start + padding_h) // stride_h
-                            here = source + start * w + first
-                            there = image_at + number * c_in * plane + row * pitch + column
+                            start = first_row + (phase_h - padding[0] - first_row) % stride_h
+                            row = (start + padding[0]) // stride_h
+                            here = source + start * x_steps[2] + first
+                            there = target + number * y_steps[3] + row * y_steps[2] + column
                             for _ in range(start, stop_row, stride_h):
                                 if stride_w == 1:
-                                    copy_run(lanes, version, x_at + here * 4, buffer_at + there * 4, count)
+                                    copy_run(lanes, version, x_at + here * 4, y_at + there * 4, count)
                                 elif stride_w == 2:
-                                    copy_every_other(lanes, version, x_at + here * 4, buffer_at + there * 4, count)
+                                    copy_every_other(lanes, version, x_at + here * 4, y_at + there * 4, count)
                                 else:
                                     for j in range(count):
-                                        buffer[there + j] = flat[here + j * stride_w]
-                                here += stride_h * w
-                                there += pitch
+                                        y[there + j] = x[here + j * stride_w]
+                                here += stride_h * x_steps[2]
+                                there += y_steps[2]
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def collect(flat, stride, image, pitch, y, parts):  # type: ignore[no-untyped-def]
-        """y (batch, c_out, out_h, out_w) from its valid positions; row c of flat is at c * stride."""
-        batch, c_out, out_h, out_w = y.shape
-        flat_at, y_at = flat.ctypes.data, y.ctypes.data
-        for part in prange(parts):
-            begin, end = batch * out_h * part // parts, batch * out_h * (part + 1) // parts
-            for b in range(begin // out_h, (end + out_h - 1) // out_h):
-                first_row, stop_row = max(begin - b * out_h, 0), min(end - b * out_h, out_h)
-                for c in range(c_out):
-                    source, target = c * stride + b * image, (b * c_out + c) * out_h * out_w
-                    for i in range(first_row, stop_row):
-                        copy_run(
-                            lanes, version, flat_at + (source + i * pitch) * 4, y_at + (target + i * out_w) * 4, out_w
-                        )
+    return copy
 
-    return fill, collect
+
+def copy(lanes: int, x: Array, x_places: Places, y: Array, y_places: Places) -> None:
+    """Copy images from flat x to flat y, each lying as its places say; frames of y stay as they are."""
+    shape = x_places.batch, x_places.channels, x_places.h, x_places.w
+    run, threads = lay_out(lanes), numba.get_num_threads()
+    run(
+        x[x_places.first :],
+        steps(x_places),
+        y[y_places.first :],
+        (*steps(y_places), 0),
+        ONE_PHASE,
+        (0, 0),
+        shape,
+        threads,
+    )
+
+
+def steps(places: Places) -> tuple[int, int, int]:
+    """Elements from an image, a channel, a row to the next."""
+    return places.image, places.channel, places.row

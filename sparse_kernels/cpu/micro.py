@@ -124,6 +124,7 @@ def row_tile(
     vectors: Any,
     lanes: Any,
     fused: Any,
+    framed: Any,
     version: Any,
     width: Any,
     values: Any,
@@ -135,6 +136,8 @@ def row_tile(
     y: Any,
     y_stride: Any,
     y_starts: Any,
+    keep: Any,
+    added: Any,
     row_ids: Any,
     bias: Any,
     activation: Any,
@@ -144,13 +147,16 @@ def row_tile(
     The element of x is x_starts[v] + offsets[c] * x_scale + i, for lane i of vector v. width: how many vectors there
     are, `vectors` or 1. values: float32 (count, rows); offsets: int32 (count); x_starts, y_starts: int64 (width),
     where each vector lies, in elements; row_ids: int32 (rows), a negative one is not written.
+
+    framed = 1: `added`, which lies as y does, is added to the sums (unless it is the address 0), and zero is written
+    to the lanes whose bits in keep (int64 (width)) are not set. framed = 0: both are not looked at.
     """
-    signature = types.void(*(rows, vectors, lanes, fused, version), *([types.intp] * 13))
+    signature = types.void(*(rows, vectors, lanes, fused, framed, version), *([types.intp] * 15))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_rows, n_vectors, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:5])
-        width, values, offsets, count, x, x_scale, x_starts, *args = args[5:]
-        y, y_stride, y_starts, row_ids, bias, activation = args
+        n_rows, n_vectors, n_lanes, fuse, frames, _ = (int(literal.literal_value) for literal in signature.args[:6])
+        width, values, offsets, count, x, x_scale, x_starts, *args = args[6:]
+        y, y_stride, y_starts, keep, added, row_ids, bias, activation = args
         emit = Emitter(builder, n_lanes, bool(fuse))
 
         def tile(n_vectors: int) -> None:
@@ -190,16 +196,26 @@ def row_tile(
             known = [builder.select(exists, row, emit.integer(0)) for exists, row in zip(written, ids, strict=True)]
             bias_pointer = emit.pointer(bias)
 
+            def places(r: int, array: ir.Value) -> list[ir.Value]:
+                row = builder.mul(known[r], y_stride)
+                return [emit.pointer(array, builder.add(row, start)) for start in starts]
+
+            if frames:
+                sums = emit.continued(
+                    added, sums, lambda: [emit.load(at, 0) for r in range(n_rows) for at in places(r, added)]
+                )
+
             def biases() -> list[ir.Value]:
                 each = [emit.splat(builder.load(builder.gep(bias_pointer, [row]))) for row in known]
                 return [each[r] for r in range(n_rows) for _ in range(n_vectors)]
 
             def store(sums: list[ir.Value]) -> None:
+                bits = emit.load_integers(keep, n_vectors, I64) if frames else []
                 for r, exists in enumerate(written):
                     with builder.if_then(exists):
-                        row = builder.mul(known[r], y_stride)
-                        for v in range(n_vectors):
-                            emit.store(sums[r * n_vectors + v], emit.pointer(y, builder.add(row, starts[v])), 0)
+                        for v, at in enumerate(places(r, y)):
+                            total = sums[r * n_vectors + v]
+                            emit.store(emit.kept(total, bits[v]) if frames else total, at, 0)
 
             emit.finish(activation, sums, biases, store)
 
@@ -375,6 +391,62 @@ def copy_rows(
             emit.loop(count, [], row)
 
         emit.choose(width, {n: partial(copy_with, n) for n in range(1, most + 1)})
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def finish_rows(
+    typing_context: Any,
+    vectors: Any,
+    lanes: Any,
+    fused: Any,
+    version: Any,
+    width: Any,
+    source: Any,
+    count: Any,
+    y: Any,
+    y_stride: Any,
+    y_starts: Any,
+    keep: Any,
+    added: Any,
+    activation: Any,
+) -> Any:
+    """y[at] = activation(source[r, v, i] + added[at]) where bit i of keep[v] is set, else 0; at as in `copy_rows`.
+
+    width, source, y_starts: as in `copy_rows`. keep: int64 (width). added: lies as y does; address 0 adds nothing.
+    """
+    signature = types.void(*(vectors, lanes, fused, version), *([types.intp] * 9))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        most, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:4])
+        width, source, count, y, y_stride, y_starts, keep, added, activation = args[4:]
+        emit = Emitter(builder, n_lanes, bool(fuse))
+        source_pointer = emit.pointer(source)
+
+        def finish_with(vectors: int) -> None:
+            starts = emit.load_integers(y_starts, vectors, I64)
+            bits = emit.load_integers(keep, vectors, I64)
+
+            def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+                at = builder.gep(source_pointer, [builder.mul(r, emit.integer(most * n_lanes))])
+                places = [builder.add(builder.mul(r, y_stride), start) for start in starts]
+                sums = [emit.load(at, v) for v in range(vectors)]
+                sums = emit.continued(
+                    added, sums, lambda: [emit.load(emit.pointer(added, place), 0) for place in places]
+                )
+
+                def store(sums: list[ir.Value]) -> None:
+                    for v, place in enumerate(places):
+                        emit.store(emit.kept(sums[v], bits[v]), emit.pointer(y, place), 0)
+
+                emit.finish(activation, sums, lambda: emit.zeros(vectors), store)
+                return []
+
+            emit.loop(count, [], row)
+
+        emit.choose(width, {n: partial(finish_with, n) for n in range(1, most + 1)})
         return context.get_dummy_value()
 
     return signature, generate

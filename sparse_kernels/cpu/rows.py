@@ -73,37 +73,45 @@ def multiply(
     bias: Array,
     activation: int,
     columns: int,
+    added: Array | None = None,
 ) -> None:
-    """activation(w @ x + bias) at these vectors of positions, by tiles of up to `vectors` vectors.
+    """activation(w @ x + added + bias) at these vectors of positions, by tiles of up to `vectors` vectors.
 
-    x, y: flat. activation: its code. columns: how many vectors of x a vector of positions may read.
+    x, y: flat. activation: its code. columns: how many vectors of x a vector of positions may read. added: lies as y
+    does, where that is in frames.
     """
     threads = numba.get_num_threads()
     size = block(at.x_starts.size, vectors, CACHED // (columns * at.lanes), threads)
-    run = kernel(panels.width, vectors, at.lanes, fused)
-    run(panels.arrays, x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, bias, activation, size, threads)
+    run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
+    result = y, at.y_stride, at.y_starts, at.y_starts if at.keep is None else at.keep
+    sums = y if added is None else added, added is not None
+    run(panels.arrays, x, at.x_stride, at.x_starts, *result, *sums, bias, activation, size, threads)
 
 
 @cache
-def kernel(rows: int, vectors: int, lanes: int, fused: bool) -> Callable[..., None]:
+def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Callable[..., None]:
     """The compiled loop over blocks, panels and tiles for one tile size.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
-    is, starts of vectors in y, bias (m), activation code, vectors in a block: whole tiles, parts). Starts: int64.
-    Vectors that do not fill a tile are computed one by one.
+    is, starts of vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation
+    code, vectors in a block: whole tiles, parts). Starts, lanes to keep: int64. Lanes to keep and what is added are
+    looked at if `framed`. Vectors that do not fill a tile are computed one by one.
     """
     version = VERSION
-    fuse = int(fused)
+    fuse, frames = int(fused), int(framed)
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(weights, x, x_scale, x_starts, y, y_stride, y_starts, bias, activation, block, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+    def multiply(  # type: ignore[no-untyped-def]
+        weights, x, x_scale, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, block, parts
+    ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         panels = table.shape[0]
         total = x_starts.size
         blocks = (total + block - 1) // block
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
         x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
-        x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
+        x_starts_at, y_starts_at, keep_at = x_starts.ctypes.data, y_starts.ctypes.data, keep.ctypes.data
+        added_at = added.ctypes.data if adds else 0
         for part in prange(parts):
             for item in range(share(work, blocks, part, parts), share(work, blocks, part + 1, parts)):
                 panel = item % panels
@@ -116,6 +124,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool) -> Callable[..., No
                         vectors,
                         lanes,
                         fuse,
+                        frames,
                         version,
                         width,
                         values_at + table[panel, 0] * 4,
@@ -127,6 +136,8 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool) -> Callable[..., No
                         y_at,
                         y_stride,
                         y_starts_at + v * 8,
+                        keep_at + v * 8,
+                        added_at,
                         ids_at + panel * rows * 4,
                         bias_at,
                         activation,

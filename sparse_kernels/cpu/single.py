@@ -27,8 +27,8 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.emitter import I32, I64, PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows
+from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
+from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.split import share
@@ -226,13 +226,17 @@ def multiply_gathered(
     bias: Array,
     activation: int,
     pool: Pool,
+    added: Array | None = None,
 ) -> None:
-    """activation(w @ x + bias) from flat x to flat y; column c is offsets[c] behind the start of a vector in x."""
+    """activation(w @ x + added + bias) from flat x to flat y; added lies as y does, where that is in frames.
+
+    Column c is offsets[c] behind the start of a vector in x.
+    """
     threads = numba.get_num_threads()
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     scratch = pool.take(threads * elements)
-    _run(rows, fused, True, at, x, offsets, y, bias, activation, scratch.reshape(threads, elements))
+    _run(rows, fused, True, at, x, offsets, y, bias, activation, scratch.reshape(threads, elements), added)
     pool.give_back(scratch)
 
 
@@ -247,10 +251,12 @@ def _run(
     bias: Array,
     activation: int,
     scratch: Array,
+    added: Array | None = None,
 ) -> None:
-    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers)
-    where = x, at.x_starts, offsets, y, at.y_stride, at.y_starts
-    run(rows.arrays, rows.m, *where, bias, activation, scratch, numba.get_num_threads())
+    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
+    where = x, at.x_starts, offsets, y, at.y_stride, at.y_starts, at.y_starts if at.keep is None else at.keep
+    sums = y if added is None else added, added is not None
+    run(rows.arrays, rows.m, *where, *sums, bias, activation, scratch, numba.get_num_threads())
 
 
 def _bundles_at_a_time(stride: int) -> int:
@@ -259,23 +265,27 @@ def _bundles_at_a_time(stride: int) -> int:
 
 
 @cache
-def kernel(vectors: int, lanes: int, fused: bool, gathers: bool) -> Callable[..., None]:
+def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Callable[..., None]:
     """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
 
     Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
-    vectors in y, bias (m), activation code, scratch, parts). Starts: int64. A kernel that gathers finds column c of a
-    vector of x at its start plus offsets[c] (int32), and packs x and y in scratch (parts, elements). One that does
-    not gather takes them packed, and reads neither offsets nor scratch.
+    vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation code, scratch,
+    parts). Starts, lanes to keep: int64. A kernel that gathers finds column c of a vector of x at its start plus
+    offsets[c] (int32), and packs x and y in scratch (parts, elements). One that does not gather takes them packed,
+    and reads neither offsets nor scratch. Lanes to keep and what is added are looked at if `framed`, by one that
+    gathers.
     """
     version = VERSION
     fuse = int(fused)
-    unfinished = PARTIAL
+    unfinished, unchanged = PARTIAL, IDENTITY
     bundle = BUNDLE
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(rows, m, x, x_starts, offsets, y, y_stride, y_starts, bias, activation, scratch, parts):  # type: ignore[no-untyped-def]  # fmt: skip
+    def multiply(  # type: ignore[no-untyped-def]
+        rows, m, x, x_starts, offsets, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch, parts
+    ):  # fmt: skip
         stream, table, work, bounds = rows
         stages, bundles = table.shape
         total = x_starts.size
@@ -325,9 +335,25 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool) -> Callable[...
                         y_here,
                         bias_at,
                         min(stage, 1),
-                        activation if stage == stages - 1 else unfinished,
+                        unfinished if stage < stages - 1 else unchanged if framed else activation,
                     )
-                if gathers:
+                if framed:
+                    finish_rows(
+                        vectors,
+                        lanes,
+                        fuse,
+                        version,
+                        end_v - v,
+                        y_here + row * stride * 4,
+                        end_row - row,
+                        y_at + row * y_stride * 4,
+                        y_stride,
+                        y_starts.ctypes.data + v * 8,
+                        keep.ctypes.data + v * 8,
+                        added.ctypes.data + row * y_stride * 4 if adds else 0,
+                        activation,
+                    )
+                elif gathers:
                     copy_rows(
                         vectors,
                         lanes,

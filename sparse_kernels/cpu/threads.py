@@ -12,8 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numba
 
+_MOST: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+
 _turn = threading.Lock()
 _free: AbstractContextManager[object] = nullcontext()
+
+
+def use(count: int) -> None:
+    """Let kernels use so many threads, or as many as there are."""
+    wanted = min(count, _MOST)
+    if numba.get_num_threads() != wanted:
+        numba.set_num_threads(wanted)
 
 
 def exclusive() -> AbstractContextManager[object]:

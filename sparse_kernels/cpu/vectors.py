@@ -20,7 +20,8 @@ class Vectors:
     """Vectors of positions, everything in elements.
 
     lanes: of a vector. x_starts, y_starts: int64 (vectors), where each one starts. x_stride: from one column of x to
-    the next, 1 where the weights hold offsets for columns. y_stride: from one row of y to the next.
+    the next, 1 where the weights hold offsets for columns. y_stride: from one row of y to the next. keep: int64
+    (vectors), the lanes that are a position as bits, where y is in frames: zero is written to the others.
     """
 
     lanes: int
@@ -28,6 +29,7 @@ class Vectors:
     x_stride: int
     y_starts: NDArray[np.int64]
     y_stride: int
+    keep: NDArray[np.int64] | None = None
 
 
 def tiles(total: int, vectors: int) -> NDArray[np.int64]:

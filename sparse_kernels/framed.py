@@ -1,0 +1,74 @@
+"""What convolutions of a converted model hand to each other: torch's images or images in frames, either way.
+
+Every function here takes both. See `cpu.frames` for what a frame is and `framing` for who gets one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparse_kernels.cpu import images, threads
+from sparse_kernels.cpu.frames import Framed, Places
+from sparse_kernels.cpu.target import host
+
+Images = Tensor | Framed
+
+
+def framable(x: Images) -> bool:
+    """Whether images can be laid into frames: float32 on a CPU, any at all, not while torch compiles."""
+    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+        return False
+    return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
+
+
+def frame(x: Images, margin: int) -> Images:
+    """The images in frames of this margin, where they can be."""
+    if isinstance(x, Framed) or not framable(x):
+        return x
+    batch, channels, h, w = x.shape
+    framed = Framed(Places(batch, channels, h, w, margin))
+    source = x.detach().contiguous().numpy().reshape(-1)
+    threads.use(torch.get_num_threads())
+    images.copy(host().lanes, source, Places(batch, channels, h, w), framed.array, framed.places)
+    return framed
+
+
+def plain(x: Images) -> Tensor:
+    """The images as torch has them, in memory of their own if they were in frames."""
+    if isinstance(x, Tensor):
+        return x
+    places = x.places
+    batch, channels, h, w = shape = places.batch, places.channels, places.h, places.w
+    result = torch.empty(shape)
+    threads.use(torch.get_num_threads())
+    images.copy(host().lanes, x.array, places, result.numpy().reshape(-1), Places(batch, channels, h, w))
+    return result
+
+
+def finished(y: Images, added: Images | None, then: str | None) -> Images:
+    """The activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
+    if added is None:
+        return y
+    total = plain(y) + plain(added)
+    return total if then is None else F.relu(total) if then == "relu" else F.gelu(total)
+
+
+class OnFrames(nn.Module):
+    """An element-wise function or module that leaves zeros what they are, and takes images in frames as well."""
+
+    def __init__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def forward(self, x: Images) -> Images:
+        """The function of x, in the form that x has."""
+        if isinstance(x, Tensor):
+            return self.function(x, *self.args, **self.kwargs)
+        result = Framed(x.places)
+        torch.from_numpy(result.array).copy_(self.function(torch.from_numpy(x.array), *self.args, **self.kwargs))
+        return result
