@@ -3,7 +3,7 @@
 On a CPU, in traced parts, attention without a mask is swapped for `nn.attention`: torch's may take as long as all
 layers.
 Between sparse linear layers that nothing but element-wise functions separates, tokens stay in tiles (`tiles`), and
-between sparse convolutions images stay in frames (`framing`).
+between sparse convolutions images stay in frames (`framing`). Max pooling works with channels last (`pooling`).
 
 Folding needs to know that a layer's output goes nowhere else, which only a graph tells. So the model, or where it
 cannot be traced the largest parts of it that can, becomes a torch.fx GraphModule; a traced part is kept only if it
@@ -38,6 +38,7 @@ from sparse_kernels.nn import (
     weight_matrix,
 )
 from sparse_kernels.patterns import Pattern
+from sparse_kernels.pooling import pool_channels_last
 from sparse_kernels.tiles import OnTiles
 
 # How far results may lie apart, of their own size: a norm folded into a layer moves a few roundings, and kernels that
@@ -342,6 +343,7 @@ def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, t
         _swap_attention(traced)
         _keep_tiles(traced)
         keep_frames(traced)
+        pool_channels_last(traced)
     tidy(traced)
     return swapped
 

@@ -513,8 +513,9 @@ class SparseConv2d(_Sparse):
         y_places = ready.plan.y_places(x_places.batch, margin)
         y = torch.empty(shape.batch, shape.c_out, shape.out_h, shape.out_w) if margin is None else Framed(y_places)
         to = y.array if isinstance(y, Framed) else y.numpy().reshape(-1)
-        fits = isinstance(added, Framed) and added.places == y_places and ready.plan.adds(x_places, y_places)
-        if fits and self.activation is None:
+        alike = isinstance(added, Framed) and added.places == y_places
+        if alike and self.activation is None and ready.plan.adds(x_places, y_places):
+            assert isinstance(added, Framed)
             ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, then, to, y_places, added.array)
             return y
         ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, self.activation, to, y_places)

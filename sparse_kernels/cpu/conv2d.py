@@ -173,8 +173,8 @@ class Conv2dPlan:
             rows.multiply(weights, vectors, fused, at, source, result, bias, activation, placed.columns, added=added)
         if at.flat is not None:
             shape = (batch, c_out, y_at.h, y_at.w)
-            steps, y_steps = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
-            lay_out(result, steps, y[y_at.first :], y_steps, images.ONE_PHASE, (0, 0), shape, threads)
+            from_flat, to = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
+            lay_out(result, from_flat, y[y_at.first :], to, images.ONE_PHASE, (0, 0), shape, threads)
             self._pool.give_back(result, -batch)
         if where is not None:
             self._pool.give_back(source, batch)

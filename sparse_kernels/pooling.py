@@ -1,0 +1,51 @@
+"""Max pooling of a converted model the way torch does it fast on a CPU: with channels last.
+
+As torch has images by default, its max pooling uses no vectors and takes nearly twenty times as long: 3.0 ms instead
+of 0.16 for an image of 64 x 112 x 112, a sixth of a pruned ResNet50. Changing the order costs 0.4 ms, and nothing
+where the images come from a dense convolution, which gives them in either order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from sparse_kernels.graphs import called_once, element_wise, only_user
+
+_POOLS = (F.max_pool2d, torch.max_pool2d)
+
+
+def pool_channels_last(traced: fx.GraphModule) -> None:
+    """Let max pooling, and dense convolutions that it alone reads, work with channels last, in place."""
+    modules = dict(traced.named_modules(remove_duplicate=False))
+    dense = set(called_once(traced, modules, nn.Conv2d))
+    for node in list(traced.graph.nodes):
+        if not _is_pool(node, modules):
+            continue
+        images = source = node.args[0]
+        with traced.graph.inserting_before(node):
+            last = traced.graph.call_function(channels_last, (images,))
+        node.replace_input_with(images, last)
+        with traced.graph.inserting_after(node):
+            result = traced.graph.call_method("contiguous", (node,))
+        node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+        while only_user(source) is not None and element_wise(source, modules) and isinstance(source.args[0], fx.Node):
+            source = source.args[0]
+        if source in dense and only_user(source) is not None:
+            modules[str(source.target)].to(memory_format=torch.channels_last)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Images with channels last in memory; a single image, which has no such order, as it is."""
+    return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
+
+
+def _is_pool(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether a node is a max pooling of images, and gives nothing but them."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        return type(module) is nn.MaxPool2d and not module.return_indices
+    return node.target in _POOLS and not node.kwargs.get("return_indices")
