@@ -69,6 +69,10 @@ class OnFrames(nn.Module):
         """The function of x, in the form that x has."""
         if isinstance(x, Tensor):
             return self.function(x, *self.args, **self.kwargs)
+        values = torch.from_numpy(x.array)
+        changed = self.function(values, *self.args, **self.kwargs)
+        if changed.data_ptr() == values.data_ptr():  # nothing was done, or it was done in place
+            return x
         result = Framed(x.places)
-        torch.from_numpy(result.array).copy_(self.function(torch.from_numpy(x.array), *self.args, **self.kwargs))
+        torch.from_numpy(result.array).copy_(changed)
         return result

@@ -3,7 +3,7 @@
 Convolutions that keep the size of their images work from frames to frames. One that pads its images gains by that,
 as it reads them where they lie. So its input is put in frames, and with it
 
-- what a convolution that keeps the size reads from another sparse one, or needs to write into frames,
+- what one convolution reads from another, and what one that keeps the size needs to write into frames,
 - what is added to such a convolution's result, as a residual block does, and the sum: it is added before the result
   is stored.
 
@@ -97,7 +97,7 @@ def _choose(
             if node not in native and _keeps_zeros(node, modules) and _input(node) in native:
                 native.add(node)
         framed |= {_input(node) for node in framed & native if _keeps_zeros(node, modules)}
-        framed |= {_input(node) for node in keeping if node in framed or _input(node) in native}
+        framed |= {_input(node) for node in keeping & framed} | {_input(node) for node in convs} & native
         if len(framed) == before:
             break
     return {value for value in framed if not _is_changed(value, modules)}, native, sums
@@ -111,7 +111,10 @@ def _sums(traced: fx.GraphModule, modules: dict[str, nn.Module], convs: set[fx.N
             continue
         for conv, added in (node.args, node.args[::-1]):
             alone = conv in convs and only_user(conv) is node and _layer(conv, modules).activation is None
-            if not alone or not isinstance(added, fx.Node) or added is conv or _is_changed(added, modules):
+            if not alone or not isinstance(added, fx.Node):
+                continue
+            # The convolution will run where the sum did: what it reads must be the same there.
+            if added is conv or _is_changed(added, modules) or _is_changed(_input(conv), modules):
                 continue
             reader = only_user(node)
             activated = reader if reader is not None and activation(reader, modules) is not None else None

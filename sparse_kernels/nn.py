@@ -493,7 +493,7 @@ class SparseConv2d(_Sparse):
             y = self._product(x.permute(1, 2, 3, 0).contiguous(), y_shape).permute(3, 0, 1, 2)
             return finished(y, added, then)
         x = x.contiguous()
-        if margin is not None and framable(x):
+        if margin is not None and self.backend == "numba" and framable(x):
             return self._over_frames(x.detach().numpy(), Places(*x.shape), shape, margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import conv2d, images, single
+from sparse_kernels.cpu.frames import Framed
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import prepare_conv2d
@@ -72,6 +73,57 @@ def test_convolution_is_that_of_torch(rng, shape, pattern):
         other = np.concatenate([x[::-1], x], axis=0)
         np.testing.assert_array_equal(plan(other), np.concatenate([expected[::-1], expected]))
         assert plan(x[:0]).shape == (0, *expected.shape[1:])
+
+
+def view(array, places):
+    """The images in a flat array, as an array (batch, channels, h, w) that shares its memory."""
+    steps = places.image, places.channel, places.row, 1
+    shape = places.batch, places.channels, places.h, places.w
+    return np.lib.stride_tricks.as_strided(array[places.first :], shape, [4 * step for step in steps])
+
+
+def framed(images, places):
+    result = Framed(places)
+    view(result.array, places)[...] = images
+    return result
+
+
+@pytest.mark.parametrize("margins", [(1, 1), (4, 4), (None, 2), (2, None), (2, 3)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", [VectorWise(8), Unstructured()], ids=str)
+def test_from_frames_to_frames(rng, pattern, shape, margins):
+    packed, images = operands(rng, shape, pattern)
+    bias = np.arange(shape.c_out, dtype=np.float32)
+    expected = by_torch(packed, shape, images, bias)
+    plan = prepare_conv2d(packed, shape, "numba")
+    x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
+    x, y = framed(images, x_places), framed(np.zeros_like(expected), y_places)
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+        np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
+        if plan.adds(x_places, y_places):
+            added = framed(rng.integers(-9, 9, expected.shape), y_places)
+            plan.framed(x.array, x_places, bias, None, y.array, y_places, added.array)
+            np.testing.assert_array_equal(view(y.array, y_places), expected + view(added.array, y_places))
+    view(y.array, y_places)[...] = 0
+    if y_places.margin is not None:
+        assert not y.array.any()  # the frame is as it was
+
+
+def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
+    """A known-wrong kernel: it keeps all lanes of its vectors."""
+    shape = SHAPES[3]
+    packed, images = operands(rng, shape, VectorWise(8))
+    plan = prepare_conv2d(packed, shape, "numba")
+    x_places, y_places = plan.x_places(2, 1), plan.y_places(2, 1)
+    x, y = framed(images, x_places), framed(0, y_places)
+    assert plan.adds(x_places, y_places)
+    plan._known(x_places, y_places).at.keep[:] = -1
+    plan.framed(x.array, x_places, np.ones(8, np.float32), None, y.array, y_places)
+    np.testing.assert_array_equal(view(y.array, y_places), by_torch(packed, shape, images, np.ones(8)))
+    view(y.array, y_places)[...] = 0
+    assert y.array.any()
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

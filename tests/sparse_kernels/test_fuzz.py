@@ -23,6 +23,7 @@ from torch import nn
 from sparse_kernels import oracle, parse, unpack
 from sparse_kernels.convert import Choice, convert
 from sparse_kernels.cpu import images
+from sparse_kernels.cpu.frames import Places
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix
 from sparse_kernels.plan import LAYOUTS
 
@@ -371,11 +372,12 @@ def test_bounds_are_checked_where_asked_for(rng):
         pytest.skip("NUMBA_BOUNDSCHECK is not set")
     layer = Conv2d(h=9, w=9, stride=(3, 3))  # two steps go by address
     where = images.layout(layer.shape(1), 16)
-    fill, _ = images.kernels(16)
-    x, short = np.ones(layer.x_shape(1), np.float32), np.zeros(where.size // 4, np.float32)
+    x, short = np.ones(layer.x_shape(1), np.float32).reshape(-1), np.zeros(where.size // 4, np.float32)
+    x_at = Places(*layer.x_shape(1))
+    to = where.image, where.plane, where.pitch, x_at.channels * where.plane
     numba.set_num_threads(1)
     with pytest.raises((IndexError, SystemError)):
-        fill(x, short, where.phases, where.plane, where.image, where.pitch, 0, 0, 1)
+        images.lay_out(16)(x, images.steps(x_at), short, to, where.phases, (0, 0), layer.x_shape(1), 1)
 
 
 @pytest.mark.slow
