@@ -42,11 +42,9 @@ def plain(x: Images) -> Tensor:
     """The images as torch has them, in memory of their own if they were in frames."""
     if isinstance(x, Tensor):
         return x
-    places = x.places
-    batch, channels, h, w = shape = places.batch, places.channels, places.h, places.w
-    result = torch.empty(shape)
+    result = torch.empty(x.places.shape, dtype=torch.float32)
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.array, places, result.numpy().reshape(-1), Places(batch, channels, h, w))
+    images.copy(host().lanes, x.array, x.places, result.numpy().reshape(-1), Places(*x.places.shape))
     return result
 
 

@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -56,6 +56,9 @@ GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
 
 KEPT_PLANS = 4  # by a layer on a CPU; those made longest ago go first
+KEPT_PLACES = 16  # of results, by a plan
+
+_CPU = torch.device("cpu")
 
 # Up to a vector of tokens is few, as kernels see it, and what is more is prepared for no fewer than fill a tile.
 FEW_TOKENS, MANY_TOKENS = 16, 64
@@ -128,6 +131,16 @@ class _Ready:
 
     plan: Any
     bias: Tensor | None
+    _y_places: dict[tuple[Places, int | None], Places] = field(default_factory=dict)
+
+    def y_places(self, x: Places, margin: int | None) -> Places:
+        """Where a convolution's result lies: one object for all calls, as it remembers what it works out."""
+        known = self._y_places.get((x, margin))
+        if known is None:
+            if len(self._y_places) >= KEPT_PLACES:
+                self._y_places.clear()
+            known = self._y_places[x, margin] = self.plan.y_places(x.batch, margin)
+        return known
 
     @functools.cached_property
     def bias_array(self) -> np.ndarray | None:
@@ -152,13 +165,13 @@ class _Sparse(nn.Module):
         self._format = type(packed)
         self._settings: dict[str, Any] = {}
         self._arrays: list[str] = []
-        for field in dataclasses.fields(packed):
-            value = getattr(packed, field.name)
+        for each in dataclasses.fields(packed):
+            value = getattr(packed, each.name)
             if isinstance(value, np.ndarray):
-                self._arrays.append(field.name)
-                self.register_buffer(field.name, torch.from_numpy(value.copy()))
+                self._arrays.append(each.name)
+                self.register_buffer(each.name, torch.from_numpy(value.copy()))
             else:
-                self._settings[field.name] = value
+                self._settings[each.name] = value
         self.register_buffer("bias", None if bias is None else bias.detach().clone().float())
         self._plans: dict[object, _Ready] = {}
         self._latest: _Ready | None = None
@@ -479,9 +492,7 @@ class SparseConv2d(_Sparse):
         frames of this margin, for others that know them. See `framing`, which asks for them.
         """
         if isinstance(x, Framed) and self.backend == "numba":
-            places = x.places
-            shape = self._shape(places.batch, places.channels, places.h, places.w)
-            return self._over_frames(x.array, places, shape, margin, added, then)
+            return self._over_frames(x.array, x.places, margin, added, then)
         x = self._accepted(plain(x))
         if x.ndim == 3:
             return finished(plain(self.forward(x[None]))[0], added, then)
@@ -494,31 +505,28 @@ class SparseConv2d(_Sparse):
             return finished(y, added, then)
         x = x.contiguous()
         if margin is not None and self.backend == "numba" and framable(x):
-            return self._over_frames(x.detach().numpy(), Places(*x.shape), shape, margin, added, then)
+            return self._over_frames(x.detach().numpy().reshape(-1), Places(*x.shape), margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 
     def _over_frames(
-        self,
-        x: np.ndarray,
-        x_places: Places,
-        shape: Conv2dShape,
-        margin: int | None,
-        added: Tensor | Framed | None,
-        then: str | None,
+        self, x: np.ndarray, x_places: Places, margin: int | None, added: Tensor | Framed | None, then: str | None
     ) -> Tensor | Framed:
-        """The result for x at these places: in frames of this margin, or as torch has it."""
-        like_x = torch.empty(1).expand(x_places.batch, x_places.channels, x_places.h, x_places.w)
-        ready = self._prepared(like_x, ())
+        """The result for flat x at these places: in frames of this margin, or as torch has it."""
+        ready = self._plans.get((_CPU, torch.float32, (x_places.channels, x_places.h, x_places.w)))
+        if ready is None:
+            self._shape(*x_places.shape)  # refuses what does not fit
+            ready = self._prepared(torch.empty(1, dtype=torch.float32).expand(x_places.shape), ())
+        self._latest = ready
         threads.use(torch.get_num_threads())
-        y_places = ready.plan.y_places(x_places.batch, margin)
-        y = torch.empty(shape.batch, shape.c_out, shape.out_h, shape.out_w) if margin is None else Framed(y_places)
+        y_places = ready.y_places(x_places, margin)
+        y = torch.empty(y_places.shape, dtype=torch.float32) if margin is None else Framed(y_places)
         to = y.array if isinstance(y, Framed) else y.numpy().reshape(-1)
         alike = isinstance(added, Framed) and added.places == y_places
         if alike and self.activation is None and ready.plan.adds(x_places, y_places):
             assert isinstance(added, Framed)
-            ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, then, to, y_places, added.array)
+            ready.plan.framed(x, x_places, ready.bias_array, then, to, y_places, added.array)
             return y
-        ready.plan.framed(x.reshape(-1), x_places, ready.bias_array, self.activation, to, y_places)
+        ready.plan.framed(x, x_places, ready.bias_array, self.activation, to, y_places)
         return finished(y, added, then)
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:

@@ -36,6 +36,11 @@ class Places:
     margin: int | None = None
 
     @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, channels, h, w)."""
+        return self.batch, self.channels, self.h, self.w
+
+    @cached_property
     def row(self) -> int:
         """Elements from one row to the next."""
         return self.w + (self.margin or 0)

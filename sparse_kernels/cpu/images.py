@@ -141,18 +141,9 @@ def lay_out(lanes: int) -> Callable[..., None]:
 
 def copy(lanes: int, x: Array, x_places: Places, y: Array, y_places: Places) -> None:
     """Copy images from flat x to flat y, each lying as its places say; frames of y stay as they are."""
-    shape = x_places.batch, x_places.channels, x_places.h, x_places.w
     run, threads = lay_out(lanes), numba.get_num_threads()
-    run(
-        x[x_places.first :],
-        steps(x_places),
-        y[y_places.first :],
-        (*steps(y_places), 0),
-        ONE_PHASE,
-        (0, 0),
-        shape,
-        threads,
-    )
+    begin, to = y[y_places.first :], (*steps(y_places), 0)
+    run(x[x_places.first :], steps(x_places), begin, to, ONE_PHASE, (0, 0), x_places.shape, threads)
 
 
 def steps(places: Places) -> tuple[int, int, int]:
