@@ -12,6 +12,8 @@ one thread: then the clock is that of the process, which stands still while othe
 Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
 sparse and dense ones alike, and what is read a second is compared with a sum over an array as large.
 
+--frames: convolutions read and write images in frames, as they lie between the layers of a converted model.
+
 --bf16 adds our linear layers with weights of bfloat16, still against dense float32, and beside them torch's dense
 layer with weights, activations and results in bfloat16, which counts as no baseline: it computes something else.
 """
@@ -23,13 +25,19 @@ import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numba
 import numpy as np
 
 from latbench import workloads
 from latbench.backends import copies_for
+from sparse_kernels.cpu.conv2d import Conv2dPlan
+from sparse_kernels.cpu.frames import Framed, Places
+from sparse_kernels.cpu.images import copy
+from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.transpose import blocked
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, parse
@@ -180,8 +188,18 @@ def read_seconds(size: int, threads: int) -> float:
     return least([lambda array=array: total(array) for array in arrays], 0.1, threads)
 
 
+def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[Conv2dPlan], object]:
+    """What calls a plan on images as torch has them, or in frames as they lie in a converted model."""
+    margin = max(shape.padding) if frames else None
+    x = Framed(Places(shape.batch, shape.c_in, shape.h, shape.w, margin))
+    y = Framed(Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
+    images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
+    copy(host().lanes, images.reshape(-1), Places(*images.shape), x.array, x.places)
+    return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
+
+
 def numba_cases(
-    shape: Shape, specs: Sequence[str], layout: str, cold: bool, bf16: bool
+    shape: Shape, specs: Sequence[str], layout: str, frames: bool, cold: bool, bf16: bool
 ) -> dict[tuple[str, float], tuple[Plan, Calls, int]]:
     """(plan, calls, kept weights) for every pattern and sparsity this shape can have."""
     rng = np.random.default_rng(1)
@@ -195,11 +213,11 @@ def numba_cases(
             continue
         for sparsity in sparsities:
             packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
+            run: dict[str, Callable[[Any], object]] = {}
             plans = {}
             if isinstance(shape, Conv2dShape):
                 plans[spec] = prepare_conv2d(packed, shape, "numba")
-                x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w), np.float32)
-                y = np.empty((shape.batch, shape.c_out, shape.out_h, shape.out_w), np.float32)
+                run[spec] = conv2d_run(shape, frames, bias)
             else:
                 plans[spec] = prepare(packed, "numba", layout, shape.n)
                 if bf16 and pattern.format in ("vector", "shflbw", "block"):
@@ -210,10 +228,10 @@ def numba_cases(
                 elif layout in ("token_blocked", "out_of_blocks"):
                     x = blocked(x)
                 y = np.empty_like(plans[spec](x))
+                run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))
             for name, plan in plans.items():
                 turns = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]
-                calls = [lambda plan=each, x=x, y=y: plan(x, bias, "relu", y) for each in turns]
-                cases[name, sparsity] = (plan, calls, packed.nnz)
+                cases[name, sparsity] = (plan, [partial(run[name], each) for each in turns], packed.nnz)
     return cases
 
 
@@ -222,7 +240,7 @@ def report(
 ) -> dict[tuple[str, float], float]:
     """Print the table of one shape; returns the speedups by pattern and sparsity."""
     threads, cold = arguments.threads, arguments.cold
-    cases = numba_cases(shape, specs, arguments.layout, cold, arguments.bf16)
+    cases = numba_cases(shape, specs, arguments.layout, arguments.frames, cold, arguments.bf16)
     start = time.perf_counter()
     for _, calls, _ in cases.values():
         calls[0]()
@@ -270,6 +288,7 @@ def main() -> None:
     parser.add_argument(
         "--layout", choices=(*LAYOUTS, *BLOCKED_LAYOUTS), default="token_major", help="of linear layers"
     )
+    parser.add_argument("--frames", action="store_true", help="images of convolutions lie in frames, as in a model")
     parser.add_argument("--cold", action="store_true", help="weights come from memory")
     parser.add_argument("--bf16", action="store_true", help="also weights of bfloat16, and dense all in bfloat16")
     parser.add_argument("--patterns", help="patterns instead of those of the list, separated by commas", default="")

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from search import task as tasks
 from search.end_to_end import Engine, time_engines
@@ -43,15 +43,20 @@ def example():
 
 def layers_do_nothing(reference: str, threads: int, choices: dict[str, tuple[str, float]]) -> Callable[[], object]:
     """The pruned model whose sparse layers return what they once computed."""
-    kept: dict[int, Tensor] = {}
-    compute = sparse._Sparse._multiply
+    kept: dict[int, Any] = {}
 
-    def remembered(layer: sparse._Sparse, x: Tensor, y_shape: tuple[int, ...]) -> Tensor:
-        if id(layer) not in kept:
-            kept[id(layer)] = compute(layer, x, y_shape)
-        return kept[id(layer)]
+    def remember(owner: type, method: str) -> None:
+        compute = getattr(owner, method)
 
-    sparse._Sparse._multiply = remembered  # type: ignore[method-assign, assignment]
+        def remembered(layer: sparse._Sparse, *args: Any) -> Any:
+            if id(layer) not in kept:
+                kept[id(layer)] = compute(layer, *args)
+            return kept[id(layer)]
+
+        setattr(owner, method, remembered)
+
+    remember(sparse._Sparse, "_multiply")
+    remember(sparse.SparseConv2d, "_over_frames")
     return random_pruned(reference, threads, "numba", choices)  # type: ignore[return-value]
 
 
@@ -59,12 +64,12 @@ def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
     task = tasks.load(reference)
-    calls: list[tuple[sparse._Sparse, Any, dict[str, bool]]] = []
+    calls: list[tuple[sparse._Sparse, Any, dict[str, Any]]] = []
     build = sparse._Sparse.__call__
     run = random_pruned(reference, threads, "numba", choices)
     assert callable(run)
 
-    def noted(layer: nn.Module, x: Any, **how: bool) -> Any:
+    def noted(layer: nn.Module, x: Any, **how: Any) -> Any:
         calls.append((layer, x, how))  # type: ignore[arg-type]
         return build(layer, x, **how)
 
