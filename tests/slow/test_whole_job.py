@@ -14,7 +14,7 @@ from search.verify import BUSY
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "build/demo"
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
+pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(2000)]
 
 SHARE = 0.25  # of the way from dense to the fastest profile: how fast that is, is the machine's
 WORTH_PROMISING = 1.1  # below it, the few per cent that a promise leaves for what is not seen may take all
