@@ -35,7 +35,7 @@ demo: $(READY)
 	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
 test: $(CUDA_READY)
-	$(BIN)/pytest -m "not slow and not gpu" -n 2
+	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 # Ray is for sweeps on a cluster alone. One of the models that pass through the whole job comes as a package; what that
 # depends on is not needed. Tests whose verdict hangs on how long something takes have the machine for themselves.
