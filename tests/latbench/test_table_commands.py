@@ -42,6 +42,7 @@ def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Pa
     assert again.code == 0 and "were there already" in again.out
 
 
+@pytest.mark.usefixtures("no_pace")
 def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
     latbench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
     assert len(list((tmp_path / "cache" / "tuning").iterdir())) == 1
 
 
+@pytest.mark.usefixtures("no_pace")
 def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_path: Path) -> None:
     save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
     arguments = ("sweep", "--cpu", "--backends", "torch,numba", "--workload", tmp_path / "one.yaml", "--threads", "1")

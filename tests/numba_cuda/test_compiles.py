@@ -89,7 +89,14 @@ def check_kernel(pattern, layout, dtype, n, capability, folder):
         check_machine_code(ptx, threads, folder)
 
 
-@pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=str)
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(it, marks=pytest.mark.slow) if it in COMPUTE_CAPABILITIES[1:-1] else it
+        for it in COMPUTE_CAPABILITIES
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_linear_kernels_compile_and_keep_their_sums_in_registers(pattern, capability, tmp_path):
     check_kernel(pattern, MATRIX, "float16", 1000, capability, tmp_path)

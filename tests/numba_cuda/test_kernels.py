@@ -132,6 +132,7 @@ def test_nothing_is_dropped_repeated_or_rounded(rng, pattern, layout):
         np.testing.assert_array_equal(run(prepared, x), unpack(packed).astype(float) @ x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_the_tiles_of_a_gpu_are_whole(rng, pattern):
     m, k, n = 5, 70, 37

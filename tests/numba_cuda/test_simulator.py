@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).with_name("test_kernels.py")
 
 
-def test_kernels_hold_in_the_simulator():
-    command = [sys.executable, "-m", "pytest", "-q", str(TESTS)]
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_hold_in_the_simulator(which):
+    command = [sys.executable, "-m", "pytest", "-q", "-m", which, str(TESTS)]
     result = subprocess.run(
         command,
         env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},

@@ -247,7 +247,7 @@ def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path:
 
 
 def test_intervals_inside_a_network_hold_one_more_run(tmp_path: Path, rng: np.random.Generator) -> None:
-    runs = np.exp(0.05 * rng.standard_normal((400, 4)))
+    runs = np.exp(0.05 * rng.standard_normal((150, 4)))
     shapes = {f"fc{i}": LINEAR for i in range(len(runs))}
     rows = [in_network(name, LINEAR, 0.0, *run[:3]) for name, run in zip(shapes, runs, strict=True)]
     layers = measured_layers(written(tmp_path, *rows), "net", shapes, threads=2, batch=7, coverage=0.8)

@@ -137,8 +137,9 @@ def test_minilm_is_its_own_dense_embedding(data: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "workload"),
     [
-        ("resnet50.py", "resnet50"), ("resnet50.py:batch16", "resnet50-batch16"), ("mobilenetv1.py", "mobilenetv1"),
-        ("bert_base.py", "bert-base"), ("yolov5s.py", "yolov5s"),
+        ("resnet50.py", "resnet50"), ("mobilenetv1.py", "mobilenetv1"), ("yolov5s.py", "yolov5s"),
+        pytest.param("resnet50.py:batch16", "resnet50-batch16", marks=pytest.mark.slow),
+        pytest.param("bert_base.py", "bert-base", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: str) -> None:
@@ -152,7 +153,8 @@ def test_a_network_of_spdys_has_the_layers_of_its_workload(file: str, workload: 
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet50", "mobilenetv1", "yolov5s", pytest.param("bert_base", marks=pytest.mark.slow)]
+    "name",
+    ["mobilenetv1", *(pytest.param(it, marks=pytest.mark.slow) for it in ("resnet50", "yolov5s", "bert_base"))],
 )
 def test_random_weights_are_judged_by_their_distance_to_the_dense_outputs(name: str) -> None:
     task = load(str(EXAMPLES / f"{name}.py"))

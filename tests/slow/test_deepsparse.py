@@ -30,7 +30,7 @@ from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timed, pytest.mark.timeout(600)]
 
 TASK = """
 from collections import OrderedDict

@@ -464,6 +464,7 @@ def test_tiles_are_even_and_cover_all_vectors():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("environment", OTHER_MACHINES, ids=["generic", "avx2", "workqueue"])
 def test_kernels_hold_on_other_machines(environment, tmp_path):
     files = [str(path) for path in Path(__file__).parent.glob("test_cpu_*.py")]
