@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -466,6 +466,18 @@ def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator
                 status = table["status"][untimed[0]]
                 raise BadData(f"{part}, row {start + untimed[0] + 1}: status {status} and no positive time")
             yield table.select(wanted)
+
+
+def select(
+    path: str | Place, columns: Sequence[str], wanted: Callable[[pa.Table], pa.Array], looked_at: Sequence[str] = ()
+) -> pd.DataFrame:
+    """What `read` gives, but only the rows of a piece that are `wanted`: (rows,) booleans of a piece with `columns`
+    and those `looked_at`. Memory grows with these rows.
+    """
+    read = list(dict.fromkeys([*columns, *looked_at]))
+    empty = pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
+    found = (piece.filter(pc.fill_null(wanted(piece), False)).select(columns) for piece in batches(path, read))
+    return pa.concat_tables([empty, *found]).to_pandas(self_destruct=True)
 
 
 def without_time(table: pa.Table) -> NDArray[np.bool_]:

@@ -28,7 +28,7 @@ from latbench.plan import shape_columns
 from search.end_to_end import Progress, cpu_lock
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values
-from search.problem import network_rows
+from search.problem import in_network, network_rows
 from search.task import Task
 from sparse_kernels.shapes import Shape
 
@@ -112,7 +112,8 @@ def of_task(task: Task, folder: Path, settings: Settings) -> pd.DataFrame:
     """
     inputs = task.example()
     shapes = prunable_layers(task, task.model())
-    return network_rows(tables.read(folder), task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
+    rows = in_network(folder, threads=settings.threads)
+    return network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
 
 
 def missing_runs(

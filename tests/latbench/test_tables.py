@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyarrow import parquet
 
@@ -380,6 +381,16 @@ def test_a_table_that_is_damaged_while_it_grows_says_so_and_goes_on(tmp_path: Pa
     assert sorted(growing.frame()["m"]) == [7, 8, 9] and growing.damage is None  # type: ignore[index]
     (tmp_path / tables.UNFINISHED).touch()
     assert sorted(growing.frame()["m"]) == [7, 8, 9] and "unfinished" in str(growing.damage)  # type: ignore[index]
+
+
+def test_only_the_rows_that_are_wanted_come_in(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
+    tables.write_part(tmp_path, [row | {"m": m, "batch": m if m % 2 else None} for m in range(1, 20)])
+    found = tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["batch"], 7), ["batch"])
+    assert found["m"].tolist() == [9, 11, 13, 15, 17, 19] and list(found) == ["m"]
+    assert tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["m"], 99)).empty
 
 
 def test_a_table_that_grows_is_read_once(
