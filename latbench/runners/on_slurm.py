@@ -60,7 +60,7 @@ class _Job:
     held: bool = False
 
     def __str__(self) -> str:
-        return f"{self.host} (job {self.handle.job_id})".lstrip()
+        return f"{self.host} (job {self.handle.job_id})" if self.host else f"job {self.handle.job_id}"
 
     def ask(self, *request: Any) -> None:
         """Send it now, or as soon as there is somebody to send it to."""
@@ -155,8 +155,9 @@ class SlurmNodes(WholeNodes):
         executor = submitit.SlurmExecutor(folder)
         # Without srun, which might bind its one task to one core; a batch script has the whole machine.
         executor.update_parameters(
-            job_name="latbench", time=MINUTES, mem="0", exclusive=True, use_srun=False, additional_parameters=given
-        )
+            job_name="latbench", time=MINUTES, mem="0", exclusive=True, use_srun=False,
+            additional_parameters={"no-requeue": True, **given},  # a lost job is submitted anew, by us
+        )  # fmt: skip
         return executor
 
     def _submit(self, node: Node) -> None:
@@ -254,7 +255,7 @@ class SlurmNodes(WholeNodes):
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             node, host = connection.recv()
-            if (job := self._jobs.get(node)) is not None:
+            if (job := self._jobs.get(node)) is not None and job.connection is None:
                 job.connection, job.host = connection, host
                 if job.request:
                     job.ask(*job.request)

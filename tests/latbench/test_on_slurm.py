@@ -101,7 +101,16 @@ def test_each_job_is_one_process_with_a_node_and_a_gpu_for_itself(slurm: Slurm) 
     with SlurmNodes("a100", ["nodes=2", "partition=gpu", "account=me", "time=2:00:00"]):
         assert len(slurm.running()) == 2
     asked = slurm.script(2)
-    for line in ("exclusive", "gres=gpu:a100:1", "mem=0", "nodes=1", "partition=gpu", "account=me", "time=2:00:00"):
+    for line in (
+        "exclusive",
+        "no-requeue",
+        "gres=gpu:a100:1",
+        "mem=0",
+        "nodes=1",
+        "partition=gpu",
+        "account=me",
+        "time=2:00:00",
+    ):
         assert f"#SBATCH --{line}\n" in asked
     assert "srun" not in asked and len(asked.split("--time")) == 2
     assert not slurm.running()
@@ -153,7 +162,7 @@ def test_nodes_answer_as_they_start_and_a_late_one_helps(slurm: Slurm, capsys: p
         assert answers(taken, list(range(20))) == {number: 3 * number for number in range(20)}
         with pytest.raises(RuntimeError, match=r"(?s)job \d.*Traceback.*TypeError"):
             answers(taken, [None])
-    assert told == ["waiting for Slurm to start one of 2 jobs: (job 1), (job 2)"]
+    assert told == ["waiting for Slurm to start one of 2 jobs: job 1, job 2"]
     assert capsys.readouterr() == ("", "") and not slurm.running()
 
 
