@@ -25,6 +25,13 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
                 yield group
 
 
+def container(root: Path = Path("/")) -> bool:
+    """Whether this process runs in a container, as far as the marks of the usual ones tell."""
+    marks = (".dockerenv", ".singularity.d", "run/.containerenv", "run/secrets/kubernetes.io")
+    own = text(root / "proc/self/cgroup") or ""
+    return any((root / mark).exists() for mark in marks) or bool(re.search("docker|kubepods|containerd|libpod", own))
+
+
 def available_bytes(root: Path = Path("/")) -> float | None:
     """The memory that this process may still take by its control groups; None where none has a limit.
 

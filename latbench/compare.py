@@ -6,9 +6,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from latbench import tables
+import pyarrow as pa
+
+from latbench import latest, likeness, tables
 from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, spread, verdict
 from latbench.errors import BadData, UsageError
+from latbench.places import Place
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,6 +19,23 @@ if TYPE_CHECKING:
 MISSING, NEW = "MISSING", "NEW"
 KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
 """What can be said of a point, the most alarming first. MISSING and NEW have a time on one side only."""
+
+
+_COLUMNS = list(dict.fromkeys([
+    *(field.name for field in tables.KEY), *likeness.MODES, "point_id", "status", "error", "started_at",
+    "median_seconds", "samples_seconds", "reference_ratio",
+]))  # fmt: skip
+
+
+def read(path: str | Place) -> pd.DataFrame:
+    """What `compare` needs of the table at `path`: the latest row of each point with each status that it ever had.
+
+    Memory grows with the points, however often each was measured. Raises BadData as `tables.read` does.
+    """
+    every = latest.table(
+        path, _COLUMNS, per=["point_id", "status"], useful=lambda piece: pa.repeat(True, piece.num_rows)
+    )
+    return every.to_pandas(self_destruct=True)
 
 
 @dataclass(frozen=True)

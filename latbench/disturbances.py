@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from latbench.cgroups import groups, number, text
+from latbench.cgroups import container, groups, number, text
 
 _CPUS = Path("sys/devices/system/cpu")
 
@@ -28,7 +28,8 @@ class Host:
     processors: hardware threads that this process may use; cores: how many cores they belong to. turbo: whether the
     clock may rise above its base. quota_cores: how many cores' time the control group grants; throttled_periods: how
     often it was stopped for having used that up. load: runnable threads, mean of a minute. steal_fraction: of the
-    time looked at, the share that the hypervisor gave to others. virtual: whether this is a virtual machine.
+    time looked at, the share that the hypervisor gave to others. virtual: whether this is a virtual machine;
+    container: or a container, of which there may be others on the machine.
     """
 
     processors: int
@@ -43,6 +44,7 @@ class Host:
     load: float | None = None
     steal_fraction: float | None = None
     virtual: bool | None = None
+    container: bool = False
 
 
 def host(steal_fraction: float | None = None, *, root: Path = Path("/"), allowed: set[int] | None = None) -> Host:
@@ -70,6 +72,7 @@ def host(steal_fraction: float | None = None, *, root: Path = Path("/"), allowed
         load=float(load.split()[0]) if load else None,
         steal_fraction=steal_fraction,
         virtual=None if flags is None else "hypervisor" in flags[1].split(),
+        container=container(root),
     )
 
 

@@ -42,6 +42,30 @@ def frame(
     """
     import pandas as pd
 
+    files, chosen = _found(path, per, useful, looked_at)
+    pa.default_memory_pool().release_unused()  # of the first pass, where the columns go now
+    filled = [_column(tables.SCHEMA.field(name), len(chosen)) for name in columns]
+    done = 0
+    for piece in _chosen(files, chosen, columns):
+        for column, name in zip(filled, columns, strict=True):
+            column.put(done, piece[name])
+        done += piece.num_rows
+    return pd.DataFrame({name: filled.pop(0).series() for name in columns}, copy=False)
+
+
+def table(
+    path: str | Place, columns: Sequence[str], *, per: Sequence[str], useful: Useful, looked_at: Sequence[str] = ()
+) -> pa.Table:
+    """The rows that `frame` gives, as they are in the table: with lists, and with texts written out."""
+    files, chosen = _found(path, per, useful, looked_at)
+    schema = pa.schema([tables.SCHEMA.field(name) for name in columns])
+    return pa.concat_tables([schema.empty_table(), *_chosen(files, chosen, columns)])
+
+
+def _found(
+    path: str | Place, per: Sequence[str], useful: Useful, looked_at: Sequence[str]
+) -> tuple[list[_File], NDArray[np.int64]]:
+    """The files of a table, and the numbers of the rows that `frame` gives."""
     wanted = list(dict.fromkeys([*per, "status", "started_at", *looked_at]))
     files: list[_File] = []
     latest = _Latest()
@@ -52,15 +76,7 @@ def frame(
             latest.add(piece.filter(pa.array(mask)), start + np.flatnonzero(mask), per)
             start += piece.num_rows
         files.append(_File(part, start - first))
-    chosen = latest.rows()
-    pa.default_memory_pool().release_unused()  # of the first pass, where the columns go now
-    filled = [_column(tables.SCHEMA.field(name), len(chosen)) for name in columns]
-    done = 0
-    for piece in _chosen(files, chosen, columns):
-        for column, name in zip(filled, columns, strict=True):
-            column.put(done, piece[name])
-        done += piece.num_rows
-    return pd.DataFrame({name: filled.pop(0).series() for name in columns}, copy=False)
+    return files, latest.rows()
 
 
 @dataclass(frozen=True)

@@ -24,10 +24,10 @@ from latbench import backends, devices, plan, tables
 from latbench.errors import EnvironmentUnusable
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.plan import Point
+from latbench.runners.handing_out import Call, Lost, Node
 from latbench.runners.lock import device_lock
-from latbench.runners.on_ray import Call, Lost, Node
 from latbench.runners.worker import resolve
-from latbench.sweep import Bench, Row, Settings, Sweep, TimeUsedUp
+from latbench.sweep import Bench, Machine, Row, Settings, Sweep, TimeUsedUp
 
 Block = list[Point]
 Measured = tuple[Mapping[str, Any], Sequence[Row]]
@@ -35,7 +35,7 @@ Measured = tuple[Mapping[str, Any], Sequence[Row]]
 
 
 class Nodes(Protocol):
-    """What hands work to nodes; see `latbench.runners.on_ray.RayNodes`."""
+    """What hands work to nodes; see `latbench.runners.handing_out`."""
 
     nodes: list[Node]
 
@@ -109,6 +109,20 @@ def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
 def gpu_machine(name: str) -> GpuMachine:
     """The GPU of this machine that the user calls `name`."""
     return GpuMachine(devices.demand_gpu(name))
+
+
+def machine_like(common: Seen, gpu: str | None, machine: Call) -> Machine:
+    """Run on a node: what the call `machine` gives; raises EnvironmentUnusable where it is not what the table is of,
+    `common`, which may be so of a node that came after the survey.
+    """
+    its = look(gpu)
+    if (its.device, its.sources) != (common.device, common.sources) or not its.backends >= common.backends:
+        missing = ", ".join(sorted(common.backends - its.backends)) or "another latbench than the other nodes"
+        what = its.device if its.device != common.device else missing
+        raise EnvironmentUnusable(f"it has {what}")
+    name, *args = machine
+    found: Machine = resolve(name)(*args)
+    return found
 
 
 class OnNode:

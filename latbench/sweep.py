@@ -249,7 +249,8 @@ def run(
     block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`).
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
-    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read;
+    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read: at
+    once, or where it is damaged meanwhile after all is measured;
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
     where another process has measured on the device for `wait_seconds`.
     """
@@ -308,6 +309,8 @@ def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
         stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
         stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
         raise stopped from None
+    if sweep.growing.damage is not None:  # it came after the start, and has stopped nothing
+        raise sweep.growing.damage
     return Summary(sweep.statuses, len(sweep.skipped))
 
 
@@ -357,6 +360,7 @@ class Sweep:
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if time_budget is None else monotonic() + time_budget
         self.growing = tables.Growing(folder, _CHOSEN_BY)
+        self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
         self.total = 0
         self.block = 0
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
@@ -386,7 +390,10 @@ class Sweep:
         table = self.table()
         finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
-        return [point for key, point in wanted.items() if key not in finished and key not in self.statuses]
+        left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
+        if table is not None and left:
+            self.newest |= tables.newest(table, left.keys())
+        return list(left.values())
 
     def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
         """Measure `points` block by block, for the first time or as their so many-th chance after that."""
@@ -410,13 +417,14 @@ class Sweep:
 
     def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
         """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
-        rows = [{**row, "run_id": self.run_id, "block": self.block} for row in rows]
+        rows = tables.after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
         with files.uninterrupted():
             if environment is not None:
                 tables.write_environment(self.folder, environment)
             tables.write_part(self.folder, rows)
             self.statuses |= {tables.point_id(row): row["status"] for row in rows}
+            self.newest |= {tables.point_id(row): row["started_at"] for row in rows}
             self.block += 1
             self._saved()
 

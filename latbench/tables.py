@@ -13,9 +13,9 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,6 +129,7 @@ QUALITY = [
     pa.field("status", _text),  # one of STATUSES
     pa.field("max_rel_err", _real),
     # Joined by plus signs; preempted: other processes took the cores, or heat slowed a GPU down, in most bursts;
+    # clock_set_back: started_at is not what the clock said, but after the row that this one replaces;
     # in_cache, in_l2: even the most copies of so small a layer may have stayed in a CPU's caches, in a GPU's L2.
     pa.field("flags", _text),
     pa.field("error", _text),
@@ -148,7 +149,6 @@ PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 
 UNFINISHED = "unfinished.txt"  # lies beside the parts of a table while there are more to come
 
-BATCH_ROWS = 1 << 16
 # Of a piece that is read: rows, and bytes in memory, because a row may have a hundred thousand samples.
 BATCH_ROWS, BATCH_BYTES = 1 << 15, 64 * 2**20
 _MOST_SAMPLES = 10_000_000  # of a row; a number beyond is damage
@@ -330,6 +330,29 @@ def _compared(row: Mapping[str, Any]) -> dict[str, float]:
     return columns
 
 
+def newest(frame: pd.DataFrame, points: Collection[str]) -> dict[str, datetime]:
+    """When the newest row of each of `points` was started that `frame` holds."""
+    started = frame["started_at"][frame["point_id"].isin(points)].groupby(frame["point_id"]).max().dropna()
+    return {str(point): moment.to_pydatetime() for point, moment in started.items()}
+
+
+def after(earlier: Mapping[str, datetime], rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """`rows`, each of them started after the row of its point that `earlier` tells of.
+
+    The latest row of a point is the one that counts. Where a clock was set back since, or the clocks of two machines
+    differ, a new row would not be it: its started_at is moved, and its flags say clock_set_back.
+    """
+    found = []
+    for row in rows:
+        started, before = row.get("started_at") or datetime.now(UTC), earlier.get(point_id(row))
+        flags = row.get("flags")
+        if before is not None and started <= before:
+            started = before + timedelta(microseconds=1)
+            flags = "+".join(filter(None, (flags, "clock_set_back")))
+        found.append({**row, "started_at": started, "flags": flags})
+    return found
+
+
 def write_rows(folder: Place, table: pa.Table) -> Place:
     """Write `table`, which has the columns of SCHEMA, as a new part of the table in `folder` and return its place."""
     content = to_parquet(table)
@@ -387,25 +410,48 @@ def load(path: str | Place, columns: Sequence[str] | None = None) -> pa.Table:
 class Growing:
     """A table that is read again and again while others add parts: each part is read once.
 
-    Parts whose names tell their content never change; any other file is read each time.
+    Parts whose names tell their content never change; any other file is read each time. `damage`: what could not be
+    read the last time, which is left out.
     """
 
     def __init__(self, folder: Place, columns: Sequence[str]) -> None:
         self._folder, self._columns = folder, list(columns)
-        self._read: dict[Place, pa.Table] = {}
+        self._read: dict[Place, pa.Table] | None = None
         self._frame: pd.DataFrame | None = None
+        self.damage: BadData | None = None
 
     def frame(self) -> pd.DataFrame | None:
-        """Its rows now, with `columns`; None while there is none. Raises BadData as `read` does."""
-        if not holds_rows(self._folder):
-            self._read, self._frame = {}, None
-            return None
-        found = parts(self._folder)
-        known = {part: self._read[part] for part in found if part in self._read and PART_NAME.fullmatch(part.name)}
-        if self._frame is None or len(known) < len(found) or len(known) < len(self._read):
-            self._read = {part: known[part] if part in known else load(part, self._columns) for part in found}
-            self._frame = pa.concat_tables(self._read.values()).to_pandas()
+        """Its rows now, with `columns`; None while there is none. Raises BadData as `read` does the first time; from
+        then on only `damage` tells, because whoever adds to a table is not to stop for what befalls the rest of it.
+        """
+        before, self.damage = self._read, None
+        now = {part: table for part in self._parts() if (table := self._table(part)) is not None}
+        if before is None or list(now.items()) != list(before.items()):
+            self._frame = pa.concat_tables(now.values()).to_pandas() if now else None
+        self._read = now
         return self._frame
+
+    def _parts(self) -> list[Place]:
+        try:
+            return parts(self._folder) if holds_rows(self._folder) else []
+        except BadData as error:
+            self._note(error)
+            return list(self._read or ())
+
+    def _table(self, part: Place) -> pa.Table | None:
+        known = None if self._read is None else self._read.get(part)
+        if known is not None and PART_NAME.fullmatch(part.name):
+            return known
+        try:
+            return load(part, self._columns)
+        except BadData as error:
+            self._note(error)
+            return known
+
+    def _note(self, error: BadData) -> None:
+        if self._read is None:
+            raise error
+        self.damage = error
 
 
 def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
@@ -420,6 +466,18 @@ def batches(path: str | Place, columns: Sequence[str] | None = None) -> Iterator
                 status = table["status"][untimed[0]]
                 raise BadData(f"{part}, row {start + untimed[0] + 1}: status {status} and no positive time")
             yield table.select(wanted)
+
+
+def select(
+    path: str | Place, columns: Sequence[str], wanted: Callable[[pa.Table], pa.Array], looked_at: Sequence[str] = ()
+) -> pd.DataFrame:
+    """What `read` gives, but only the rows of a piece that are `wanted`: (rows,) booleans of a piece with `columns`
+    and those `looked_at`. Memory grows with these rows.
+    """
+    read = list(dict.fromkeys([*columns, *looked_at]))
+    empty = pa.schema([SCHEMA.field(name) for name in columns]).empty_table()
+    found = (piece.filter(pc.fill_null(wanted(piece), False)).select(columns) for piece in batches(path, read))
+    return pa.concat_tables([empty, *found]).to_pandas(self_destruct=True)
 
 
 def without_time(table: pa.Table) -> NDArray[np.bool_]:

@@ -36,7 +36,18 @@ from search.database import Database, model_hash
 from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
-from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, measured_layers, predicted_layers
+from search.problem import (
+    DENSE,
+    Choice,
+    Interval,
+    Layer,
+    Option,
+    Problem,
+    in_network,
+    measured_layers,
+    predicted_layers,
+    swept_rows,
+)
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.solve import Infeasible
@@ -154,14 +165,14 @@ def search(
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
     """The layers with their options' seconds on the backend. Raises BadData where the table has none for a layer."""
-    table = tables.read(inputs.table)
     if inputs.cost_model is None:
         return measured_layers(
-            table, inputs.task.name, shapes,
+            in_network(inputs.table, threads=settings.threads), inputs.task.name, shapes,
             threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=settings.risk,
         )  # fmt: skip
+    rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
     return predicted_layers(
-        cost_models.load(inputs.cost_model, inputs.table), table, shapes,
+        cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
         threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
     )  # fmt: skip
 

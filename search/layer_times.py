@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,7 +28,7 @@ from latbench.plan import shape_columns
 from search.end_to_end import Progress, cpu_lock
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values
-from search.problem import network_rows
+from search.problem import in_network, network_rows
 from search.task import Task
 from sparse_kernels.shapes import Shape
 
@@ -111,7 +112,8 @@ def of_task(task: Task, folder: Path, settings: Settings) -> pd.DataFrame:
     """
     inputs = task.example()
     shapes = prunable_layers(task, task.model())
-    return network_rows(tables.read(folder), task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
+    rows = in_network(folder, threads=settings.threads)
+    return network_rows(rows, task.name, shapes, threads=settings.threads, batch=len(inputs[0]))
 
 
 def missing_runs(
@@ -218,12 +220,16 @@ def by_layer(operations: Iterable[Operation], values: Mapping[str, str]) -> dict
 def _write(folder: Path, found: Sequence[Mapping[str, Any]], threads: int, anew: bool) -> None:
     """Add `found` to the table, and to their samples those that it has of the same points, unless done `anew`."""
     earlier: dict[str, Any] = {}
-    if not anew and folder.exists() and any(folder.iterdir()):
-        earlier = tables.timed(tables.read(folder)).set_index("point_id")["samples_seconds"].to_dict()
+    newest: dict[str, datetime] = {}
+    if folder.exists() and any(folder.iterdir()):
+        table = tables.read(folder)
+        newest = tables.newest(table, {tables.point_id(row) for row in found})
+        if not anew:
+            earlier = tables.timed(table).set_index("point_id")["samples_seconds"].to_dict()
     found = [
         {**row, "samples_seconds": [*earlier.get(tables.point_id(row), ()), *row["samples_seconds"]]} for row in found
     ]
     environment = devices.environment(threads)
     run = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
     tables.write_environment(folder, environment)
-    tables.write_part(folder, [{**row, **run, "seq": i} for i, row in enumerate(found)])
+    tables.write_part(folder, tables.after(newest, ({**row, **run, "seq": i} for i, row in enumerate(found))))

@@ -10,15 +10,18 @@ them the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from latbench import devices, tables
 from latbench.errors import BadData
+from latbench.places import Place
 from latbench.plan import describe, shape_columns
 from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
@@ -268,6 +271,39 @@ def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
     """This option in every layer that has it, dense elsewhere."""
     dense = Option(DENSE, 0.0)
     return tuple(layer.options.index(option if option in layer.options else dense) for layer in layers)
+
+
+# What a search needs of a table.
+_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+
+
+def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
+    """The rows of the table at a path or URI that `predicted_layers` looks at; all else is left unread as it comes.
+
+    Memory grows with the rows of these shapes, not with the table's. Raises BadData as `tables.read` does.
+    """
+    sizes = {
+        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
+        for name in ("m", "k", "n")
+    }
+
+    def wanted(piece: pa.Table) -> pa.Array:
+        mask = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        for name, values in sizes.items():
+            mask = pc.and_(mask, pc.is_in(piece[name], values))
+        return mask
+
+    return tables.select(table, _COLUMNS, wanted)
+
+
+def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
+    """The rows of the table at a path or URI that `network_rows` looks at, with their samples. Raises BadData."""
+
+    def wanted(piece: pa.Table) -> pa.Array:
+        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
+        return pc.and_(ours, pc.equal(piece["threads"], threads))
+
+    return tables.select(table, tables.SCHEMA.names, wanted)
 
 
 def predicted_layers(

@@ -101,7 +101,8 @@ def verify(
 
     It runs on `backend`, by default the one that it was searched for. On deepsparse the dense model is timed there
     too, and the pruned one is left in `output` as pruned.onnx. Raises BadData for a folder that is no pruned model of
-    this task, UsageError when the task fails, and EnvironmentUnusable where `backend` cannot be had.
+    this task or an `output` that is damaged, UsageError when the task fails, and EnvironmentUnusable where `backend`
+    cannot be had.
     """
     inputs = manifest_hash(folder)
     profile = load_profile(folder / "profile.json")
@@ -110,6 +111,10 @@ def verify(
     backend = backend or profile.backend
     if backend == "deepsparse":
         deepsparse_environment.find()
+    newest: dict[str, datetime] = {}
+    if tables.holds_rows(output):
+        earlier = tables.read(output, ["point_id", "started_at"])
+        newest = tables.newest(earlier, set(earlier["point_id"]))
     engines = dense_engines(task, profile.threads, backend)
     arguments = (task.reference, profile.threads, backend, str(folder.resolve()))
     exported = str((output / "pruned.onnx").resolve())
@@ -131,7 +136,8 @@ def verify(
     environment = devices.environment(profile.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
     tables.write_environment(output, environment)
-    tables.write_part(output, [{**row, **identity, **state} for row in rows(verdict, profile, timings)])
+    found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
+    tables.write_part(output, tables.after(newest, found))
     write_text_atomically(output / "verify.json", json.dumps({"version": 1, **asdict(verdict)}, indent=2) + "\n")
     return verdict
 

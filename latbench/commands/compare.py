@@ -43,7 +43,7 @@ def compare(
     wanted = _kinds(fail_on)
     if not threshold > 0:
         raise UsageError(f"--threshold is a positive share such as 0.02, not {threshold:g}")
-    frames = {path: tables.read(path) for path in (before, after)}
+    frames = {path: comparing.read(path) for path in (before, after)}
     values = {path: _values(frame) for path, frame in frames.items()}
     across: list[str] = []
     if across_devices:

@@ -40,6 +40,7 @@ def _facts() -> dict[str, Any]:
 
     from latbench import backends, devices, disturbances
     from latbench.backends import deepsparse_environment
+    from latbench.runners.lock import lock_folder
 
     environment = devices.environment(devices.cores())
     before = devices.cpu_times()
@@ -59,8 +60,24 @@ def _facts() -> dict[str, Any]:
         "gpus": [{"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid)} for gpu in gpus],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
+        "lock_folder": str(lock_folder()),
     }
-    return {**facts, "advice": [*_unknown_vectors(environment), *disturbances.advice(host), *_gpu_advice(facts)]}
+    disturbed = [*disturbances.advice(host), *_lock_advice(host.container)]
+    return {**facts, "advice": [*_unknown_vectors(environment), *disturbed, *_gpu_advice(facts)]}
+
+
+def _lock_advice(container: bool) -> list[str]:
+    """Two containers that measure on one machine see each other only by a lock in a folder that both have."""
+    import os
+
+    from latbench.runners.lock import FOLDER, lock_folder
+
+    if not container or os.environ.get(FOLDER):
+        return []
+    return [
+        f"this is a container: sweeps in others on this machine do not see its lock in {lock_folder()}, and would be "
+        f"timed at the same time; mount one folder into all of them and name it in {FOLDER}"
+    ]
 
 
 def _missing(packages: tuple[str, ...]) -> list[str]:
@@ -129,7 +146,12 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
     most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
     lines = [
-        ("device", facts["device"] + (", a virtual machine" if host["virtual"] else "")),
+        (
+            "device",
+            facts["device"]
+            + (", a virtual machine" if host["virtual"] else "")
+            + (", in a container" if host["container"] else ""),
+        ),
         ("processor", environment["cpu_model"] or "hidden"),
         ("cores, hardware threads", f"{host['cores']}, {host['processors']}{quota}"),
         ("threads used", str(environment["cores"])),
@@ -138,6 +160,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", size(environment["memory_bytes"])),
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
+        ("device lock", f"in {facts['lock_folder']}"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
     for name, engine in facts["backends"].items():

@@ -28,13 +28,18 @@ FAILED = ("throttled", "impossible", "oom", "incorrect", "timeout", "error")  # 
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
 
-ON_HELP = "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu)."
+ON_HELP = (
+    "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu); "
+    "slurm: in jobs of a Slurm cluster that have a node each for themselves."
+)
+SLURM_HELP = "nodes=4 (default 1), time=120 (minutes a job, default 60), partition=, account=, ...: as for sbatch."
 
 
 def sweep(
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure this machine's CPU.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
     on: Annotated[str | None, typer.Option("--on", help=ON_HELP)] = None,
+    slurm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=SLURM_HELP)] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     output: Annotated[
         str | None,
@@ -70,8 +75,10 @@ def sweep(
         raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
     if gpu is not None and bf16:
         raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
+    if slurm and on != "slurm":
+        raise UsageError("--slurm is for a sweep with --on slurm")
     with contextlib.ExitStack() as stack:
-        target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed)
+        target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed, slurm or [])
         stack.callback(target.close)
         if gpu is not None:
             points = _gpu_points(target, workload or [], patterns or [], sparsities or [], backends or [], how)
@@ -120,27 +127,33 @@ def _here(gpu: str | None, threads: int | None) -> Target:
     return Target(machine.device, 1, installed(), run)
 
 
-def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int) -> Target:
+def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options: Sequence[str]) -> Target:
     """The nodes of a cluster that have the GPU, or a CPU alone."""
     from latbench import devices, nodes
     from latbench import sweep as sweeping
     from latbench.errors import UsageError
     from latbench.gpu.machine import SETTINGS
     from latbench.runners.on_ray import RayNodes
+    from latbench.runners.on_slurm import SlurmNodes
 
-    if on != "ray":
-        raise UsageError(f"a sweep runs here, or with --on ray on the nodes of a Ray cluster, not on {on!r}")
+    if on not in ("ray", "slurm"):
+        raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
     if gpu is not None:
         devices.known_gpu(gpu)
     settings = sweeping.Settings() if gpu is None else SETTINGS
-    cluster = RayNodes(gpu)
+
+    def tell(line: str) -> None:
+        typer.echo(f"latbench: {line}", err=True)
+
+    cluster = RayNodes(gpu) if on == "ray" else SlurmNodes(gpu, options, tell)
     try:
-        common = nodes.survey(cluster, gpu, lambda line: typer.echo(f"latbench: {line}", err=True))
+        common = nodes.survey(cluster, gpu, tell)
     except BaseException:
         cluster.close()
         raise
     threads = threads or common.cores
-    machine = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
+    one = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
+    machine = ("latbench.nodes:machine_like", common, gpu, one)
     where = nodes.Elsewhere(cluster, common.device, machine, seed, settings)
     run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
 

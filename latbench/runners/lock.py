@@ -22,9 +22,12 @@ WAIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.2
 
 
+FOLDER = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
+
+
 def lock_folder() -> Path:
     """Where locks lie: LATBENCH_LOCKS, else /tmp, which all users of a machine may write."""
-    return Path(os.environ.get("LATBENCH_LOCKS") or "/tmp")
+    return Path(os.environ.get(FOLDER) or "/tmp")
 
 
 @contextlib.contextmanager

@@ -13,55 +13,24 @@ Ray knows of runs there meanwhile; and Ray says when a node is lost. Functions a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import re
 import socket
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
-from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
+from latbench.errors import EnvironmentUnusable
+from latbench.runners.handing_out import ASK_SECONDS, MOST_LOSSES, Call, Lost, Node, WholeNodes, first_line, raised
 from latbench.runners.worker import resolve
 
 ADDRESS = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
 REACH_SECONDS = 5.0
-ASK_SECONDS = 120.0  # a node's first process may have to load its libraries from a cold disk
 TICK_SECONDS = 10.0
-MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
-
-Item = TypeVar("Item")
-Call = tuple[Any, ...]
-"""The name of a function, "module:function", and its arguments."""
 
 
-@dataclass(frozen=True)
-class Node:
-    """A machine of the cluster, as Ray counts it."""
-
-    id: str
-    name: str
-    cpus: float
-    gpus: float
-    accelerators: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Lost:
-    """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
-
-    reasons: tuple[str, ...]
-
-
-@dataclass
-class _Attempt(Generic[Item]):
-    item: Item
-    losses: list[str] = field(default_factory=list)
-
-
-class RayNodes:
+class RayNodes(WholeNodes):
     """The nodes of the cluster that RAY_ADDRESS names, or that runs on this machine, with the accelerator that the
     user calls `wanted`; None: with CPUs and no accelerator.
 
@@ -69,6 +38,7 @@ class RayNodes:
     """
 
     def __init__(self, wanted: str | None) -> None:
+        super().__init__()
         self._stack = contextlib.ExitStack()
         try:
             self._ray = self._connect()
@@ -77,10 +47,7 @@ class RayNodes:
             self.close()
             raise
         self._actors: dict[str, Any] = {}
-        self._starting: dict[Any, Node] = {}
-        self._idle: list[Node] = []
         self._losses: Counter[str] = Counter()
-        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +72,7 @@ class RayNodes:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({_first_line(error)}): {_ADVICE}") from None
+            raise EnvironmentUnusable(f"no Ray cluster to be reached ({first_line(error)}): {_ADVICE}") from None
         self._stack.callback(ray.shutdown)
         return ray
 
@@ -130,62 +97,11 @@ class RayNodes:
         try:
             return self._ray.get(ref, timeout=ASK_SECONDS)
         except exceptions.RayTaskError as error:
-            raise _raised(error, node) from None
+            raise raised(error.cause, node) or error from None
         except exceptions.RayError as error:
             raise EnvironmentUnusable(f"node {node.name} gives no answer: {why(error)}") from None
 
-    def run(
-        self,
-        prepare: Call,
-        items: Iterable[Item],
-        arguments: Callable[[Item], tuple[Any, ...]],
-        *,
-        tries: int = 2,
-        waiting: Callable[[], None] = lambda: None,
-    ) -> Iterator[tuple[Item, Any]]:
-        """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
-        this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
-
-        An item goes to `tries` nodes at most, and then its answer is Lost. `waiting` is called now and then while all
-        nodes are others'. Raises Incomplete when no node is left, and what the callable raises, as `ask` does.
-        """
-        source = iter(items)
-        todo: deque[_Attempt[Item]] = deque()
-
-        def any_to_do() -> bool:
-            if not todo:
-                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
-            return bool(todo)
-
-        running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
-        while True:
-            if any_to_do():
-                self._take_all(prepare)
-            while any_to_do() and self._idle:
-                node, attempt = self._idle.pop(0), todo.popleft()
-                running[self._actors[node.id].call.remote(arguments(attempt.item))] = node, attempt
-            if not todo and not running:
-                return
-            if not running and not self._starting:
-                raise Incomplete("every node that could measure is lost")
-            done, _ = self._ray.wait([*running, *self._starting], timeout=TICK_SECONDS)
-            if not done and not running:
-                waiting()
-            for ref in done:
-                node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
-                answer = self._outcome(ref, node)
-                if attempt_of is None:
-                    continue
-                if isinstance(answer, Lost):
-                    attempt_of.losses += answer.reasons
-                    if len(attempt_of.losses) < tries:
-                        todo.append(attempt_of)
-                        continue
-                    answer = Lost(tuple(attempt_of.losses))
-                yield attempt_of.item, answer
-
     def _take_all(self, prepare: Call) -> None:
-        """Ask Ray for every node that is not held yet; each comes as soon as it is free."""
         for node in self.nodes:
             if node.id not in self._actors:
                 actor = self._ray.remote(_Holder).options(
@@ -194,13 +110,19 @@ class RayNodes:
                 self._actors[node.id] = actor.remote()
                 self._starting[self._actors[node.id].prepare.remote(*prepare)] = node
 
+    def _give(self, node: Node, arguments: tuple[Any, ...]) -> Any:
+        return self._actors[node.id].call.remote(arguments)
+
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        done: list[Any] = self._ray.wait(refs, timeout=TICK_SECONDS)[0]
+        return done
+
     def _outcome(self, ref: Any, node: Node) -> Any:
-        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up."""
         exceptions = self._ray.exceptions
         try:
             answer = self._ray.get(ref)
         except exceptions.RayTaskError as error:
-            raise _raised(error, node) from None
+            raise raised(error.cause, node) or error from None
         except exceptions.RayError as error:
             with contextlib.suppress(exceptions.RayError):
                 self._ray.kill(self._actors.pop(node.id))
@@ -287,23 +209,7 @@ def why(error: Exception) -> str:
     found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
     if found:
         return found[1]
-    return "it cannot be reached any more" if "unavailable" in text else _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
-
-
-def _raised(error: Any, node: Node) -> Exception:
-    """What is said to the user of an exception on a node; anything unforeseen stays as it is, with its traceback."""
-    cause = error.cause
-    if isinstance(cause, LatbenchError):
-        cause.args = (f"on node {node.name}: {cause}",)
-        return cause
-    if isinstance(cause, OSError | ImportError):
-        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {_first_line(cause)}")
-    unforeseen: Exception = error
-    return unforeseen
+    return "it cannot be reached any more" if "unavailable" in text else first_line(error)
 
 
 # On the nodes ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Tables of millions of rows: time and memory of merge, validate, hash, and of the inputs of fit and report.
+"""Tables of millions of rows: time and memory of merge, validate, hash, and of the inputs of fit, report, compare and
+search.
 
     python tests/benchmarks/scale.py --rows 1000000 --points 20000
 
@@ -23,8 +24,10 @@ import numpy as np
 import pyarrow as pa
 
 import cost_models
-from latbench import merging, tables, validation
+from latbench import compare, merging, tables, validation
 from latbench.report import inputs
+from search.problem import swept_rows
+from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20
 SPARSITIES = np.array([0.0, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98])
@@ -111,7 +114,18 @@ def report_input(folder: Path, rows: int, points: int) -> str:
     return f"{read.table.memory_usage(deep=True).sum() / 2**20:.0f} MiB of them the frame"
 
 
-STEPS = (merge, validate, table_hash, fit_input, report_input)
+def compare_input(folder: Path, rows: int, points: int) -> str:
+    """What `latbench compare` reads of each table: with samples, the latest of each point."""
+    return f"{len(compare.read(folder / 'table'))} rows"
+
+
+def search_input(folder: Path, rows: int, points: int) -> str:
+    """What `latbench search` reads, for fifty layers."""
+    shapes = {LinearShape(32 * (1 + number), 32, 1) for number in range(50)}
+    return f"{len(swept_rows(folder / 'table', shapes, threads=2, backend='numba'))} rows"
+
+
+STEPS = (merge, validate, table_hash, fit_input, report_input, compare_input, search_input)
 
 
 def measured(step: Callable[[Path, int, int], str], folder: Path, rows: int, points: int, answer: Any) -> None:

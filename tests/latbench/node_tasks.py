@@ -70,3 +70,7 @@ def tool(factor: int) -> Any:
 
 def refuse() -> None:
     raise EnvironmentUnusable("--gpu a100 requested, but no NVIDIA driver")
+
+
+def fatal() -> Any:
+    return lambda number: os.kill(os.getpid(), signal.SIGKILL)

@@ -1,12 +1,14 @@
 """Comparing tables: points by their keys, verdicts by their samples, and how the command ends in CI."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from latbench import compare as comparing
 from latbench import tables
 
 CONV = {
@@ -34,6 +36,21 @@ def table(tmp_path: Path) -> Any:
         return tmp_path / name
 
     return write
+
+
+def test_what_is_read_in_pieces_is_judged_as_the_whole(table: Any, at: Any, rng: np.random.Generator) -> None:
+    """Points that were measured again and again, also as something else than a time."""
+    moments = [datetime(2026, 1, 1, tzinfo=UTC) + timedelta(hours=int(hour)) for hour in rng.permutation(40)]
+    kinds = ("ok", "noisy", "error", "timeout")
+    rows = [
+        at(1e-3 * (1 + 0.1 * number), m=number % 6 + 1, started_at=moment, status=kinds[number % 7 % 4])
+        | ({} if kinds[number % 7 % 4] in tables.TIMED else {"samples_seconds": None, "error": f"reason {number}"})
+        for number, moment in enumerate(moments)
+    ]
+    before, after = table("before", *rows[:20]), table("after", *rows[20:], at(1e-3, m=9))
+    whole = comparing.compare(tables.read(before), tables.read(after))
+    assert comparing.compare(comparing.read(before), comparing.read(after)) == whole
+    assert {change.kind for change in whole} > {"NEW"} and len(whole) >= 6
 
 
 def test_points_are_matched_by_key_and_the_most_slowed_come_first(latbench: Any, table: Any, at: Any) -> None:

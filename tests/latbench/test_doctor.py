@@ -82,6 +82,25 @@ def test_a_quota_is_found_in_either_kind_of_control_group(tmp_path: Path, files:
     assert (host.quota_cores, host.throttled_periods) == (1.5, 7)
 
 
+@pytest.mark.parametrize(
+    "files", [{".dockerenv": ""}, {"run__.containerenv": ""}, {"proc__self__cgroup": "0::/kubepods/pod1\n"}]
+)
+def test_a_container_is_known_by_its_marks(tmp_path: Path, files: dict[str, str]) -> None:
+    assert disturbances.host(root=_machine(tmp_path, **files), allowed={0}).container
+
+
+def test_a_container_is_told_to_share_its_lock(
+    latbench: Any, monkeypatch: pytest.MonkeyPatch, own_lock: Path
+) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(disturbances, "host", lambda steal: Host(**{**vars(QUIET), "container": True}))
+    shared = latbench("doctor").out
+    assert f"in {own_lock.parent / 'locks'}" in shared and "in a container" in shared and "! this" not in shared
+    monkeypatch.delenv("LATBENCH_LOCKS")
+    alone = latbench("doctor").out
+    assert "! this is a container: sweeps in others on this machine do not see its lock in /tmp" in alone
+
+
 def test_a_quiet_machine_needs_no_advice() -> None:
     assert disturbances.advice(QUIET) == []
     assert disturbances.advice(Host(processors=8, cores=8)) == []  # what is hidden is not guessed

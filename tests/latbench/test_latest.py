@@ -56,6 +56,20 @@ def test_it_is_what_picking_from_the_whole_table_gives(
     assert list(found["flags"].cat.categories) == sorted(found["flags"])
 
 
+def test_the_rows_themselves_come_with_their_samples(
+    tmp_path: Path, row: dict[str, Any], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BATCH_ROWS", 7)
+    rows = repeated(row, rng, 100)
+    for start in range(0, 100, 25):
+        tables.write_part(tmp_path, rows[start : start + 25])
+    expected = tables.timed(tables.read(tmp_path))[["point_id", "flags", "samples_seconds"]].reset_index(drop=True)
+    found = latest.table(tmp_path, list(expected), per=["point_id"], useful=timed).to_pandas()
+    pd.testing.assert_frame_equal(found, expected)
+    nothing = latest.table(tmp_path, ["m"], per=["point_id"], useful=lambda piece: pa.repeat(False, piece.num_rows))
+    assert nothing.num_rows == 0 and nothing.column_names == ["m"]
+
+
 def test_each_status_of_a_point_may_be_kept(tmp_path: Path, row: dict[str, Any], rng: np.random.Generator) -> None:
     tables.write_part(tmp_path, repeated(row, rng, 100))
     every = tables.read(tmp_path).sort_values("started_at", kind="stable")

@@ -10,7 +10,7 @@ import pytest
 from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete
 from latbench.plan import Point
-from latbench.runners.on_ray import Call, Lost, Node
+from latbench.runners.handing_out import Call, Lost, Node
 from latbench.runners.worker import resolve
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape

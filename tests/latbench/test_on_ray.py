@@ -10,7 +10,8 @@ import pytest
 
 from latbench.errors import EnvironmentUnusable, Incomplete
 from latbench.runners import on_ray
-from latbench.runners.on_ray import Lost, Node, RayNodes
+from latbench.runners.handing_out import Lost, Node
+from latbench.runners.on_ray import RayNodes
 
 TASKS = Path(__file__).with_name("node_tasks.py")
 

@@ -5,6 +5,7 @@ import runpy
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -220,6 +221,50 @@ def test_a_damaged_part_stops_the_sweep_before_it_measures(tmp_path: Path) -> No
     part.write_bytes(part.read_bytes()[:-50])
     with pytest.raises(BadData, match=part.name):
         measure(tmp_path, point())
+
+
+def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tmp_path: Path) -> None:
+    damaged: list[Path] = []
+    seen: list[int] = []
+
+    def damage_the_first() -> None:
+        if not damaged:
+            damaged.extend(tmp_path.glob("part-*.parquet"))
+            damaged[0].write_bytes(damaged[0].read_bytes()[:-50])
+
+    def choose(table: pd.DataFrame | None) -> list[Point]:
+        seen.append(0 if table is None else len(table))
+        return [point(m=len(seen), behaviour=does.REFUSES)] if len(seen) <= 4 else []
+
+    def run() -> None:
+        sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK, saved=damage_the_first)
+
+    with pytest.raises(BadData, match=r"part-.*: damaged") as said:
+        run()
+    assert str(damaged[0]) in str(said.value)
+    assert seen == [0, 0, 1, 2, 3]  # of the first it never heard
+    whole = set(tmp_path.glob("part-*.parquet")) - set(damaged)
+    assert sorted(int(tables.read(part)["m"].iloc[0]) for part in whole) == [2, 3, 4]
+    with pytest.raises(BadData, match=damaged[0].name):
+        run()
+    assert len(seen) == 5  # a part that was damaged before stops it at once
+
+
+def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "FINISHED", ())
+    runs: list[str] = []
+    for year in (2026, 2016, 2016, 2027):
+        now = datetime(year, 6, 1, tzinfo=UTC)
+        monkeypatch.setattr(sweep, "datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        measure(tmp_path, point(behaviour=does.REFUSES))
+        [run] = set(tables.read(tmp_path)["run_id"]) - set(runs)
+        runs.append(run)
+    rows = tables.read(tmp_path).sort_values("started_at")
+    assert list(rows["run_id"]) == runs and rows["started_at"].is_unique
+    assert list(rows["flags"].fillna("")) == ["", "clock_set_back", "clock_set_back", ""]
+    assert list(rows["started_at"].dt.year) == [2026, 2026, 2026, 2027]
 
 
 def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """The table: what is written comes back, what is damaged is refused, in one sentence with the file's name."""
 
 import math
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from pyarrow import parquet
 
@@ -338,6 +340,57 @@ def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict
 def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
     tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
     assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]
+
+
+def test_a_new_row_is_after_those_of_its_point(tmp_path: Path, row: dict[str, Any]) -> None:
+    """As on a machine whose clock is right, whose clock was set back, and of a point that is new."""
+    then = datetime(2026, 6, 1, tzinfo=UTC)
+    tables.write_part(tmp_path, [row | {"started_at": then - timedelta(days=day)} for day in range(3)])
+    tables.write_part(tmp_path, [row | {"m": 9, "started_at": then}])
+    ids = {tables.point_id(row), tables.point_id(row | {"m": 11})}
+    newest = tables.newest(tables.read(tmp_path), ids)
+    assert newest == {tables.point_id(row): then}
+    later, earlier, other = tables.after(
+        newest,
+        [
+            row | {"started_at": then + timedelta(days=1)},
+            row | {"started_at": then - timedelta(days=1), "flags": "preempted", "samples_seconds": [5e-3]},
+            row | {"m": 11, "started_at": then - timedelta(days=9)},
+        ],
+    )
+    assert later["started_at"] == then + timedelta(days=1) and other["started_at"] == then - timedelta(days=9)
+    assert later["flags"] is other["flags"] is None
+    assert earlier["started_at"] > then and earlier["flags"] == "preempted+clock_set_back"
+    tables.write_part(tmp_path, [earlier])
+    seconds = tables.timed(tables.read(tmp_path)).set_index("m")["median_seconds"]
+    assert seconds[row["m"]] == 5e-3
+
+
+def test_a_table_that_is_damaged_while_it_grows_says_so_and_goes_on(tmp_path: Path, row: dict[str, Any]) -> None:
+    growing = tables.Growing(tmp_path, ["m"])
+    tables.write_part(tmp_path, [row])
+    assert list(growing.frame()["m"]) == [7] and growing.damage is None  # type: ignore[index]
+    part = Path(str(tables.write_part(tmp_path, [row | {"m": 8}])))
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-20])
+    tables.write_part(tmp_path, [row | {"m": 9}])
+    assert sorted(growing.frame()["m"]) == [7, 9] and part.name in str(growing.damage)  # type: ignore[index]
+    with pytest.raises(BadData, match=part.name):
+        tables.Growing(tmp_path, ["m"]).frame()
+    part.write_bytes(whole)
+    assert sorted(growing.frame()["m"]) == [7, 8, 9] and growing.damage is None  # type: ignore[index]
+    (tmp_path / tables.UNFINISHED).touch()
+    assert sorted(growing.frame()["m"]) == [7, 8, 9] and "unfinished" in str(growing.damage)  # type: ignore[index]
+
+
+def test_only_the_rows_that_are_wanted_come_in(
+    tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "BATCH_ROWS", 3)
+    tables.write_part(tmp_path, [row | {"m": m, "batch": m if m % 2 else None} for m in range(1, 20)])
+    found = tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["batch"], 7), ["batch"])
+    assert found["m"].tolist() == [9, 11, 13, 15, 17, 19] and list(found) == ["m"]
+    assert tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["m"], 99)).empty
 
 
 def test_a_table_that_grows_is_read_once(
