@@ -243,7 +243,7 @@ def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
 
 
 def laid_out(shape: Conv2dShape, target: Target, y: Places) -> images.Layout:
-    """How images are laid out that are not read where they lie: with the rows of y, if its frames have room for them."""
+    """How images are laid out that are not read where they lie: in rows as long as those of y in frames."""
     where = images.layout(shape, target.lanes)
     wider = y.margin is not None and where.pitch < y.row
     return images.layout(shape, target.lanes, y.row) if wider else where
