@@ -2,16 +2,17 @@
 
 A builder gets the task's reference and the number of threads, and returns a callable that runs the model once on the
 task's example inputs. Dense engines are what a pruned model must beat: torch as it is, torch with every Linear and
-Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, and DeepSparse where the pruned model runs
-there. Imports torch: only for worker processes and functions that need it anyway.
+Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, OpenVINO where it is installed, and DeepSparse
+where the pruned model runs there. Imports torch: only for worker processes and functions that need it anyway.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ DENSE_ENGINES = {
     "torch": "search.engines:dense_torch",
     "torch-mkldnn": "search.engines:dense_mkldnn",
     "onnxruntime": "search.engines:dense_onnxruntime",
+    "openvino": "search.engines:dense_openvino",
     "deepsparse": "search.engines:dense_deepsparse",
 }
 BACKENDS = ("numba", "deepsparse")
@@ -82,16 +84,42 @@ def dense_onnxruntime(reference: str, threads: int) -> Run:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    with _exported(task.model(), inputs) as path:
+        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
+    return Restless(lambda: session.run(None, feed), SPINNING_SECONDS)
+
+
+@contextlib.contextmanager
+def _exported(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[Path]:
+    """The model as an ONNX file, for as long as the context lasts."""
     with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
         path = Path(folder) / "model.onnx"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the exporter's advice to its own developers
             logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            torch.onnx.export(task.model(), inputs, str(path), dynamo=True, verbose=False)
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-    feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
-    return Restless(lambda: session.run(None, feed), SPINNING_SECONDS)
+            torch.onnx.export(model, inputs, str(path), dynamo=True, verbose=False)
+        yield path
+
+
+def dense_openvino(reference: str, threads: int) -> Run:
+    """The model exported to ONNX, on OpenVINO's CPU plugin, in float32 as the others."""
+    from latbench.backends import openvino
+
+    task = load(reference)
+    model, inputs = task.model(), task.example()
+    with _exported(model, inputs) as path:
+        compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads)
+    request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
+
+    def run() -> list[np.ndarray]:
+        results = request.infer(arrays, share_inputs=True, share_outputs=True)
+        return [results[i] for i in range(len(results))]
+
+    with torch.inference_mode():
+        check_outputs(run(), tensors(model(*inputs)), "OpenVINO")
+    return run
 
 
 @dataclass(frozen=True)
@@ -190,7 +218,7 @@ def _on_deepsparse(
         arrays = [x.numpy() for x in inputs]
         compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
     with torch.inference_mode():
-        check_outputs(compiled.outputs(), tensors(model(*inputs)))
+        check_outputs(compiled.outputs(), tensors(model(*inputs)), "DeepSparse")
     return compiled
 
 
@@ -202,17 +230,15 @@ def tensors(output: Any) -> list[np.ndarray]:
     return [array for part in parts for array in tensors(part)]
 
 
-def check_outputs(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
+def check_outputs(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], engine: str) -> None:
     """Raise WrongResult unless every output is within SAME of the expected one, relative to its largest value."""
     if [y.shape for y in found] != [y.shape for y in expected]:
-        raise WrongResult(
-            f"DeepSparse returns shapes {[y.shape for y in found]}, torch {[y.shape for y in expected]}"
-        )
+        raise WrongResult(f"{engine} returns shapes {[y.shape for y in found]}, torch {[y.shape for y in expected]}")
     for y, wanted in zip(found, expected, strict=True):
         largest = float(np.abs(wanted).max(initial=0.0))
         off = float(np.abs(y - wanted).max(initial=0.0))
         if not off <= SAME * largest:
-            raise WrongResult(f"DeepSparse computes something else than torch: off by {off:.3g} of {largest:.3g}")
+            raise WrongResult(f"{engine} computes something else than torch: off by {off:.3g} of {largest:.3g}")
 
 
 def _inference(model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int) -> Run:

@@ -36,6 +36,7 @@ COLUMNS = {
     "torch": ("torch", "auto"),
     "torch-mkldnn": ("torch", "mkldnn"),
     "onnxruntime": ("onnxruntime", "auto"),
+    "openvino": ("openvino", "auto"),
     "deepsparse": ("deepsparse", "auto"),
 }
 

@@ -56,14 +56,19 @@ def compiled(point: Point, layer: Layer, precision: str = PRECISION) -> openvino
     else:
         x = operators.parameter(layer.x.shape, np.float32)
         y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
+    return on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision)
+
+
+def on_cpu(model: openvino.Model, threads: int, precision: str = PRECISION) -> openvino.CompiledModel:
+    """A model ready to run on so many threads, for one call at a time."""
     settings = {
         "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": point.threads,
+        "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": 1,
         "PERFORMANCE_HINT": "LATENCY",
         "ENABLE_CPU_PINNING": False,
     }
-    return openvino.Core().compile_model(openvino.Model([y], [x], "layer"), "CPU", settings)
+    return openvino.Core().compile_model(model, "CPU", settings)
 
 
 def _convolution(shape: Conv2dShape, layer: Layer, last: bool) -> tuple[openvino.Node, openvino.Node]:

@@ -8,7 +8,7 @@ row by row images re-laid (`images`), a vector never leaves a row of the output:
 flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
 
 x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place, and
-writes y directly: flat ones write zeros where a vector runs over the end of a row.
+y is written directly, even if vectors run over the ends of rows: they write zeros there.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Conv2dPlan:
         elif x.margin is None and y.margin is None and in_place(shape, self.target):
             offsets = columns(shape.c_in, shape.h * shape.w)
         else:
-            where = images.layout(shape, self.target.lanes)
+            where = laid_out(shape, self.target, y)
             offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
             channels = shape.c_in * (int(where.phases.max()) + 1)
         at = positions(shape, self.target, not isinstance(self.panels, SingleRows), x.margin, y.margin)
@@ -242,6 +242,13 @@ def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
     return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
 
 
+def laid_out(shape: Conv2dShape, target: Target, y: Places) -> images.Layout:
+    """How images are laid out that are not read where they lie: in rows as long as those of y in frames."""
+    where = images.layout(shape, target.lanes)
+    wider = y.margin is not None and where.pitch < y.row
+    return images.layout(shape, target.lanes, y.row) if wider else where
+
+
 def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
     """The offsets of columns, by channel, then tap, from an output's position to what it reads of x in frames."""
     down = np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
@@ -284,16 +291,16 @@ def _coverings(
         size = shape.out_h * shape.out_w
         run = _run(size, lanes)
         return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
-    if x_framed := reads_frames(shape, x_margin):
+    if reads_frames(shape, x_margin):
         x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
         x_first, x_image, pitch = x.first, x.image, x.row
     else:
-        where = images.layout(shape, target.lanes)
+        where = laid_out(shape, target, y)
         x_first, x_image, pitch = 0, where.image, where.pitch
     length = (shape.out_h - 1) * pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
     x_starts = _flat(x_first + b * x_image + vectors)
-    if x_framed and x_margin == y_margin:
+    if y_margin is not None and pitch == y.row:
         row, column = np.divmod(vectors[:, None] + np.arange(lanes), pitch)
         bits = ((row < shape.out_h) & (column < shape.out_w)) << np.arange(lanes)
         keep = np.tile(bits.sum(axis=1), shape.batch)

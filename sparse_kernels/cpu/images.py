@@ -46,10 +46,10 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def layout(shape: Conv2dShape, slack: int) -> Layout:
+def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
     """The layout for shape.batch images; `slack` elements behind the last one may be read (and mean nothing).
 
-    ValueError where an offset does not fit 31 bits.
+    pitch: the least distance from one row to the next. ValueError where an offset does not fit 31 bits.
     """
     taps_h = _taps(shape.kh, shape.dilation[0], shape.stride[0])
     taps_w = _taps(shape.kw, shape.dilation[1], shape.stride[1])
@@ -58,7 +58,7 @@ def layout(shape: Conv2dShape, slack: int) -> Layout:
     for number, phase in enumerate(used):
         phases[phase] = number
     rows = _pitch(shape.h, shape.padding[0], shape.stride[0], {a for a, _ in taps_h})
-    pitch = _pitch(shape.w, shape.padding[1], shape.stride[1], {b for b, _ in taps_w})
+    pitch = max(pitch, _pitch(shape.w, shape.padding[1], shape.stride[1], {b for b, _ in taps_w}))
     longest = -(-(shape.h + 2 * shape.padding[0]) // shape.stride[0])
     widest = -(-(shape.w + 2 * shape.padding[1]) // shape.stride[1])
     image = rows * pitch
