@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.framing import keep_frames
-from sparse_kernels.graphs import activation, called_once, element_wise, erase, only_user, tidy
+from sparse_kernels.graphs import activation, called_once, element_wise, erase, only_user, tidy, wrap
 from sparse_kernels.nn import (
     GPU_BACKENDS,
     SparseConv2d,
@@ -357,6 +357,7 @@ def _swap_attention(traced: fx.GraphModule) -> None:
         scale = settings.pop("scale", None)
         if list(settings.values()) == [None, 0.0, False, False] and (scale is None or isinstance(scale, float)):
             node.target, node.kwargs = attention, {"scale": scale}
+            node.meta["is_wrapped"] = True  # a pickled model is traced anew
 
 
 def _keep_tiles(traced: fx.GraphModule) -> None:
@@ -374,16 +375,7 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
         if all(isinstance(layer, SparseLinear) and layer.lays_out for layer in layers):
             node.update_kwarg("keep", True)
             for each in between:
-                _let_take_tiles(traced, each, modules)
-
-
-def _let_take_tiles(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
-    """Wrap an element-wise node."""
-    function = modules[node.target] if isinstance(node.target, str) else node.target
-    wrapped = OnTiles(function, *node.args[1:], **node.kwargs)
-    name = f"{node.name}_on_tiles"
-    traced.add_submodule(name, wrapped)
-    node.op, node.target, node.args, node.kwargs = "call_module", name, (node.args[0],), {}
+                wrap(traced, each, modules, OnTiles)
 
 
 def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str, tune: bool) -> nn.Module:

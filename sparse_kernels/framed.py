@@ -18,9 +18,11 @@ from sparse_kernels.cpu.target import host
 
 Images = Tensor | Framed
 
+_ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu}
+
 
 def framable(x: Images) -> bool:
-    """Whether images can be laid into frames: float32 on a CPU, any at all, not while torch compiles."""
+    """Whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
     if not isinstance(x, Tensor) or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
         return False
     return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
@@ -42,18 +44,18 @@ def plain(x: Images) -> Tensor:
     """The images as torch has them, in memory of their own if they were in frames."""
     if isinstance(x, Tensor):
         return x
-    result = torch.empty(x.places.shape, dtype=torch.float32)
+    result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
     images.copy(host().lanes, x.array, x.places, result.numpy().reshape(-1), Places(*x.places.shape))
     return result
 
 
-def finished(y: Images, added: Images | None, then: str | None) -> Images:
+def finished(y: Images, added: Images | float | None, then: str | None) -> Images:
     """The activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
     if added is None:
         return y
-    total = plain(y) + plain(added)
-    return total if then is None else F.relu(total) if then == "relu" else F.gelu(total)
+    total = plain(y) + (plain(added) if isinstance(added, Framed) else added)
+    return _ACTIVATIONS[then](total)
 
 
 class OnFrames(nn.Module):

@@ -22,10 +22,12 @@ import torch
 from torch import fx, nn
 
 from sparse_kernels.framed import OnFrames, frame, plain
-from sparse_kernels.graphs import activation, element_wise, erase, mutates, only_user
+from sparse_kernels.graphs import activation, call, changed, element_wise, erase, only_user, wrap
 from sparse_kernels.nn import SparseConv2d
 
-_ADD, _ADD_IN_PLACE = (operator.add, torch.add, "add"), (operator.iadd, "add_")
+_ADD = (operator.add, torch.add, "add")
+
+MOST_MARGIN = 4  # a convolution that pads more would make the frames of all others as wide
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def keep_frames(traced: fx.GraphModule) -> None:
     modules = dict(traced.named_modules(remove_duplicate=False))
     convs = [node for node in traced.graph.nodes if _sparse_conv(node, modules) is not None]
     keeping = {node for node in convs if _keeps_size(node, modules)}
-    gaining = [node for node in convs if node in keeping and max(_layer(node, modules).padding) > 0]
+    gaining = [node for node in convs if node in keeping and 0 < max(_layer(node, modules).padding) <= MOST_MARGIN]
     if not gaining:
         return
     margin = max(max(_layer(node, modules).padding) for node in gaining)
@@ -67,7 +69,8 @@ def keep_frames(traced: fx.GraphModule) -> None:
     knowing = {stands.get(node, node) for node in convs}
     at_work = {stands.get(node, node) for node in {*gaining, *(framed & keeping)}} | adding
     on_frames = {node for node in framed & native if stands.get(node, node) not in knowing}
-    for value in [stands.get(node, node) for node in framed]:
+    values = {stands.get(node, node) for node in framed}
+    for value in [node for node in traced.graph.nodes if node in values]:
         if value in knowing:
             value.update_kwarg("margin", margin)
         if value in knowing or value in on_frames:
@@ -75,7 +78,7 @@ def keep_frames(traced: fx.GraphModule) -> None:
         else:
             _read(traced, value, frame, (margin,), set(value.users) & at_work)
     for node in on_frames:
-        _let_take_frames(traced, node, modules)
+        wrap(traced, node, modules, OnFrames)
 
 
 def _choose(
@@ -86,7 +89,8 @@ def _choose(
     gaining: list[fx.Node],
 ) -> tuple[set[fx.Node], set[fx.Node], list[_Sum]]:
     """(values to be in frames, values that are computed there if they are, sums that convolutions take over)."""
-    candidates = _sums(traced, modules, keeping)
+    touched = changed(traced, modules)
+    candidates = _sums(traced, modules, keeping, touched)
     framed = {_input(node) for node in gaining}
     while True:
         before = len(framed)
@@ -100,21 +104,23 @@ def _choose(
         framed |= {_input(node) for node in keeping & framed} | {_input(node) for node in convs} & native
         if len(framed) == before:
             break
-    return {value for value in framed if not _is_changed(value, modules)}, native, sums
+    return framed - touched, native, sums
 
 
-def _sums(traced: fx.GraphModule, modules: dict[str, nn.Module], convs: set[fx.Node]) -> list[_Sum]:
-    """The sums of which one part is the result of such a convolution, and read by nothing else."""
+def _sums(
+    traced: fx.GraphModule, modules: dict[str, nn.Module], convs: set[fx.Node], touched: set[fx.Node]
+) -> list[_Sum]:
+    """The sums of which one part is the result of such a convolution, and read by nothing else.
+
+    touched: what is changed in place. The convolution will run where the sum did, so it must not read such a value.
+    """
     sums: list[_Sum] = []
     for node in traced.graph.nodes:
-        if node.target not in (*_ADD, *_ADD_IN_PLACE) or node.kwargs or len(node.args) != 2:
+        if node.op == "call_module" or node.target not in _ADD or node.kwargs or len(node.args) != 2:
             continue
         for conv, added in (node.args, node.args[::-1]):
             alone = conv in convs and only_user(conv) is node and _layer(conv, modules).activation is None
-            if not alone or not isinstance(added, fx.Node):
-                continue
-            # The convolution will run where the sum did: what it reads must be the same there.
-            if added is conv or _is_changed(added, modules) or _is_changed(_input(conv), modules):
+            if not alone or not isinstance(added, fx.Node) or added is conv or {added, _input(conv)} & touched:
                 continue
             reader = only_user(node)
             activated = reader if reader is not None and activation(reader, modules) is not None else None
@@ -129,17 +135,9 @@ def _read(
     """Let the readers of a value read function(value, *args)."""
     if readers:
         with traced.graph.inserting_before(next(node for node in traced.graph.nodes if node in readers)):
-            copy = traced.graph.call_function(function, (value, *args))
+            copy = call(traced, function, value, *args)
         for reader in readers:
             reader.replace_input_with(value, copy)
-
-
-def _let_take_frames(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module]) -> None:
-    """Wrap an element-wise node."""
-    function = modules[node.target] if isinstance(node.target, str) else node.target
-    name = f"{node.name}_on_frames"
-    traced.add_submodule(name, OnFrames(function, *node.args[1:], **node.kwargs))
-    node.op, node.target, node.args, node.kwargs = "call_module", name, (node.args[0],), {}
 
 
 def _sparse_conv(node: fx.Node, modules: dict[str, nn.Module]) -> SparseConv2d | None:
@@ -167,15 +165,12 @@ def _keeps_zeros(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if not element_wise(node, modules) or not isinstance(node.args[0], fx.Node):
         return False
     function = modules[node.target] if isinstance(node.target, str) else node.target
-    return not function(torch.zeros(1), *node.args[1:], **node.kwargs).any()
+    if isinstance(function, nn.Module) and (function._forward_hooks or function._forward_pre_hooks):
+        return False  # hooks look at images
+    return not function(torch.zeros(1, device="cpu"), *node.args[1:], **node.kwargs).any()
 
 
 def _input(node: fx.Node) -> fx.Node:
     value = node.args[0]
     assert isinstance(value, fx.Node)
     return value
-
-
-def _is_changed(value: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether one of several readers of a value changes it in place."""
-    return len(value.users) > 1 and any(mutates(user, modules) and user.args[:1] == (value,) for user in value.users)

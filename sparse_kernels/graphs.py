@@ -1,9 +1,10 @@
-"""What is asked and done, again and again, when the graph of a traced model is rewritten."""
+"""What is asked of the graph of a traced model, and done to it, wherever it is rewritten."""
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,10 +68,72 @@ def tidy(traced: fx.GraphModule) -> None:
     traced.recompile()
 
 
-def mutates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+def call(traced: fx.GraphModule, function: Callable[..., Any], *args: Any) -> fx.Node:
+    """A new node that calls a function of ours. It stays one call when the model is pickled, which traces it anew."""
+    node = traced.graph.call_function(function, args)
+    node.meta["is_wrapped"] = True
+    return node
+
+
+def wrap(traced: fx.GraphModule, node: fx.Node, modules: dict[str, nn.Module], kind: type[nn.Module]) -> None:
+    """Let kind(function, *further arguments) take the place of the element-wise function or module of a node."""
+    function = modules[node.target] if isinstance(node.target, str) else node.target
+    name = f"{node.name}_{kind.__name__.lower()}"
+    traced.add_submodule(name, kind(function, *node.args[1:], **node.kwargs))
+    node.op, node.target, node.args, node.kwargs = "call_module", name, (node.args[0],), {}
+
+
+def changed(traced: fx.GraphModule, modules: dict[str, nn.Module]) -> set[fx.Node]:
+    """The values that somebody changes in place while others may still read them, as far as names tell.
+
+    A change reaches whatever a value may be a view or another name of.
+    """
+    found: set[fx.Node] = set()
+
+    def mark(value: fx.Node, by: fx.Node | None) -> None:
+        if value in found:
+            return
+        if set(value.users) != {by}:
+            found.add(value)
+        if not _is_new(value, modules):
+            for source in value.all_input_nodes:
+                mark(source, None)
+
+    for node in traced.graph.nodes:
+        if (out := node.kwargs.get("out")) is not None and isinstance(out, fx.Node):
+            mark(out, None)
+        if _mutates(node, modules) and node.args and isinstance(node.args[0], fx.Node):
+            mark(node.args[0], node)
+    return found
+
+
+_IN_PLACE = {getattr(operator, name) for name in dir(operator) if name.startswith("i") and name[1:] in dir(operator)}
+_NEW_FUNCTIONS = (
+    operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div,
+    torch.cat, F.conv2d, F.linear, F.max_pool2d, F.avg_pool2d, F.interpolate,
+)  # fmt: skip
+_NEW_MODULES = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.BatchNorm2d, nn.LayerNorm)
+
+
+def _is_new(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
+    """Whether a node certainly gives memory of its own, and no view or other name of what it reads."""
+    if _mutates(node, modules) or node.op == "call_method":
+        return False
+    if node.op == "call_module":
+        module = modules[str(node.target)]
+        ours = type(module).__module__.startswith("sparse_kernels.")
+        return (
+            ours
+            or isinstance(module, _NEW_MODULES)
+            or (element_wise(node, modules) and type(module) is not nn.Identity)
+        )
+    return node.target in _NEW_FUNCTIONS or element_wise(node, modules)
+
+
+def _mutates(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     """Whether a node changes its first argument in place, as far as its name and settings tell."""
     if node.op == "call_module":
         return bool(getattr(modules[str(node.target)], "inplace", False))
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    in_place_operator = node.target in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-    return in_place_operator or (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
+    in_place = (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace") is True
+    return in_place or name.startswith("__i") or node.target in _IN_PLACE or node.target is operator.setitem

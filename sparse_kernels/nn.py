@@ -512,14 +512,18 @@ class SparseConv2d(_Sparse):
         self, x: np.ndarray, x_places: Places, margin: int | None, added: Tensor | Framed | None, then: str | None
     ) -> Tensor | Framed:
         """The result for flat x at these places: in frames of this margin, or as torch has it."""
-        ready = self._plans.get((_CPU, torch.float32, (x_places.channels, x_places.h, x_places.w)))
+        ready = self._plans.get((_CPU, torch.float32, x_places.shape[1:]))  # as `_key` has it
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
-            ready = self._prepared(torch.empty(1, dtype=torch.float32).expand(x_places.shape), ())
+            ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
         self._latest = ready
         threads.use(torch.get_num_threads())
         y_places = ready.y_places(x_places, margin)
-        y = torch.empty(y_places.shape, dtype=torch.float32) if margin is None else Framed(y_places)
+        y: Tensor | Framed
+        if margin is None:
+            y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
+        else:
+            y = Framed(y_places)
         to = y.array if isinstance(y, Framed) else y.numpy().reshape(-1)
         alike = isinstance(added, Framed) and added.places == y_places
         if alike and self.activation is None and ready.plan.adds(x_places, y_places):

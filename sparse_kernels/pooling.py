@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparse_kernels.graphs import called_once, element_wise, only_user
+from sparse_kernels.graphs import call, called_once, changed, element_wise, only_user
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
 
@@ -20,16 +20,18 @@ def pool_channels_last(traced: fx.GraphModule) -> None:
     """Let max pooling, and dense convolutions that it alone reads, work with channels last, in place."""
     modules = dict(traced.named_modules(remove_duplicate=False))
     dense = set(called_once(traced, modules, nn.Conv2d))
-    for node in list(traced.graph.nodes):
-        if not _is_pool(node, modules):
-            continue
+    pools = [node for node in traced.graph.nodes if _is_pool(node, modules)]
+    touched = changed(traced, modules)
+    for node in pools:
         images = source = node.args[0]
         with traced.graph.inserting_before(node):
-            last = traced.graph.call_function(channels_last, (images,))
-        node.replace_input_with(images, last)
-        with traced.graph.inserting_after(node):
-            result = traced.graph.call_method("contiguous", (node,))
-        node.replace_all_uses_with(result, delete_user_cb=lambda user, result=result: user is not result)
+            node.replace_input_with(images, call(traced, channels_last, images))
+        # Whoever reads the result, but for another pooling, gets it as torch has images.
+        if others := [user for user in node.users if user not in pools or node in touched]:
+            with traced.graph.inserting_after(node):
+                result = traced.graph.call_method("contiguous", (node,))
+            for user in others:
+                user.replace_input_with(node, result)
         while only_user(source) is not None and element_wise(source, modules) and isinstance(source.args[0], fx.Node):
             source = source.args[0]
         if source in dense and only_user(source) is not None:

@@ -144,7 +144,8 @@ class Conv2dPlan:
         with exclusive():
             for first in range(0, batch, step):
                 some = min(step, batch - first)
-                rest = y[first * y_at.image :], y_at.of_batch(some), added
+                begin = first * y_at.image
+                rest = y[begin:], y_at.of_batch(some), None if added is None else added[begin:]
                 self._run_some(x[first * x_at.image :], x_at.of_batch(some), bias, activation, *rest)
 
     def _run_some(

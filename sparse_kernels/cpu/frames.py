@@ -12,6 +12,7 @@ Images start at a cache line. Who makes a frame has zeros in it; who writes into
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -77,28 +78,38 @@ def _whole_lines(elements: int) -> int:
 
 
 class _Spare:
-    """Frames that nobody uses. A frame just given back is the likeliest to lie in a cache, so it goes out first."""
+    """Frames that nobody uses. A frame just given back is the likeliest to lie in a cache, so it goes out first.
+
+    Giving back is one step of a deque, because it may happen at any time, even while this thread takes a frame: when
+    Python collects garbage.
+    """
 
     def __init__(self) -> None:
+        self._returned: deque[tuple[Places, Array]] = deque()
         self._turn = threading.Lock()
         self._free: dict[Places, list[Array]] = {}
         self._bytes = 0
 
     def take(self, places: Places) -> Array:
         with self._turn:
+            self._sort_in()
             if buffers := self._free.get(places):
                 self._bytes -= buffers[-1].nbytes
                 return buffers.pop()
         return aligned(places.size)
 
     def give_back(self, places: Places, buffer: Array) -> None:
-        with self._turn:
+        self._returned.append((places, buffer))
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            places, buffer = self._returned.popleft()
             # The shape used last is at the end; what was not used for longest goes.
             self._free[places] = [*self._free.pop(places, []), buffer]
             self._bytes += buffer.nbytes
-            while self._bytes > KEPT:
-                oldest = next(iter(self._free))
-                self._bytes -= sum(each.nbytes for each in self._free.pop(oldest))
+        while self._bytes > KEPT:
+            oldest = next(iter(self._free))
+            self._bytes -= sum(each.nbytes for each in self._free.pop(oldest))
 
 
 _spare = _Spare()

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run
 from sparse_kernels.cpu.target import VERSION
+from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.plan import Array
 from sparse_kernels.shapes import Conv2dShape
 
@@ -143,7 +144,8 @@ def copy(lanes: int, x: Array, x_places: Places, y: Array, y_places: Places) -> 
     """Copy images from flat x to flat y, each lying as its places say; frames of y stay as they are."""
     run, threads = lay_out(lanes), numba.get_num_threads()
     begin, to = y[y_places.first :], (*steps(y_places), 0)
-    run(x[x_places.first :], steps(x_places), begin, to, ONE_PHASE, (0, 0), x_places.shape, threads)
+    with exclusive():
+        run(x[x_places.first :], steps(x_places), begin, to, ONE_PHASE, (0, 0), x_places.shape, threads)
 
 
 def steps(places: Places) -> tuple[int, int, int]:

@@ -1,3 +1,6 @@
+import itertools
+from dataclasses import replace
+
 import numba
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 from sparse_kernels import oracle
 from sparse_kernels.cpu import conv2d, images, single
 from sparse_kernels.cpu.frames import Framed
+from sparse_kernels.cpu.target import host
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import prepare_conv2d
@@ -88,6 +92,46 @@ def framed(images, places):
     return result
 
 
+def added_case(rng, shape, batch, margin):
+    """(plan, x as torch has it, y in frames, what is added, the sum) for 1x1 that writes rows of frames directly."""
+    packed, images = operands(rng, replace(shape, batch=batch), VectorWise(8))
+    plan = prepare_conv2d(packed, shape, "numba")
+    y = framed(0, plan.y_places(batch, margin))
+    added = framed(rng.integers(-9, 9, y.places.shape), y.places)
+    expected = by_torch(packed, shape, images) + view(added.array, added.places)
+    return plan, images, y, added, expected
+
+
+@pytest.mark.parametrize("step", [1, 10**9])
+def test_what_is_added_comes_image_by_image(rng, monkeypatch, step):
+    monkeypatch.setattr(conv2d, "IMAGES_CACHED", step)
+    plan, images, y, added, expected = added_case(rng, Conv2dShape(1, 4, 32, 32, 8, 1, 1), 5, 1)
+    x_places = plan.x_places(5)
+    assert plan.adds(x_places, y.places)
+    plan.framed(images.reshape(-1), x_places, None, None, y.array, y.places, added.array)
+    np.testing.assert_array_equal(view(y.array, y.places), expected)
+
+
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+def test_no_vector_reads_or_writes_outside_of_its_array(lanes):
+    """Kernels go by address, so nothing else would tell."""
+    target = replace(host(), lanes=lanes, halves=lanes == 16)
+    for shape in SHAPES:
+        for x_margin, y_margin in itertools.product((None, 0, 1, 4), repeat=2):
+            packed = pack(np.ones((shape.m, shape.k), np.float32), np.ones((shape.m, shape.k), bool), VectorWise(8))
+            plan = replace(prepare_conv2d(packed, shape, "numba"), target=target)
+            x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
+            placed = plan._place(shape, x, y)
+            at, where = placed.at, placed.where
+            first = at.x_starts[:, None] + placed.offsets
+            assert first.min() >= 0
+            assert first.max() + at.lanes <= (x.size if where is None else where.size)
+            rows = np.arange(shape.c_out) * at.y_stride
+            size = shape.c_out * at.y_stride if at.flat is not None else y.size
+            assert (at.y_starts[:, None] + rows).min() >= 0
+            assert (at.y_starts[:, None] + rows).max() + at.lanes <= size
+
+
 @pytest.mark.parametrize("margins", [(1, 1), (4, 4), (None, 2), (2, None), (2, 3)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pattern", [VectorWise(8), Unstructured()], ids=str)
@@ -119,11 +163,14 @@ def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
     x_places, y_places = plan.x_places(2, 1), plan.y_places(2, 1)
     x, y = framed(images, x_places), framed(0, y_places)
     assert plan.adds(x_places, y_places)
-    plan._known(x_places, y_places).at.keep[:] = -1
+    right = plan._known(x_places, y_places)
+    wrong = replace(right.at, keep=np.full_like(right.at.keep, -1))
+    plan._placed[2, 1, 1] = replace(right, at=wrong)
     plan.framed(x.array, x_places, np.ones(8, np.float32), None, y.array, y_places)
     np.testing.assert_array_equal(view(y.array, y_places), by_torch(packed, shape, images, np.ones(8)))
     view(y.array, y_places)[...] = 0
     assert y.array.any()
+    y.array[:] = 0  # others will get it
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -1,6 +1,9 @@
 """Images stay in frames between sparse convolutions, and the model stays the function that it was."""
 
 import copy
+import gc
+import pickle
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -61,6 +64,31 @@ def changed_input(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
     return b(x) + x
 
 
+def changed_by_a_view(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    y = a(x)
+    y[:, :2].clamp_(max=0.1)
+    return b(y)
+
+
+def changed_by_another_name(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    y = a(x)
+    z = F.relu_(F.dropout(y, training=False))
+    return b(y) + z
+
+
+def changed_as_out(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    y = a(x)
+    torch.mul(x, 2, out=y)
+    return b(y)
+
+
+def changed_parts(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
+    y = a(x)
+    first, second = y.chunk(2, 1)
+    first.add_(second)
+    return b(y)
+
+
 def changed_before_the_sum(a: nn.Module, b: nn.Module, x: Tensor) -> Tensor:
     """What b reads is changed in place before b's result is added to."""
     y = a(x)
@@ -90,6 +118,12 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
     "twice": (Joined(lambda a, b, x: b(a(x)) + a(x), *CONVS), (2, 8, 6, 6), 3),
     "changed between": (Joined(changed_between, *CONVS), (2, 8, 6, 6), 0),
     "changed input": (Joined(changed_input, *CONVS), (2, 8, 6, 6), 2),
+    "changed by a view": (Joined(changed_by_a_view, *CONVS), (2, 8, 6, 6), 0),
+    "changed by another name": (Joined(changed_by_another_name, *CONVS), (2, 8, 6, 6), 0),
+    "changed as out": (Joined(changed_as_out, *CONVS), (2, 8, 6, 6), 0),
+    "changed parts": (Joined(changed_parts, *CONVS), (2, 8, 6, 6), 0),
+    "a size is added": (Joined(lambda a, b, x: b(a(x) + x.shape[1]), *CONVS), (2, 8, 6, 6), 1),
+    "a wide one": (nn.Sequential(conv(4, 8), conv(8, 8, 13), conv(8, 8)), (2, 4, 9, 9), 2),
     "changed before the sum": (Joined(changed_before_the_sum, *CONVS), (2, 8, 6, 6), 0),
     "smaller": (nn.Sequential(conv(4, 8), conv(8, 8, padding=0), conv(8, 8)), (2, 4, 9, 9), 2),
     "a single position": (nn.Sequential(conv(4, 8), nn.ReLU(), conv(8, 8)), (2, 4, 1, 1), 1),
@@ -129,7 +163,9 @@ def test_the_model_is_the_same_function(name: str, pattern: Pattern, rng: np.ran
         for _ in range(2):
             torch.testing.assert_close(converted(batch.clone()), expected, rtol=1e-4, atol=1e-5)
         assert torch.equal(batch, before)
-    torch.testing.assert_close(copy.deepcopy(converted)(x.clone()), model(x.clone()), rtol=1e-4, atol=1e-5)
+    for twin in (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted))):
+        torch.testing.assert_close(twin(x.clone()), model(x.clone()), rtol=1e-4, atol=1e-5)
+        assert in_frames(twin) == in_frames(converted)
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
@@ -202,12 +238,52 @@ def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
     monkeypatch.setattr(frames, "KEPT", 4 * sum(each.size for each in places[-3:]))
     for each in places:
         frames.Framed(each)
-    assert set(spare._free) == set(places[-3:])
-    assert spare._bytes == frames.KEPT
+    frames.Framed(places[-1])
+    assert set(spare._free) | {each for each, _ in spare._returned} == set(places[-3:])
+    assert spare._bytes + sum(buffer.nbytes for _, buffer in spare._returned) == frames.KEPT
+
+
+def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames._Spare) -> None:
+    """A frame in a cycle, as one that an exception's traceback keeps, goes wherever Python happens to collect."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.frame, self.me = frames.Framed(frames.Places(1, 1, 4, 4, 1)), self
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(300):
+            Cycle()
+            frames.Framed(frames.Places(1, 1, 5, 5, 1))
+    finally:
+        gc.set_threshold(*before)
 
 
 @torch.no_grad()
-def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator) -> None:
+def test_threads_of_the_caller_share_a_converted_model(rng: np.random.Generator) -> None:
+    model, choices, x = prepared("bottlenecks", Unstructured(), rng)
+    converted = convert(model, choices, (x,))
+    inputs = [torch.randn_like(x) for _ in range(4)]
+    expected, found = [model(each.clone()) for each in inputs], [[] for _ in inputs]
+
+    def run(number: int) -> None:
+        with torch.no_grad():
+            found[number] = [converted(inputs[number].clone()) for _ in range(20)]
+
+    callers = [threading.Thread(target=run, args=(number,)) for number in range(len(inputs))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    for results, right in zip(found, expected, strict=True):
+        assert len(results) == 20
+        for result in results:
+            torch.testing.assert_close(result, right, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator, spare: frames._Spare) -> None:
     """What the tests above rest on: a convolution that reads frames does read their zeros."""
     layer = conv(4, 6)
     sparse = SparseConv2d.from_dense(layer, Unstructured(), np.ones((6, 36), bool))

@@ -1,5 +1,8 @@
 """Max pooling of a converted model gets images with channels last, and gives them as torch always does."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,16 +33,32 @@ def test_pooling_works_with_channels_last(function: bool, batch: int) -> None:
     torch.manual_seed(batch)
     model, x = Pooled(function).eval(), torch.randn(batch, 3, 12, 13)
     converted = convert(model, {"sparse": Choice(Unstructured())}, (x,))
-    last = []
+    plain, last = copy.deepcopy(converted), []
     for name in ("first", "second")[function:]:
         pool = converted.get_submodule(name)
         pool.register_forward_pre_hook(
             lambda _, args: last.append(args[0].is_contiguous(memory_format=torch.channels_last))
         )
     torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(plain))(x), model(x), rtol=1e-4, atol=1e-5)
     assert last == [True] * (2 - function)
     # What the dense layer gives has that order already: nothing is copied for the first pooling.
     assert converted.dense(x).is_contiguous(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def test_poolings_in_a_row_and_what_reads_between_them() -> None:
+    class Pyramid(Pooled):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.sparse(self.dense(x))
+            first = self.first(y)
+            second = self.second(first)
+            return torch.cat([first.view(x.shape[0], -1), second.view(x.shape[0], -1)], 1)
+
+    torch.manual_seed(0)
+    model, x = Pyramid(False).eval(), torch.randn(2, 3, 12, 13)
+    converted = convert(model, {"sparse": Choice(Unstructured())}, (x,))
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
