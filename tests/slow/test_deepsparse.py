@@ -174,7 +174,7 @@ def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_ther
     assert done.returncode == 0, done.stderr
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify")  # on deepsparse, without being told
     assert (verdict.backend, verdict.measured_speedup, verdict.met) == ("deepsparse", 2.0, True)
-    assert {"torch", "onnxruntime", "deepsparse", PRUNED} == set(verdict.engines) - {"torch-mkldnn"}
+    assert {"torch", "onnxruntime", "deepsparse", PRUNED} == set(verdict.engines) - {"torch-mkldnn", "openvino"}
     assert (tmp_path / "verify" / "pruned.onnx").is_file()
 
 
@@ -199,7 +199,7 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
     assert verdict.backend == "deepsparse" and verdict.met
-    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "deepsparse", PRUNED}
+    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", "deepsparse", PRUNED}
     assert verdict.score_pruned == pytest.approx(little.score(model))
     table = tables.read(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]
