@@ -143,7 +143,7 @@ def test_a_small_model_is_verified_from_its_folder(
     folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met
-    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", PRUNED}
+    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", PRUNED}
     model = little.model()
     assert verdict.score_dense == pytest.approx(little.score(model))
     assert verdict.score_pruned != verdict.score_dense
