@@ -60,6 +60,9 @@ TO_SPARE = 0.03
 ROUNDS = 3
 FINALISTS = 8
 
+# A dense engine that took so many times as long as the fastest is no rival while profiles are compared.
+HOPELESS = 1.3
+
 STRATEGIES = ("spdy", "uniform")  # uniform: one pattern and sparsity everywhere, to compare with
 FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbour": "spdy"}
 
@@ -329,16 +332,23 @@ def time_profiles(
     known: Mapping[str, float],
     progress: Progress,
 ) -> Timings:
-    """Time the model with these options of the database against the dense engines, as `verify` will."""
-    task = inputs.task
-    engines = overhead.dense_engines(task, settings.threads, settings.backend)
+    """Time the model with these options of the database against the dense engines, as `verify` will.
+
+    Without those that are known to be so much slower than the fastest that they will not be it.
+    """
+    task, fastest = inputs.task, min(known, key=known.__getitem__, default="torch")
+    engines = {
+        name: engine
+        for name, engine in overhead.dense_engines(task, settings.threads, settings.backend).items()
+        if name not in known or known[name] <= HOPELESS * known[fastest]
+    }
     database = str(inputs.database.resolve())
     for choice in choices:
         chosen = overhead.by_name(layers, choice)
         arguments = (task.reference, settings.threads, settings.backend, database, inputs.model_hash, chosen)
         engines[str(choice)] = Engine("pruned", "search.engines:database_pruned", arguments)
     with cpu_lock(progress):
-        required = ["torch", *map(str, choices)]
+        required = [fastest, *map(str, choices)]
         return time_engines(engines, threads=settings.threads, required=required, known=known, progress=progress)
 
 

@@ -137,6 +137,11 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     found = job.measured([session], (0, 1), 0.9)
     fastest = "deepsparse" if backend == "deepsparse" else "torch"
     assert (found.dense_engine, found.speedup.value) == (fastest, 2.0 if backend == "deepsparse" else 3.0)
+    asked.clear()
+    known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
+    job.time_profiles(inputs, settings, layers, [(0, 1)], known, lambda *_: None)
+    own = ["torch-mkldnn", "onnxruntime", "openvino"]  # of oneDNN nothing is known
+    assert [name for name in asked if name not in ("(0, 1)", "deepsparse")] == own
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
