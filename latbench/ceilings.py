@@ -1,4 +1,5 @@
 """What a CPU can do at most, and how long fixed pieces of work take on it: measured once, kept in the cache folder.
+A GPU's ceilings (`latbench.gpu.ceilings`) are kept in the same way.
 
 The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second, and bytes
 read a second from working sets of several sizes. No call can be faster than its operations at the one rate, or than
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from latbench import devices, files
 from latbench.errors import EnvironmentUnusable
@@ -39,9 +41,7 @@ class Ceilings:
 
     def memory_seconds(self, size: float) -> float:
         """The least that reading so many bytes can take, wherever they lie."""
-        smaller = [rate for held, rate in self.read_bytes_per_second.items() if held <= size]
-        rates = smaller[-1:] or list(self.read_bytes_per_second.values())[:1]
-        return size / rates[0]
+        return memory_seconds(self.read_bytes_per_second, size)
 
     def roofline_seconds(self, flop: float, size: float) -> float:
         """The least that work of so many operations on so many bytes can take."""
@@ -63,55 +63,97 @@ class Ceilings:
         """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when
         they were measured only ever makes them worse.
         """
-        rates = self.read_bytes_per_second
         return Ceilings(
             max(self.flop_per_second, other.flop_per_second),
-            {size: max(rate, rates.get(size, rate)) for size, rate in other.read_bytes_per_second.items()},
+            higher(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
         )
 
 
+def memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
+    """The least that reading `size` bytes can take, at rates by size of the working set, which rises: at that of the
+    largest one that is no larger.
+    """
+    smaller = [rate for held, rate in read_bytes_per_second.items() if held <= size]
+    rates = smaller[-1:] or list(read_bytes_per_second.values())[:1]
+    return size / rates[0]
+
+
+def never_rising(rates: Mapping[int, float]) -> dict[int, float]:
+    """Rates by size of the working set, each at least as high as the next: a larger set may read faster by luck, and
+    never by nature.
+    """
+    sizes = sorted(rates)
+    return {size: max(rates[other] for other in sizes[i:]) for i, size in enumerate(sizes)}
+
+
+Key = TypeVar("Key", int, str)
+
+
+def higher(rates: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
+    """The higher rate of each key of `others`, which are those of the later measurement."""
+    return {key: max(rate, rates.get(key, rate)) for key, rate in others.items()}
+
+
+class Found(Protocol):
+    """Ceilings of any device: a dataclass of numbers, and of rates by name or (read_bytes_per_second) by size."""
+
+    def or_higher(self, other: Self) -> Self:
+        """The higher of two ceilings, rate by rate."""
+
+
+AnyCeilings = TypeVar("AnyCeilings", bound=Found)
+
+
 @dataclass(frozen=True)
-class Kept:
+class Kept(Generic[AnyCeilings]):
     """Ceilings in the cache folder, of this machine's `device` with `threads` threads.
 
     work: what they are measured with, since times of other work would correct by the wrong factor, silently. measure:
-    finds them, which takes some seconds.
+    finds them, which takes some seconds. kind: what it returns. unit: tells the device from others of its name, and
+    from itself with other settings; by default this machine's identity.
     """
 
     device: str
     threads: int
     work: str
-    measure: Callable[[], Ceilings]
+    measure: Callable[[], AnyCeilings]
+    kind: type[Any] = Ceilings
+    unit: Mapping[str, object] | None = None
 
-    def get(self) -> Ceilings:
-        """What is kept, else what is measured now."""
-        # A file that is not as it should be is replaced.
+    def known(self) -> AnyCeilings | None:
+        """What is kept; None where nothing is, or where it is not of this."""
+        # A file that is not as it should be will be replaced.
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
             document = json.loads(self._path.read_text())
             if document.pop("identity") == self._identity:
                 rates = {int(size): float(rate) for size, rate in document.pop("read_bytes_per_second").items()}
-                return Ceilings(read_bytes_per_second=rates, **document)
-        return self._keep(self.measure())
+                found: AnyCeilings = self.kind(read_bytes_per_second=rates, **document)
+                return found
+        return None
 
-    def again(self, doubted: Ceilings) -> Ceilings:
+    def get(self) -> AnyCeilings:
+        """What is kept, else what is measured now."""
+        known = self.known()
+        return self._keep(self.measure()) if known is None else known
+
+    def again(self, doubted: AnyCeilings) -> AnyCeilings:
         """Ceilings measured once more, where they are higher than those that are `doubted`."""
         return self._keep(doubted.or_higher(self.measure()))
 
     @property
     def _identity(self) -> dict[str, object]:
-        machine = devices.machine_hash()
-        return {"device": self.device, "threads": self.threads, "work": self.work, "machine": machine}
+        unit = devices.machine_hash() if self.unit is None else dict(self.unit)
+        return {"device": self.device, "threads": self.threads, "work": self.work, "machine": unit}
 
     @property
     def _path(self) -> Path:
         return files.cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
 
-    def _keep(self, found: Ceilings) -> Ceilings:
+    def _keep(self, found: AnyCeilings) -> AnyCeilings:
         # Where the folder cannot be written, the next sweep measures them again.
         with contextlib.suppress(EnvironmentUnusable):
-            files.write_text_atomically(
-                self._path, json.dumps({"identity": self._identity, **asdict(found)}, indent=2)
-            )
+            document = {"identity": self._identity, **asdict(found)}  # type: ignore[call-overload]
+            files.write_text_atomically(self._path, json.dumps(document, indent=2))
         return found

@@ -1,4 +1,5 @@
-"""How fast a machine is just now: two fixed pieces of work, timed every few bursts of a sweep in the same turns.
+"""What a machine can do at most, and how fast it is just now: two fixed pieces of work, timed every few bursts of a
+sweep in the same turns.
 
 Frequency, neighbours on the same chip and heat slow a machine for seconds or minutes without a trace in its counters.
 Fixed work shows them all.
@@ -7,13 +8,16 @@ Fixed work shows them all.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Generic
 
 import numpy as np
 
-from latbench.ceilings import Kept
+from latbench.ceilings import AnyCeilings, Ceilings, Kept
 from latbench.measure import Clock
+from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 
 EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
@@ -44,22 +48,16 @@ class Reference:
     slow_spell: bool
 
 
-class Pace:
-    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
+class Roofline(ABC, Generic[AnyCeilings]):
+    """What a device can do at most, beside which a sweep judges its times; a device may also have a pace."""
 
-    def __init__(self, worker: Worker, kept: Kept, clock: Clock = perf_counter) -> None:
+    def __init__(self, kept: Kept[AnyCeilings]) -> None:
         self.ceilings = kept.get()
         self._kept, self._doubted = kept, False
-        self.readings: list[Reading] = []
-        self._worker, self._clock = worker, clock
-        self._prepared: list[Prepared] = []
-        self._bursts = 0
 
-    def turn(self) -> None:
-        """Called before every burst of others: times the reference kernels if it is their turn."""
-        if self._bursts % EVERY == 0:
-            self._read()
-        self._bursts += 1
+    @abstractmethod
+    def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
+        """The least that `kernel` can take for a point of so many operations on so many bytes."""
 
     def doubt(self) -> bool:
         """Measure the ceilings again, once in a sweep, because something was faster than they allow: they may have
@@ -71,6 +69,39 @@ class Pace:
         with contextlib.suppress(TaskFailed, WorkerDied):
             self.ceilings = self._kept.again(self.ceilings)
         return True
+
+    def turn(self) -> None:
+        """Called before every burst of others: times fixed work, if there is any and it is its turn."""
+
+    def reference(self, since: float, flop: float, size: float) -> Reference | None:
+        """What fixed work took `since` a time of the clock, for work of so many operations on so many bytes. None
+        while that is not known.
+        """
+        return None
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class Pace(Roofline[Ceilings]):
+    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
+
+    def __init__(self, worker: Worker, kept: Kept[Ceilings], clock: Clock = perf_counter) -> None:
+        super().__init__(kept)
+        self.readings: list[Reading] = []
+        self._worker, self._clock = worker, clock
+        self._prepared: list[Prepared] = []
+        self._bursts = 0
+
+    def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
+        """See Roofline: on a CPU all kernels have the same units."""
+        return self.ceilings.roofline_seconds(flop, size)
+
+    def turn(self) -> None:
+        """Times the reference kernels if it is their turn."""
+        if self._bursts % EVERY == 0:
+            self._read()
+        self._bursts += 1
 
     def _read(self) -> None:
         at = self._clock()
@@ -84,9 +115,7 @@ class Pace:
         self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
     def reference(self, since: float, flop: float, size: float) -> Reference | None:
-        """What the reference kernels took `since` a time of the clock, for work of so many operations on so many
-        bytes. None while there is no reading.
-        """
+        """See Roofline. None while there is no reading."""
         before = [reading for reading in self.readings if reading.at <= since][-1:]
         meanwhile = before + [reading for reading in self.readings if reading.at > since]
         if not meanwhile:

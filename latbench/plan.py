@@ -59,6 +59,8 @@ _CHECKED_FLOP_PER_SECOND = 2e10  # of the float64 product that a result is compa
 _TIMING_SECONDS = 0.5  # most use up what they may, and a sixth of the time goes into the reference
 _START_SECONDS = 10.0  # engines, and ceilings where none are kept
 
+ASSUMED = "an ordinary core, and nothing else at work on it"
+
 # Sweeps of 70 points on two cores: a part is mostly the description of its columns, a row has 130 samples on average.
 _PART_BYTES, _ROW_BYTES, _SAMPLE_BYTES, _SAMPLES = 25_500, 400, 5.3, 130
 _ENVIRONMENT_BYTES = 8_000
@@ -250,7 +252,7 @@ def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Poin
 
 def estimated_seconds(wanted: Iterable[Point]) -> float:
     """About how long measuring takes, within a factor of two or so; longer where others use the machine: noisy
-    points get other chances.
+    points get other chances. See ASSUMED.
     """
     every = list(wanted)
     tuned = sum(point.kernel == "tuned" for point in every)
@@ -259,12 +261,14 @@ def estimated_seconds(wanted: Iterable[Point]) -> float:
     return (_START_SECONDS if every else 0.0) + each + checks + _TUNE_SECONDS * tuned
 
 
-def estimated_bytes(wanted: Iterable[Point], block_points: int = 24) -> int:
-    """About how much disk the table takes, which has a part for every block of so many points or more."""
+def estimated_bytes(wanted: Iterable[Point], block_points: int = 24, samples: int = _SAMPLES) -> int:
+    """About how much disk the table takes, which has a part for every block of so many points or more, and so many
+    `samples` a row.
+    """
     every = list(wanted)
     if not every:
         return 0
-    rows = len(every) * (_ROW_BYTES + _SAMPLES * _SAMPLE_BYTES)
+    rows = len(every) * (_ROW_BYTES + samples * _SAMPLE_BYTES)
     return round(_ENVIRONMENT_BYTES + _PART_BYTES * len(blocks(every, 0, block_points)) + rows)
 
 

@@ -32,7 +32,7 @@ from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.errors import Incomplete, UsageError
 from latbench.least_work import inside_share
-from latbench.pace import Pace
+from latbench.pace import Pace, Roofline
 from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
@@ -61,6 +61,8 @@ PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is 
 BURST_SECONDS = 120.0  # for one of Settings.round_seconds
 
 MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
+
+NO_ROOFLINE = "no_roofline"  # flag of a row: what the device can do at most could not be measured
 
 _FAILURES = {
     "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
@@ -116,8 +118,10 @@ class Machine(Protocol):
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """The telemetry columns of one row, from what its bursts reported."""
 
-    def pace(self) -> Pace | None:
-        """The fixed work that is timed every few bursts; None where the device tells itself when it is slow."""
+    def pace(self) -> Roofline[Any] | None:
+        """What it can do at most, and the fixed work that is timed every few bursts, unless the device tells itself
+        when it is slow; None where neither is wanted. Raises TaskFailed or WorkerDied where it cannot be measured.
+        """
 
     def available_bytes(self) -> float:
         """The memory that points of one block may take together."""
@@ -563,7 +567,7 @@ class Bench:
             max_seconds=self.settings.max_seconds,
             round_seconds=self.settings.round_seconds,
             order=random.Random(f"{self.seed} {self.block}"),
-            between=self.engines.keep_pace,
+            between=self._keep_pace,
         )
         activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
         self._tell(activity, done)
@@ -571,6 +575,13 @@ class Bench:
             self._tell(activity, count)
             point = ready.pop(name)
             yield point, failures.get(name) or self._timed(point, timing)
+
+    def _keep_pace(self) -> None:
+        """Before every burst: time the reference kernels, if it is their turn."""
+        try:
+            self.engines.keep_pace()
+        except (TaskFailed, WorkerDied) as error:
+            self._tell(f"no roofline: {error}", 0)
 
     def _prepare(self, point: Point) -> _Outcome | None:
         """Get a point ready; if that cannot be, how it failed."""
@@ -620,6 +631,7 @@ class Bench:
         flags = (
             "preempted" if timing.preempted else "",
             "slow_spell" if slow_spell else "",
+            NO_ROOFLINE if self.engines.without_pace else "",
             prepared.facts.get("flags"),
         )
         outcome = {
@@ -651,7 +663,7 @@ class Bench:
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
             return {}, False
         flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
-        columns = {"roofline_seconds": pace.ceilings.roofline_seconds(flop, size)}
+        columns = {"roofline_seconds": pace.seconds(point, facts.get("kernel_used", ""), flop, size)}
         reference = pace.reference(timing.began, flop, size)
         if reference is None:
             return columns, False
@@ -698,7 +710,8 @@ class _Engines:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.pace: Pace | None = None
+        self.pace: Roofline[Any] | None = None
+        self.without_pace = False  # because it could not be had
         self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
@@ -711,12 +724,13 @@ class _Engines:
             self.pace.close()
 
     def keep_pace(self) -> None:
-        """Before every burst: time the reference kernels, if it is their turn."""
+        """Before every burst: time the reference kernels, if it is their turn. The first time, and then only, raises
+        TaskFailed or WorkerDied where there will be none: points are worth having without them, if their rows say so.
+        """
         if not self._asked_for_pace:
-            self._asked_for_pace = True
-            # Points are worth having without it: their rows then say nothing of the machine's pace.
-            with contextlib.suppress(TaskFailed, WorkerDied):
-                self.pace = self.machine.pace()
+            self._asked_for_pace = self.without_pace = True
+            self.pace = self.machine.pace()
+            self.without_pace = False
         if self.pace is not None:
             self.pace.turn()
 

@@ -27,6 +27,7 @@ from latbench.backends import Unsupported
 from latbench.gpu import drivers, layers, nvml, timing
 from latbench.gpu.layers import GpuLayer
 from latbench.gpu.timing import Call, Driver, EventTimer, Mode
+from latbench.least_work import inputs_read
 from latbench.measure import Burst
 from latbench.plan import Point
 from sparse_kernels.reference import patches
@@ -217,7 +218,7 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
         "nnz": nnz,
         "flop_dense": 2 * m * k * n,
         "flop_nnz": 2 * nnz * n,
-        "bytes_min": each,
+        "bytes_min": engine.weight_bytes + 2 * (inputs_read(point.shape, layer.mask) + m * n),
         "weight_copies": len(engine.calls) if point.cache_mode == "rotated" else 1,
         "flags": IN_L2 if stays else "",
     }

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from latbench import measure
-from latbench.ceilings import Ceilings
+from latbench.ceilings import Ceilings, never_rising
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
 SUM_BYTES = 64 * 2**20
@@ -48,11 +48,8 @@ def find(threads: int) -> Ceilings:
     for size in _WORKING_SETS:
         x = np.ones(threads * size // 4, np.float32)
         rates[x.nbytes] = _most(lambda: ceiling_kernels.read(x, threads))  # noqa: B023 - called at once
-    # A larger set may read faster by luck, and never by nature.
-    sizes = list(rates)
-    falling = {size: max(rates[other] for other in sizes[i:]) for i, size in enumerate(sizes)}
     flop_per_second = _most(lambda: ceiling_kernels.multiply_add(threads))
-    return Ceilings(flop_per_second, falling, _usual(product()), _usual(total()))
+    return Ceilings(flop_per_second, never_rising(rates), _usual(product()), _usual(total()))
 
 
 def _most(run: Callable[[], int]) -> float:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from latbench.devices import Gpu
 
 
 def doctor(
@@ -54,10 +57,11 @@ def _facts() -> dict[str, Any]:
     facts = {
         "device": environment["device"],
         "environment": environment,
+        "ceilings": _ceilings(environment),
         "host": asdict(host),
         "backends": engines,
         "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
-        "gpus": [{"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid)} for gpu in gpus],
+        "gpus": [_gpu(gpu) for gpu in gpus],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
         "lock_folder": str(lock_folder()),
@@ -94,6 +98,32 @@ def _gpu_backends() -> dict[str, dict[str, Any]]:
         name: {"version": (version := backend.version()), "missing": [] if version else list(backend.packages)}
         for name, backend in BACKENDS.items()
     }
+
+
+def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
+    """The roofline of this CPU with all its cores; None where no sweep has measured it."""
+    from dataclasses import asdict
+
+    from latbench.backends import reference
+    from latbench.ceilings import Ceilings, Kept
+
+    known = Kept[Ceilings](environment["device"], environment["threads"], reference.WORK, _unmeasured).known()
+    return None if known is None else asdict(known)
+
+
+def _unmeasured() -> Any:
+    raise AssertionError("doctor shows what is kept, and measures nothing")
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    """A GPU as it is now, and its roofline where a sweep has measured it."""
+    from dataclasses import asdict
+
+    from latbench.gpu import nvml, roofline
+
+    known = roofline.kept(nvml.environment(gpu), _unmeasured).known()
+    ceilings = None if known is None else asdict(known)
+    return {"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid), "ceilings": ceilings}
 
 
 def _gpu_state(uuid: str) -> dict[str, Any]:
@@ -160,6 +190,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("memory", size(environment["memory_bytes"])),
         ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
+        ("roofline", _roofline(facts["ceilings"])),
         ("device lock", f"in {facts['lock_folder']}"),
         ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
     ]
@@ -169,7 +200,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     deepsparse = facts["deepsparse"]
     ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
     lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
-    lines += [(f"GPU {gpu['name']}", _gpu_line(gpu)) for gpu in facts["gpus"]]
+    for gpu in facts["gpus"]:
+        lines += [(f"GPU {gpu['name']}", _gpu_line(gpu)), ("  its roofline", _roofline(gpu["ceilings"]))]
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():
@@ -192,6 +224,23 @@ def _gpu_line(gpu: dict[str, Any]) -> str:
         ("{:.0f} °C", gpu["temperature_celsius"]),
     ]
     return ", ".join(text.format(value) for text, value in known if value is not None)
+
+
+def _roofline(ceilings: dict[str, Any] | None) -> str:
+    """Operations and bytes a second, of the smallest and of the largest working set."""
+    from latbench.report.units import size
+
+    if ceilings is None:
+        return "not measured yet: the first sweep does"
+    rates = {
+        **{f"{dtype} on tensor cores": rate for dtype, rate in ceilings.get("tensor_flop_per_second", {}).items()},
+        "float32": ceilings.get("flop_per_second") or ceilings["ordinary_flop_per_second"],
+    }
+    reads = list(ceilings["read_bytes_per_second"].items())
+    return ", ".join(
+        [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]
+        + [f"reads {rate / 1e9:.4g} GB/s of {size(held)}" for held, rate in (reads[0], reads[-1])]
+    )
 
 
 def _or_unknown(value: float | None, digits: str) -> str:

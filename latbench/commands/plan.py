@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 
-from latbench.commands.sweep import ADAPTIVE_HELP, BACKENDS_HELP, cpu_backends, duration
+from latbench.commands.sweep import ADAPTIVE_HELP, BACKENDS_HELP, cpu_backends, duration, estimates, gpu_points
 
 
 def plan(
+    gpu: Annotated[str | None, typer.Option(help="Of a GPU, here or elsewhere: a100, h100, h200, t4 ...")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
@@ -19,7 +20,7 @@ def plan(
     tune: Annotated[bool, typer.Option("--tune", help="With our own CPU kernels found by trying a few.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the points that a sweep of this CPU would measure, the time and the disk it would take."""
+    """Show the points that a sweep of this CPU, or of a GPU, would measure, the time and the disk it would take."""
     import json
     from collections import Counter
 
@@ -30,30 +31,50 @@ def plan(
     from latbench import devices, workloads
     from latbench import plan as planning
     from latbench.backends import available
+    from latbench.errors import UsageError
 
-    device, threads = devices.cpu_device(), threads or devices.cores()
+    if gpu is not None and (tune or threads):
+        raise UsageError(f"{'--tune' if tune else '--threads'} is for a plan without --gpu")
     names = workload or workloads.bundled()
-    engines = cpu_backends(backends or [])
+    in_seconds, in_bytes, assumed = estimates(gpu is not None)
+    usual = planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES
+    if gpu is None:
+        device, threads = devices.cpu_device(), threads or devices.cores()
+        engines = cpu_backends(backends or [])
+        versions = {name: version for name, version in available().items() if name in engines}
+    else:
+        device, versions = _of_gpu(gpu)
+        threads = 1
+        if None in versions.values():
+            assumed = f"every engine installed, {assumed}"
 
     def select(chosen: list[str]) -> list[planning.Point]:
-        points = planning.select(
-            chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
-            tune=tune, usual=planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES,
-        )  # fmt: skip
+        if gpu is None:
+            points = planning.select(
+                chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
+                tune=tune, usual=usual,
+            )  # fmt: skip
+        else:
+            points = gpu_points(
+                device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
+            )
         return Adaptive(points).anchors if adaptive else points
 
     every = select(names)
     each = {name: select([name]) for name in names}
-    seconds, size = planning.estimated_seconds(every), planning.estimated_bytes(every)
+    seconds, size = in_seconds(every), in_bytes(every)
+    used = {point.backend for point in every}
+    versions = {name: version for name, version in versions.items() if name in used}
     if as_json:
         document = {
             "device": device,
             "threads": threads,
-            "backends": {name: version for name, version in available().items() if name in engines},
+            "backends": versions,
             "points": len(every),
             "shapes": len({point.shape for point in every}),
             "estimated_seconds": round(seconds),
             "estimated_bytes": size,
+            "assumed": assumed,
             "patterns": dict(Counter(str(point.pattern) for point in every)),
             "workloads": {
                 name: {"points": len(points), "shapes": len({point.shape for point in points})}
@@ -67,15 +88,34 @@ def plan(
         table.add_column(heading, justify="left" if heading == "workload" else "right")
     for name, points in each.items():
         shapes = len({point.shape for point in points})
-        table.add_row(str(name), str(shapes), str(len(points)), duration(planning.estimated_seconds(points)))
+        table.add_row(str(name), str(shapes), str(len(points)), duration(in_seconds(points)))
     if len(each) > 1:
         distinct = len({point.shape for point in every})
         table.add_row("all, equal shapes once", str(distinct), str(len(every)), duration(seconds))
     console = Console()
     console.print(table)
     console.print(
-        f"\non {device} with {threads} threads: {', '.join(engines)}; about {duration(seconds)} and "
-        f"{size / 1e6:.1f} MB of disk" + (" for the anchors; then what the time budget allows" if adaptive else ""),
+        f"\non {device}{f' with {threads} threads' if gpu is None else ''}: {', '.join(versions)}; "
+        f"about {duration(seconds)} and "
+        f"{size / 1e6:.1f} MB of disk"
+        + (" for the anchors; then what the time budget allows" if adaptive else "")
+        + f" (it assumes {assumed})",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
+    """The name of a GPU in tables, as far as it is known, and the engines that run there: of a GPU of this machine
+    those that are installed, with their versions; of one elsewhere all. Raises UsageError for an unknown name.
+    """
+    from latbench import devices
+    from latbench.backends import on_gpu
+    from latbench.gpu.machine import installed
+
+    devices.known_gpu(wanted)
+    for gpu in devices.gpus()[0]:
+        if devices.gpu_matches(gpu, wanted.lower()):
+            return gpu.device, dict(installed())
+    name = devices.GPU_NAMES[wanted.lower()]
+    return devices.Gpu(f"NVIDIA {name}", "").device, dict.fromkeys(on_gpu.BACKENDS)

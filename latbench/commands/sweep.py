@@ -81,7 +81,10 @@ def sweep(
         target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed, slurm or [])
         stack.callback(target.close)
         if gpu is not None:
-            points = _gpu_points(target, workload or [], patterns or [], sparsities or [], backends or [], how)
+            points = gpu_points(
+                target.device, workload or [], patterns or [], sparsities or [], backends or [], target.backends,
+                target.where, seed=seed, adaptive=adaptive,
+            )  # fmt: skip
         else:
             engines = cpu_backends(backends or [], target.backends, target.where)
             if tune and "numba" not in engines:
@@ -98,7 +101,8 @@ def sweep(
 
 @dataclass(frozen=True)
 class Target:
-    """What is measured, and by whom: the device's name, threads (of a CPU), the backends that are installed there.
+    """What is measured, and by whom: the device's name, threads (of a CPU), the backends that are installed `where`
+    it is measured; whether it is a GPU.
 
     `run` is `latbench.sweep.run` for it; nothing is measured or held any more after `close`.
     """
@@ -109,6 +113,7 @@ class Target:
     run: Callable[..., Summary]
     close: Callable[[], None] = lambda: None
     where: str = "here"
+    gpu: bool = False
 
 
 def _here(gpu: str | None, threads: int | None) -> Target:
@@ -124,7 +129,7 @@ def _here(gpu: str | None, threads: int | None) -> Target:
 
     machine = GpuMachine(devices.demand_gpu(gpu))
     run = functools.partial(sweeping.run, machine=machine, settings=SETTINGS)
-    return Target(machine.device, 1, installed(), run)
+    return Target(machine.device, 1, installed(), run, gpu=True)
 
 
 def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options: Sequence[str]) -> Target:
@@ -162,7 +167,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options
         while cluster.lost:
             typer.echo(f"latbench: {cluster.lost.popitem()[1]}", err=True)
 
-    return Target(common.device, threads, common.backends, run, close, where="on all nodes")
+    return Target(common.device, threads, common.backends, run, close, where="on all nodes", gpu=gpu is not None)
 
 
 @dataclass(frozen=True)
@@ -192,24 +197,39 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-def _gpu_points(
-    target: Target, names: list[str], specs: list[str], texts: list[str], backends: list[str], how: How
-) -> list[Point]:
+def gpu_points(
+    device: str, names: Sequence[str], specs: Sequence[str], texts: Sequence[str], backends: Sequence[str],
+    there: Collection[str], where: str, *, seed: int = 0, adaptive: bool = False,
+) -> list[Point]:  # fmt: skip
+    """The points of a GPU that a command line asks for by workloads, patterns, sparsities and backends; `there` are
+    the backends that are installed `where` it is measured.
+    """
     from latbench import plan, workloads
     from latbench.backends import on_gpu
-    from latbench.gpu import points as gpu_points
+    from latbench.gpu import points as on_gpus
 
-    usual = plan.FINE_SPARSITIES if how.adaptive else gpu_points.SPARSITIES
+    usual = plan.FINE_SPARSITIES if adaptive else on_gpus.SPARSITIES
     needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
-    return gpu_points.points(
+    return on_gpus.points(
         shapes,
-        target.device,
-        backends=_named(backends or ["all"], needed, target.backends, target.where),
+        device,
+        backends=_named(backends or ["all"], needed, there, where),
         patterns=plan.parse_patterns(specs) if specs else None,
         sparsities=plan.parse_sparsities(texts) if texts else usual,
-        seed=how.seed,
+        seed=seed,
     )
+
+
+def estimates(gpu: bool) -> tuple[Callable[[Sequence[Point]], float], Callable[[Sequence[Point]], int], str]:
+    """What tells how long points take, and how many bytes their table; and what that assumes, in words."""
+    if gpu:
+        from latbench.gpu import estimate
+
+        return estimate.seconds, estimate.table_bytes, estimate.ASSUMED
+    from latbench import plan
+
+    return plan.estimated_seconds, plan.estimated_bytes, plan.ASSUMED
 
 
 def _run(
@@ -228,11 +248,20 @@ def _run(
     if how.dry_run:
         target.close()
         first = _chooser(points).anchors if how.adaptive else points
+        in_seconds, in_bytes, assumed = estimates(target.gpu)
+        seconds, size = in_seconds(first), in_bytes(first)
         if how.as_json:
-            typer.echo(json.dumps({"device": target.device, "points": [point.key() for point in first]}, indent=2))
+            document = {
+                "device": target.device,
+                "estimated_seconds": round(seconds),
+                "estimated_bytes": size,
+                "points": [point.key() for point in first],
+            }
+            typer.echo(json.dumps(document, indent=2))
             return
         for point in first:
             typer.echo(str(point))
+        typer.echo(f"latbench: about {duration(seconds)} and {size / 1e6:.1f} MB of disk: {assumed}", err=True)
         return
     folder = places.at(output or Path("latbench-tables") / target.device)
     _measure(folder, points, target, how)
@@ -361,6 +390,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     from rich.console import Console
 
     from latbench import devices, tables
+    from latbench.sweep import NO_ROOFLINE
 
     console = Console()
     counts = Counter(summary.statuses.values())
@@ -373,6 +403,10 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     failed = latest[latest["status"].isin(FAILED)]
     for (status, error), rows in failed.groupby(["status", "error"], sort=False):
         console.print(f"{len(rows)} {status}: {error}", highlight=False, soft_wrap=True)
+    without = int(latest["flags"].str.contains(NO_ROOFLINE, na=False).sum())
+    if without:
+        what = "could not be measured, so nothing tells whether their times are possible"
+        console.print(f"{without} points have no roofline: it {what}", highlight=False, soft_wrap=True)
     disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (counts["noisy"], "are noisy, their intervals are wide: --remeasure measures them again"),

@@ -28,7 +28,7 @@ _REASONS = {
 # The power cap is not among them: the device runs at the most power it may have, and would in production.
 THROTTLING = frozenset({"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"})
 
-_SM, _MEMORY = 1, 2  # nvmlClockType_t
+_GRAPHICS, _SM, _MEMORY = 0, 1, 2  # nvmlClockType_t
 _CORE_TEMPERATURE = 0  # nvmlTemperatureSensors_t
 
 _PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-cuda", "nvidia-ml-py")
@@ -113,6 +113,13 @@ class Observer:
             "gpu_memory_bytes": None if memory is None else int(memory.total),
             "gpu_max_clock_hertz": _whole(self._ask("nvmlDeviceGetMaxClockInfo", handle, _SM), 1_000_000),
             "gpu_max_memory_clock_hertz": _whole(self._ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY), 1_000_000),
+            # What `nvidia-smi --applications-clocks` sets. Locked clocks (--lock-gpu-clocks) NVML does not tell.
+            "gpu_application_clock_hertz": _whole(
+                self._ask("nvmlDeviceGetApplicationsClock", handle, _GRAPHICS), 1_000_000
+            ),
+            "gpu_application_memory_clock_hertz": _whole(
+                self._ask("nvmlDeviceGetApplicationsClock", handle, _MEMORY), 1_000_000
+            ),
             "gpu_power_limit_milliwatts": _whole(self._ask("nvmlDeviceGetEnforcedPowerLimit", handle), 1),
             "gpu_ecc": None if ecc is None else int(ecc[0]),
         }

@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "emulator")]
 
 import mutations  # noqa: E402
 
+from latbench.gpu import ceiling_kernels  # noqa: E402
 from sparse_kernels.cuda import build  # noqa: E402
 from sparse_kernels.cuda.program import Variant  # noqa: E402
 from sparse_kernels.cuda.variants import FAMILIES, all_variants  # noqa: E402
@@ -106,7 +107,8 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="only this family's kernels, and no planted bugs")
     arguments = parser.parse_args()
     families = (arguments.family,) if arguments.family else FAMILIES
-    tasks = [(variant, architecture) for variant in all_variants(families) for architecture in variant.architectures]
+    every = [*all_variants(families), *(() if arguments.family else ceiling_kernels.VARIANTS)]
+    tasks = [(variant, architecture) for variant in every for architecture in variant.architectures]
     planted = [] if arguments.family else mutations.collect()
     # Those of one case together: what is right without a bug is found out once.
     by_case = [tuple(group) for _, group in itertools.groupby(planted, key=operator.attrgetter("case"))]

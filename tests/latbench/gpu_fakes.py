@@ -147,6 +147,9 @@ class FakeNvml:
     def nvmlDeviceGetMaxClockInfo(self, handle: dict[str, Any], kind: int) -> int:
         return self._answer(handle, {1: "max_sm_megahertz", 2: "max_memory_megahertz"}[kind])
 
+    def nvmlDeviceGetApplicationsClock(self, handle: dict[str, Any], kind: int) -> int:
+        return self._answer(handle, {0: "application_megahertz", 2: "application_memory_megahertz"}[kind])
+
     def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:
         return self._answer(handle, "milliwatts")
 
@@ -186,12 +189,15 @@ H200 = {
 }  # fmt: skip
 
 
+WORK = {"flop_nnz": 2_000_000, "bytes_min": 100_000}
+
+
 class Ready:
     """A point that is timed by the device itself: 20 us, or whatever its seed makes of it."""
 
     def __init__(self, seconds: float, reasons: frozenset[str], stuck: bool) -> None:
         self.inner_loops = 10
-        self.facts = {"kernel_used": "fake", "timer": "cuda_graph", "nnz": 1, "flop_nnz": 2_000_000}
+        self.facts = {"kernel_used": "fake", "timer": "cuda_graph", "nnz": 1, **WORK}
         self._seconds, self._reasons, self._stuck = seconds, reasons, stuck
 
     def burst(self, seconds: float) -> Burst:

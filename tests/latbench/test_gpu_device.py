@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from latbench import devices
+from latbench import devices, gates
 from latbench.gpu import points
+from latbench.gpu.ceilings import WORKING_SETS
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.gpu.timing import Mode
 from latbench.plan import Point
@@ -149,6 +150,16 @@ def test_cold_calls_are_slower_than_warm_ones(workers: Workers) -> None:
         pytest.skip("the L2 of this GPU does not hold what is read")
     cold, warm = map(workers.median, both)
     assert cold > warm
+
+
+def test_the_ceilings_are_in_order(workers: Workers) -> None:
+    with workers.machine.worker("reference") as worker:
+        found = worker.call("latbench.backends.gpu_reference:find", timeout=START_SECONDS + SECONDS)
+    assert found.tensor_flop_per_second["float16"] > found.ordinary_flop_per_second > 1e11
+    rates = [found.read_bytes_per_second[size] for size in WORKING_SETS]
+    assert rates == sorted(rates, reverse=True) and rates[0] > 1.2 * rates[-1] > 1e10  # from the L2, and past it
+    large = workers.median(dense(4096, "warm", "graph"))
+    assert gates.too_fast(large, found.roofline_seconds(2 * 4096**3, 0, "float16")) is None
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

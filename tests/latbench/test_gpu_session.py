@@ -14,12 +14,15 @@ import pytest
 from latbench import devices, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.gpu import nvml, points, session
+from latbench.gpu.ceilings import GpuCeilings
 from latbench.gpu.machine import GpuMachine
 from latbench.gpu.points import DENSE, OURS
+from latbench.gpu.roofline import GpuRoofline
 from latbench.gpu.session import Budget, Outcome, Stages, Stopwatch, Swept
 from latbench.gpu.summary import compared
+from latbench.pace import Roofline
 from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -60,7 +63,8 @@ class FakeMachine:
     def watch(self) -> Callable[[], dict[str, Any]]:
         return lambda: {"load": 0.5}
 
-    def pace(self) -> None:
+    def pace(self) -> Roofline[Any] | None:
+        """None but where a test is about it."""
         return None
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
@@ -229,6 +233,82 @@ def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path
         f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
     ]
     assert (frame["pattern_seed"] == 0).sum() == 1  # what was not disturbed is not repeated
+
+
+# What the GPU can do at most ---------------------------------------------------------------------------------------
+
+
+class Found:
+    """Ceilings with so many operations a second, the next ones each time they are measured."""
+
+    def __init__(self, *flop_per_second: float) -> None:
+        self.rates = list(flop_per_second)
+
+    def get(self) -> GpuCeilings:
+        rate = self.rates.pop(0)
+        return GpuCeilings({"float16": rate}, rate, {1: 1e12})
+
+    def again(self, doubted: GpuCeilings) -> GpuCeilings:
+        return doubted.or_higher(self.get())
+
+
+class Bounded(FakeMachine):
+    """A machine whose ceilings are those, or that fails to find them."""
+
+    def __init__(self, *found: float, failure: Exception | None = None) -> None:
+        super().__init__()
+        self._kept, self._failure = Found(*found), failure
+
+    def pace(self) -> Roofline[Any]:
+        if self._failure is not None:
+            raise self._failure
+        return GpuRoofline(self._kept)  # type: ignore[arg-type]
+
+    @property
+    def measured_again(self) -> bool:
+        return not self._kept.rates
+
+
+POSSIBLE, IMPOSSIBLE = 2e11, 1e10  # operations a second: the fake's points do 2 million in 25 and in 100 us
+
+
+def test_what_is_above_the_roofline_is_a_status_and_no_time(tmp_path: Path) -> None:
+    machine = Bounded(IMPOSSIBLE, IMPOSSIBLE)
+    frame = sweep_into(tmp_path, [dense(), point()], machine=machine).table
+    assert frame is not None and machine.measured_again
+    rows = frame.set_index("backend")
+    assert rows["status"].to_dict() == {"torch_gpu": "impossible", "cupy": "impossible"}
+    assert rows["median_seconds"].isna().all() and rows["roofline_seconds"].eq(2e-4).all()
+    assert "faster than this device can (0.0002 s)" in rows["error"]["cupy"]
+    assert "1 impossible: cupy auto: 2.5e-05 s is 8 times faster" in (tmp_path / "summary.txt").read_text()
+
+
+def test_ceilings_too_low_to_be_true_are_measured_again_before_a_time_is_refused(tmp_path: Path) -> None:
+    machine = Bounded(IMPOSSIBLE, POSSIBLE)
+    frame = sweep_into(tmp_path, [dense(), point()], machine=machine).table
+    assert frame is not None and machine.measured_again and set(frame["status"]) == {"ok"}
+    assert frame["roofline_seconds"].eq(1e-5).all() and set(frame["flags"]) == {""}
+    utilisation = frame.set_index("backend")["utilisation"]
+    assert utilisation["cupy"] == pytest.approx(0.4) and utilisation["torch_gpu"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "failure", [TaskFailed("OutOfMemoryError", "512 MiB", ""), WorkerDied("timeout", "no answer for 70 s")]
+)
+def test_without_a_roofline_the_sweep_goes_on_and_its_rows_say_so(tmp_path: Path, failure: Exception) -> None:
+    frame = sweep_into(tmp_path, [dense(), point()], machine=Bounded(failure=failure)).table
+    assert frame is not None and set(frame["status"]) == {"ok"}
+    assert frame["roofline_seconds"].isna().all() and set(frame["flags"]) == {sweep.NO_ROOFLINE}
+    assert "fake no_roofline" in (tmp_path / "summary.txt").read_text()
+
+
+def test_why_there_is_no_roofline_is_told_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    sweep.run(
+        tmp_path, lambda _: [dense(), point()], machine=Bounded(failure=WorkerDied("oom", "it is gone")),
+        settings=QUICK, report=lambda progress: told.append(progress.activity),
+    )  # fmt: skip
+    assert told.count("no roofline: it is gone") == 1
 
 
 def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Path) -> None:

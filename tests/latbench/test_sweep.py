@@ -325,6 +325,9 @@ class MadeUpPace:
     def turn(self) -> None:
         self.turns += 1
 
+    def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
+        return self.ceilings.roofline_seconds(flop, size)
+
     def doubt(self) -> bool:
         """The first time the ceilings are measured anew, if others are to be found."""
         self.doubts += 1
@@ -408,7 +411,9 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
 
     monkeypatch.setattr(sweep.Cpu, "pace", fail)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
-    assert tables.read(tmp_path)["reference_ratio"].isna().all() and len(asked) == 1
+    frame = tables.read(tmp_path)
+    assert frame["reference_ratio"].isna().all() and frame["roofline_seconds"].isna().all() and len(asked) == 1
+    assert frame["flags"].item() == sweep.NO_ROOFLINE  # so that no silence passes for possible
 
 
 def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(

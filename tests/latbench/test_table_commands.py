@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from latbench import backends, devices, sweep, tables
+from latbench.backends import on_gpu
 from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
 from latbench.workloads import Layer, Workload, save
@@ -101,8 +102,34 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
     ).out  # fmt: skip
     assert "torch_gpu cublas dense 0 linear 16x24 on 5" in points
     assert "torch_sparse cusparselt nm:2:4 0.5 linear 16x24 on 5" in points
-    points = latbench("sweep", "--gpu", "h200", "--workload", tiny, "--backends", "torch_gpu", "--dry-run").out
-    assert {line.split()[0] for line in points.splitlines()} == {"torch_gpu"}
+    ran = latbench("sweep", "--gpu", "h200", "--workload", tiny, "--backends", "torch_gpu", "--dry-run")
+    assert {line.split()[0] for line in ran.out.splitlines()} == {"torch_gpu"}
+    assert "MB of disk: no kernel compiled and no roofline measured yet" in ran.err
+
+
+def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    chosen = ("--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8")
+    document = json.loads(latbench("plan", "--gpu", "A100", *chosen, "--json").out)
+    assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(on_gpu.BACKENDS)
+    assert document["patterns"]["nm:2:4"] and document["estimated_seconds"] > 10 and document["estimated_bytes"] > 0
+    assert "no kernel compiled" in document["assumed"]
+    ours = json.loads(latbench("plan", "--gpu", "a100", *chosen, "--backends", "cupy", "--json").out)
+    assert list(ours["backends"]) == ["cupy"] and ours["points"] < document["points"]
+    told = " ".join(latbench("plan", "--gpu", "a100", *chosen).out.split())
+    assert "on nvidia-a100: torch_gpu" in told and "disk (it assumes every engine installed, no kernel" in told
+
+
+def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
+    latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    document = json.loads(latbench("plan", "--gpu", "h200", "--workload", tiny, "--json").out)
+    swept = json.loads(latbench("sweep", "--gpu", "h200", "--workload", tiny, "--dry-run", "--json").out)
+    assert document["points"] == len(swept["points"]) and document["device"] == swept["device"] == "nvidia-h200"
+    assert document["estimated_seconds"] == swept["estimated_seconds"]
+    assert document["estimated_bytes"] == swept["estimated_bytes"]
+    assert all(document["backends"].values())  # of those installed here, with their versions
 
 
 @pytest.mark.parametrize(
@@ -115,6 +142,9 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
         (["sweep", "--cpu", "--patterns", "checkers"], "unknown pattern 'checkers'"),
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
+        (["plan", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
+        (["plan", "--gpu", "a100", "--tune"], "--tune is for a plan without --gpu"),
+        (["plan", "--gpu", "a100", "--threads", "2"], "--threads is for a plan without --gpu"),
         (
             ["sweep", "--cpu", "--backends", "numba,tensorrt"],
             "unknown backend 'tensorrt': known are torch, onnxruntime",
@@ -140,7 +170,7 @@ def test_an_engine_that_is_not_installed_is_named(latbench: Any, tiny: Path, mon
 def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def used(*given: str) -> set[str]:
         ran = latbench("sweep", "--cpu", "--workload", tiny, "--dry-run", "--sparsities", "0.5", *given)
-        assert ran.code == 0 and ran.err == ""
+        assert ran.code == 0 and "left out" not in ran.err
         return {line.split()[0] for line in ran.out.splitlines()}
 
     assert used() == {"torch", "onnxruntime", "openvino", "numba"}

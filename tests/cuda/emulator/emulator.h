@@ -192,6 +192,10 @@ template <class T>
 inline T __ldg(const T* address) {
   return *address;
 }
+template <class T>
+inline T __ldcg(const T* address) {
+  return *address;
+}
 
 DEV float bfloat16_to_float(u16 element) { return __uint_as_float(static_cast<u32>(element) << 16); }
 DEV u16 bfloat16_from_float(float value) {

@@ -1,0 +1,70 @@
+"""Fixed work of a GPU's reference worker, which finds its ceilings: products by torch, the rest by our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+
+from latbench.gpu import ceiling_kernels, ceilings
+from latbench.gpu.ceiling_kernels import Fixed
+from latbench.gpu.ceilings import GpuCeilings, Work
+from latbench.gpu.drivers import cupy_driver, torch_driver
+from sparse_kernels.cuda.machine import CupyMachine
+from sparse_kernels.cuda.program import Operand
+
+_BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply it
+
+
+def find() -> GpuCeilings:
+    """Measure the ceilings of this process's GPU; raises where it or a library refuses."""
+    return ceilings.find(GpuWorks())
+
+
+class GpuWorks:
+    """See ceilings.Works."""
+
+    def __init__(self) -> None:
+        self._machine = CupyMachine.current()
+        self._driver = cupy_driver()
+        self._words = cupy.ones(max(ceilings.WORKING_SETS) // 4, cupy.uint32)
+
+    def products(self, dtype: str) -> Iterator[Work]:
+        """In both orders of the right operand: libraries have other kernels for each."""
+        if dtype == "bfloat16" and torch.cuda.get_device_capability() < _BFLOAT16:
+            return
+        driver = torch_driver()
+        size = ceilings.PRODUCT_SIZE
+        left, right, out = (torch.zeros(size, size, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
+        for operand in (right, right.T):
+            yield Work(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
+
+    def multiply_adds(self) -> Work:
+        """See Works."""
+        return self._work(ceiling_kernels.multiply_adds(self._machine.multiprocessors))
+
+    def reads(self, size: int) -> Work:
+        """See Works."""
+        return self._work(ceiling_kernels.reads(size, self._machine.multiprocessors))
+
+    def _work(self, fixed: Fixed) -> Work:
+        """A launch that has shown that it does all it should. Raises RuntimeError where it does not."""
+        driver, results = cupy_driver(), cupy.empty(fixed.threads, fixed.dtype)
+        kernel = self._machine.kernel(fixed.launch.variant, fixed.launch.shared_bytes)
+        arrays = {Operand.X: self._words, Operand.OUT: results}
+        arguments = tuple(
+            np.uint64(arrays[it].data.ptr) if isinstance(it, Operand) else it for it in fixed.launch.arguments
+        )
+
+        def call() -> Any:
+            kernel(fixed.launch.grid, fixed.launch.block, arguments)  # type: ignore[arg-type]
+            return results
+
+        call()
+        driver.wait()
+        if not bool((results == fixed.result).all()):
+            raise RuntimeError(f"{fixed.launch.variant.name} left {results[0]} behind, not {fixed.result:g}")
+        return Work(fixed.done, call, driver)
