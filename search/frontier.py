@@ -20,8 +20,17 @@ class Frontier:
     _problem: tuple[Sequence[ArrayLike], Sequence[ArrayLike]] = field(repr=False)
 
     def choice(self, i: int) -> tuple[int, ...]:
-        """One option a layer. Solved for on demand: storing all would take layers x trade-offs."""
-        return solve(*self._problem, float(self.seconds[i])).choice
+        """One option a layer. Solved for on demand: storing all would take layers x trade-offs.
+
+        Raises BadProblem where the solver, cut short by `max_states`, comes out at another trade-off.
+        """
+        solution = solve(*self._problem, float(self.seconds[i]))
+        if (solution.seconds, solution.error) != (self.seconds[i], self.errors[i]):
+            raise BadProblem(
+                f"the profile of point {i} (error {self.errors[i]:.6g}) was not found: the solver stopped at error "
+                f"{solution.error:.6g}, proven above {solution.bound:.6g}; call `solve` with more `max_states`"
+            )
+        return solution.choice
 
 
 def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_points: int = 2_000_000) -> Frontier:
