@@ -190,3 +190,30 @@ def trace_back(
             if found:
                 break
     return taken
+
+
+@numba.njit(cache=True)
+def efficient_in_three(spent: Floats, other: Floats, error: Floats) -> NDArray[np.bool_]:
+    """Which states none beats in all three; of equal ones the first. They come by rising seconds, other, error.
+
+    A staircase holds the least error for so much of the other: a state is beaten by an earlier one or not at all.
+    """
+    keep = np.zeros(len(spent), np.bool_)
+    stair_other, stair_error = np.empty(len(spent)), np.empty(len(spent))
+    height = 0
+    for i in range(len(spent)):
+        place = np.searchsorted(stair_other[:height], other[i], side="right")
+        if place and stair_error[place - 1] <= error[i]:
+            continue
+        keep[i] = True
+        start = place - 1 if place and stair_other[place - 1] == other[i] else place
+        stop = start
+        while stop < height and stair_error[stop] >= error[i]:
+            stop += 1
+        rest = height - stop
+        moved_other, moved_error = stair_other[stop:height].copy(), stair_error[stop:height].copy()
+        stair_other[start], stair_error[start] = other[i], error[i]
+        stair_other[start + 1 : start + 1 + rest] = moved_other
+        stair_error[start + 1 : start + 1 + rest] = moved_error
+        height = start + 1 + rest
+    return keep
