@@ -2,5 +2,6 @@
 
 from search.frontier import Frontier, frontier
 from search.solve import BadProblem, Infeasible, Solution, solve
+from search.two import solve_two
 
-__all__ = ["BadProblem", "Frontier", "Infeasible", "Solution", "frontier", "solve"]
+__all__ = ["BadProblem", "Frontier", "Infeasible", "Solution", "frontier", "solve", "solve_two"]

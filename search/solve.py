@@ -5,8 +5,10 @@ monotone (a <= b implies fl(a + x) <= fl(b + x)), so a state that another beats 
 and keeping only the efficient ones loses nothing: the answer is exact for the very sums that a caller forms, from the
 first layer to the last, and so is the comparison with the budget.
 
-What keeps the states few: the linear relaxation of the layers still to come bounds every completion from below, a
-greedy profile bounds the optimum from above, and a state whose lower bound is above that is dropped.
+What keeps the states few: the linear relaxation of the layers still to come bounds every completion from below, the
+best profile so far bounds the optimum from above (the ceiling), and a state whose lower bound is above that is
+dropped. A first pass over the layers keeps few states and finds a good profile, a second keeps more; each lowers the
+ceiling, and the first pass that need not drop a state for lack of room proves the optimum.
 
 Sources: Kellerer, Pferschy, Pisinger 2004, "Knapsack Problems", chapter 11 (relaxation, reduction, Pareto states);
 Sinha and Zoltners 1979 (only the lower convex hull of a layer's options matters to the relaxation).
@@ -25,9 +27,12 @@ from latbench.errors import BadData, PromiseMissed
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
-States = tuple[Floats, Floats]
+Labels = tuple[Floats, Floats, NDArray[np.int64], float]
 
 EPS = float(np.finfo(np.float64).eps)
+
+NARROW = (30, 1000)
+"""States a layer of the passes that only lower the ceiling."""
 
 
 class BadProblem(BadData, ValueError):
@@ -58,15 +63,28 @@ class Solution:
 
 @dataclass(frozen=True)
 class Options:
-    """The efficient options of one layer: rising `seconds`, falling `errors`.
+    """The efficient options, one layer after the other; within a layer `seconds` rise and `errors` fall.
 
-    `place` says where each is in the caller's arrays; `hull` lists the vertices of their lower convex hull.
+    Those of layer l lie from first[l] to first[l + 1]; `layer` says whose each is, `place` where it is in the
+    caller's array.
     """
 
     seconds: Floats
     errors: Floats
+    layer: Places
     place: Places
-    hull: Places
+    first: Places
+
+    def only(self, kept: NDArray[np.bool_]) -> Options:
+        """Those that are `kept`, at least one a layer."""
+        layer = self.layer[kept]
+        first = np.searchsorted(layer, np.arange(len(self.first)))
+        return Options(self.seconds[kept], self.errors[kept], layer, self.place[kept], first)
+
+    def profile(self, taken: Places) -> tuple[float, float, tuple[int, ...]]:
+        """Error, seconds and choice of one option a layer."""
+        error, seconds = sum_in_order(self.errors[taken].tolist()), sum_in_order(self.seconds[taken].tolist())
+        return error, seconds, tuple(self.place[taken].tolist())
 
 
 def solve(
@@ -78,66 +96,83 @@ def solve(
     it the least promising states are dropped, and the solution's `bound` says what that may have cost.
     Raises BadProblem for what states no problem, Infeasible when nothing fits.
     """
-    layers = efficient_options(seconds, errors)
+    from search._states import trace_back
+
+    options = efficient_options(seconds, errors)
     if not math.isfinite(budget):
         raise BadProblem(f"the budget must be a finite number of seconds, not {budget}")
-    fastest = sum_in_order(layer.seconds[0] for layer in layers)
+    fastest = sum_in_order(options.seconds[options.first[:-1]].tolist())
     if fastest > budget:
         raise Infeasible(float(budget), fastest)
 
-    relaxation = Relaxation(layers)
-    # Sums of the same numbers in another order differ by rounding: bounds are loosened by the most that can be.
-    roundings = 4 * (len(layers) + len(relaxation.layer)) * EPS
-    spare_seconds = roundings * budget
-    spare_error = roundings * sum_in_order(np.abs(layer.errors).max() for layer in layers)
-    start = greedy(layers, relaxation, budget - spare_seconds)
-    ceiling = spare_error + sum_in_order(layer.errors[j] for layer, j in zip(layers, start, strict=True))
+    relaxation = Relaxation(options)
+    spare = Spare(options)
+    profiles = [options.profile(greedy(options, relaxation, budget - spare.share * budget))]
+    bound = -math.inf
+    for width in (*(narrow for narrow in NARROW if narrow < max_states), max_states):
+        options, labels = label(options, relaxation, budget, min(profiles)[0], spare, width)
+        spent, error, begin, least_dropped = labels
+        last = slice(begin[-2], begin[-1])
+        fitting = np.flatnonzero(spent[last] <= budget)
+        if len(fitting):
+            best = begin[-2] + fitting[-1]  # seconds rise and errors fall along the states
+            taken = trace_back(
+                options.first, options.seconds, options.errors, spent, error, begin, spent[best], error[best]
+            )
+            profiles.append(options.profile(taken))
+        bound = max(bound, least_dropped - spare.error)
+        if bound > min(profiles)[0]:  # what was dropped is worse
+            break
+        relaxation = Relaxation(options)
+    total_error, total_seconds, choice = min(profiles)
+    return Solution(choice, total_seconds, total_error, min(total_error, bound))
 
-    states: list[States] = [(np.zeros(1), np.zeros(1))]
-    least_dropped = math.inf
-    possible = contenders(layers, relaxation.price(budget), budget, ceiling, roundings)
-    added = [(layer.seconds[places], layer.errors[places]) for layer, places in zip(layers, possible, strict=True)]
-    for depth, options in enumerate(added, start=1):
-        spent, error = (np.add.outer(old, new).ravel() for old, new in zip(states[-1], options, strict=True))
-        bound = error + relaxation.error_after(depth, budget + spare_seconds - spent)
-        keep = np.flatnonzero(bound <= ceiling)
-        keep = keep[efficient(spent[keep], error[keep])]
-        if len(keep) > max_states:
-            ranked = np.argsort(bound[keep], kind="stable")
-            least_dropped = min(least_dropped, float(bound[keep[ranked[max_states]]]) - spare_error)
-            keep = keep[np.sort(ranked[:max_states])]
-        states.append((spent[keep], error[keep]))
 
-    profiles = [start]
-    spent, error = states[-1]
-    fitting = np.flatnonzero(spent <= budget)
-    if len(fitting):
-        best = fitting[-1]  # seconds rise and errors fall along the states
-        taken = trace_back(added, states, float(spent[best]), float(error[best]))
-        profiles.append([int(places[i]) for places, i in zip(possible, taken, strict=True)])
-    total_error, total_seconds, chosen = min(
-        (
-            sum_in_order(layer.errors[j] for layer, j in zip(layers, profile, strict=True)),
-            sum_in_order(layer.seconds[j] for layer, j in zip(layers, profile, strict=True)),
-            profile,
-        )
-        for profile in profiles
+class Spare:
+    """Sums of the same numbers in another order differ by rounding: bounds are loosened by the most that can be.
+
+    `share` of a sum of seconds, and `error` absolutely.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.share = 4 * (len(options.first) + len(options.seconds)) * EPS
+        self.error = self.share * float(np.maximum.reduceat(np.abs(options.errors), options.first[:-1]).sum())
+
+
+def label(
+    options: Options, relaxation: Relaxation, budget: float, best: float, spare: Spare, width: int
+) -> tuple[Options, Labels]:
+    """The options and the states that a profile within `budget` of an error up to `best` can have.
+
+    The states are `search._states.label`'s: at most `width` a layer.
+    """
+    from search._states import label as compiled
+
+    ceiling = best + spare.error
+    options = options.only(contenders(options, relaxation.price(budget), budget, ceiling, spare.share))
+    relaxation = Relaxation(options)  # fewer options: fewer steps, and a bound as good or better
+    return options, compiled(
+        options.first,
+        options.seconds,
+        options.errors,
+        relaxation.layer,
+        relaxation.seconds,
+        relaxation.gain,
+        relaxation.fastest_seconds,
+        relaxation.fastest_error,
+        budget + spare.share * budget,
+        ceiling,
+        width,
     )
-    return Solution(
-        choice=tuple(int(layer.place[j]) for layer, j in zip(layers, chosen, strict=True)),
-        seconds=total_seconds,
-        error=total_error,
-        bound=min(total_error, least_dropped),
-    )
 
 
-def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike]) -> list[Options]:
-    """Each layer's options without those that another beats in both. Raises BadProblem for what states no problem."""
+def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike]) -> Options:
+    """The options that none of their layer beats in both. Raises BadProblem for what states no problem."""
     if len(seconds) != len(errors):
         raise BadProblem(f"seconds are given for {len(seconds)} layers, errors for {len(errors)}")
     if not len(seconds):
         raise BadProblem("there is no layer to choose for")
-    layers = []
+    layers: list[tuple[Floats, Floats, Places]] = []
     for number, (raw_seconds, raw_errors) in enumerate(zip(seconds, errors, strict=True)):
         t, e = np.asarray(raw_seconds, np.float64), np.asarray(raw_errors, np.float64)
         if t.ndim != 1 or t.shape != e.shape or not len(t):
@@ -150,8 +185,11 @@ def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike])
         if t.min() < 0:
             raise BadProblem(f"layer {number} has negative seconds: {t.min():.6g}")
         place = efficient(t, e)
-        layers.append(Options(t[place], e[place], place, lower_hull(t[place], e[place])))
-    return layers
+        layers.append((t[place], e[place], place))
+    all_seconds, all_errors, all_places = (np.concatenate(arrays) for arrays in zip(*layers, strict=True))
+    sizes = [len(place) for _, _, place in layers]
+    owner = np.repeat(np.arange(len(layers)), sizes)
+    return Options(all_seconds, all_errors, owner, all_places, np.append(0, np.cumsum(sizes)))
 
 
 def efficient(seconds: Floats, errors: Floats) -> Places:
@@ -161,20 +199,6 @@ def efficient(seconds: Floats, errors: Floats) -> Places:
     keep = np.ones(len(order), bool)
     keep[1:] = ordered[1:] < np.minimum.accumulate(ordered)[:-1]
     return order[keep]
-
-
-def lower_hull(seconds: Floats, errors: Floats) -> Places:
-    """Places of the lower convex hull's vertices, for rising seconds and falling errors (Andrew's monotone chain)."""
-    x, y = seconds.tolist(), errors.tolist()
-    hull: list[int] = []
-    for j in range(len(x)):
-        while len(hull) > 1:
-            a, b = hull[-2:]
-            if (y[b] - y[a]) * (x[j] - x[a]) < (y[j] - y[a]) * (x[b] - x[a]):
-                break
-            hull.pop()
-        hull.append(j)
-    return np.array(hull, np.intp)
 
 
 def sum_in_order(values: Iterable[float]) -> float:
@@ -188,92 +212,67 @@ def sum_in_order(values: Iterable[float]) -> float:
 class Relaxation:
     """The linear relaxation: layers may mix options. Its steps, the one that gains most a second first.
 
-    Step i moves `layer[i]` along one edge of its hull: `seconds[i]` more for `gain[i]` less error.
+    Step i moves `layer[i]` along one edge of its hull, to option `to[i]`: `seconds[i]` more for `gain[i]` less error.
+    Entry d of `fastest_seconds` and `fastest_error` sums the fastest options of the layers from d on.
     """
 
-    def __init__(self, layers: Sequence[Options]) -> None:
-        seconds = [np.diff(layer.seconds[layer.hull]) for layer in layers]
-        gain = [-np.diff(layer.errors[layer.hull]) for layer in layers]
-        owner = np.repeat(np.arange(len(layers)), [len(edges) for edges in seconds])
-        # Along one layer rates fall, and a stable sort keeps its edges in order where rates round to equals.
+    def __init__(self, options: Options) -> None:
+        from search._states import lower_hull
+
+        hull = lower_hull(options.seconds, options.errors, options.first)
+        owner = options.layer[hull]
+        to = np.flatnonzero(owner[1:] == owner[:-1]) + 1
         with np.errstate(over="ignore"):
-            rate = np.concatenate(gain) / np.concatenate(seconds)
+            seconds = options.seconds[hull[to]] - options.seconds[hull[to - 1]]
+            gain = options.errors[hull[to - 1]] - options.errors[hull[to]]
+            rate = gain / seconds
+        # Along one layer rates fall, and a stable sort keeps its edges in order where rates round to equals.
         order = np.argsort(-rate, kind="stable")
-        self.layer, self.seconds, self.gain, self.rate = (
-            values[order] for values in (owner, np.concatenate(seconds), np.concatenate(gain), rate)
-        )
-        self._fastest_seconds = _sums_from([layer.seconds[0] for layer in layers])
-        self._fastest_error = _sums_from([layer.errors[0] for layer in layers])
+        self.layer, self.seconds, self.gain, self.rate = owner[to][order], seconds[order], gain[order], rate[order]
+        self.to = hull[to][order]
+        self.fastest_seconds = _sums_from(options.seconds[options.first[:-1]])
+        self.fastest_error = _sums_from(options.errors[options.first[:-1]])
 
     def price(self, budget: float) -> float:
         """What a second is worth at the budget, in error: the rate of the step that does not fit whole."""
-        unfit = np.flatnonzero(self._fastest_seconds[0] + np.cumsum(self.seconds) > budget)
+        unfit = np.flatnonzero(self.fastest_seconds[0] + np.cumsum(self.seconds) > budget)
         return float(self.rate[unfit[0]]) if len(unfit) else 0.0
 
-    def error_after(self, depth: int, seconds_left: Floats) -> Floats:
-        """The least error of layers `depth`, `depth` + 1, ... within `seconds_left`; inf where they do not fit."""
-        open_ = self.layer >= depth
-        seconds = np.cumsum(np.append(self._fastest_seconds[depth], self.seconds[open_]))
-        error = np.cumsum(np.append(self._fastest_error[depth], -self.gain[open_]))
-        return np.interp(seconds_left, seconds, error, left=math.inf)
 
-
-def _sums_from(values: list[float]) -> Floats:
+def _sums_from(values: Floats) -> Floats:
     """Entry d is the sum of the values from d on; the last entry is 0."""
     return np.append(np.cumsum(values[::-1])[::-1], 0.0)
 
 
-def contenders(
-    layers: Sequence[Options], price: float, budget: float, ceiling: float, roundings: float
-) -> list[Places]:
-    """The places of each layer's options that a profile with an error up to `ceiling` can have.
+def contenders(options: Options, price: float, budget: float, ceiling: float, share: float) -> NDArray[np.bool_]:
+    """The options that a profile with an error up to `ceiling` can have.
 
     With seconds paid for at any price >= 0, the sum of the layers' least costs, less the budget's price, bounds the
     error from below; an option that costs more than its layer's least raises that bound by the difference.
     """
+    begins = options.first[:-1]
     with np.errstate(over="ignore", invalid="ignore"):
-        costs = [layer.errors + price * layer.seconds for layer in layers]
-        least = sum_in_order(cost.min() for cost in costs) - price * budget
-        spare = roundings * (sum_in_order(np.abs(cost).max() for cost in costs) + price * budget)
+        cost = options.errors + price * options.seconds
+        least = np.minimum.reduceat(cost, begins)
+        floor = least.sum() - price * budget
+        spare = share * (np.maximum.reduceat(np.abs(cost), begins).sum() + price * budget)
     if not math.isfinite(spare):  # options a rounding apart in seconds have no price
-        return [np.arange(len(cost)) for cost in costs]
-    return [np.flatnonzero(cost - cost.min() <= ceiling - least + spare) for cost in costs]
+        return np.ones(len(cost), bool)
+    return np.asarray(cost - least[options.layer] <= ceiling - floor + spare)
 
 
-def greedy(layers: Sequence[Options], relaxation: Relaxation, budget: float) -> list[int]:
-    """A good profile: the relaxation's steps while they fit, then the move that gains most until none fits."""
-    choice = [0] * len(layers)
-    edge = [0] * len(layers)
-    left = budget - sum_in_order(layer.seconds[0] for layer in layers)
-    for layer, seconds in zip(relaxation.layer.tolist(), relaxation.seconds.tolist(), strict=True):
+def greedy(options: Options, relaxation: Relaxation, budget: float) -> Places:
+    """A good profile: the relaxation's steps that fit; a layer ends where a step of its own does not fit."""
+    choice = options.first[:-1].copy()
+    left = budget - float(relaxation.fastest_seconds[0])
+    stays: set[int] = set()
+    steps = zip(relaxation.layer.tolist(), relaxation.seconds.tolist(), relaxation.to.tolist(), strict=True)
+    for layer, seconds, to in steps:
+        if layer in stays:
+            continue
         if seconds > left:
-            break
+            stays.add(layer)
+            continue
         left -= seconds
-        edge[layer] += 1
-        choice[layer] = int(layers[layer].hull[edge[layer]])
-    while True:
-        best_gain, best_layer, best_place = 0.0, -1, -1
-        for number, options in enumerate(layers):
-            here = choice[number]
-            last = int(np.searchsorted(options.seconds, options.seconds[here] + left, side="right")) - 1
-            if last > here and options.errors[here] - options.errors[last] > best_gain:
-                best_gain, best_layer, best_place = options.errors[here] - options.errors[last], number, last
-        if best_layer < 0:
-            return choice
-        options = layers[best_layer]
-        left -= float(options.seconds[best_place] - options.seconds[choice[best_layer]])
-        choice[best_layer] = best_place
-
-
-def trace_back(added: Sequence[States], states: Sequence[States], seconds: float, error: float) -> list[int]:
-    """Which of the options `added` at each layer lead to the last state (seconds, error).
-
-    The same additions give the same floats, so equality finds them.
-    """
-    taken = []
-    for (layer_seconds, layer_errors), (spent, errors) in zip(reversed(added), reversed(states[:-1]), strict=True):
-        reached = (np.add.outer(spent, layer_seconds) == seconds) & (np.add.outer(errors, layer_errors) == error)
-        state, option = np.unravel_index(int(reached.argmax()), reached.shape)
-        taken.append(int(option))
-        seconds, error = float(spent[state]), float(errors[state])
-    return taken[::-1]
+        choice[layer] = to
+    return choice

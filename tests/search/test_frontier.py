@@ -12,7 +12,7 @@ from search.solve import BadProblem, solve
 
 Arrays = list[np.ndarray]
 
-value = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0, 1 / 3])
+value = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.7, 1.0, 1e-17, 1 / 3, 1e6])
 
 
 def total(values: Arrays, choice: tuple[int, ...]) -> float:
@@ -39,6 +39,14 @@ def test_every_efficient_pair_is_there_and_no_other(layers: list[list[tuple[floa
     errors = [np.array([e for _, e in layer]) for layer in layers]
     found = frontier(seconds, errors)
     assert list(zip(found.seconds.tolist(), found.errors.tolist(), strict=True)) == by_trying_all(seconds, errors)
+
+
+@pytest.mark.parametrize("tiny", [1e-17, 1e-300])
+def test_sums_that_round_to_equals_are_one_point(tiny: float) -> None:
+    by_error = frontier([[0, tiny], [1]], [[1, 0.5], [0]])
+    assert (by_error.seconds.tolist(), by_error.errors.tolist()) == ([1.0], [0.5])
+    by_seconds = frontier([[0, 1], [1]], [[tiny, 0], [1]])
+    assert (by_seconds.seconds.tolist(), by_seconds.errors.tolist()) == ([1.0], [1.0])
 
 
 def test_each_point_is_what_solve_answers_for_its_seconds(rng: np.random.Generator) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import optimize, sparse
 
 from latbench.interchange import read_spdy
-from search.solve import BadProblem, Infeasible, Solution, solve
+from search._states import extend
+from search.solve import BadProblem, Infeasible, Solution, efficient, solve
 
 Arrays = list[np.ndarray]
 
@@ -174,6 +175,49 @@ def test_wrong_solvers_are_caught(wrong: Callable[..., Solution], rng: np.random
     with pytest.raises((AssertionError, Infeasible)):
         for problem in feasible:
             check(wrong, *problem)
+
+
+def convex_problem(rng: np.random.Generator, layers: int, options: int) -> tuple[Arrays, Arrays, float]:
+    """The faster, the worse, quadratically: many profiles come close to the optimum."""
+    seconds = [np.sort(rng.random(options))[::-1] * rng.random() for _ in range(layers)]
+    errors = [np.linspace(0, 1, options) ** 2 * rng.random() for _ in range(layers)]
+    low, high = sum(t.min() for t in seconds), sum(t.max() for t in seconds)
+    return seconds, errors, float(low + 0.4 * (high - low))
+
+
+@pytest.mark.parametrize(("layers", "options"), [(60, 20), (300, 40), (1000, 8)])
+def test_many_layers_are_proven(layers: int, options: int, rng: np.random.Generator) -> None:
+    seconds, errors, budget = convex_problem(rng, layers, options)
+    solution = solve(seconds, errors, budget)
+    assert total(seconds, solution.choice) == solution.seconds <= budget
+    assert total(errors, solution.choice) == solution.error == solution.bound
+
+
+def test_a_narrow_search_is_honest_about_its_bound(rng: np.random.Generator) -> None:
+    seconds, errors, budget = convex_problem(rng, 80, 30)
+    exact = solve(seconds, errors, budget)
+    assert exact.bound == exact.error
+    for width in (1, 5, 30, 31, 1000):
+        narrow = solve(seconds, errors, budget, max_states=width)
+        assert total(seconds, narrow.choice) == narrow.seconds <= budget
+        assert narrow.bound <= exact.error <= narrow.error
+
+
+def test_states_agree_with_numpy(rng: np.random.Generator) -> None:
+    # Few distinct values, so that sums tie; one more layer, by outer sums, interpolation and a running minimum.
+    for _ in range(30):
+        spent = np.unique(rng.integers(0, 30, 12)) / 7
+        error = np.unique(rng.integers(0, 40, 60))[: len(spent)][::-1] / 7
+        spent = spent[: len(error)]
+        seconds, errors = rng.integers(0, 9, 5) / 7, rng.integers(0, 9, 5) / 7
+        left, after = np.cumsum(rng.random(6)), 3 - np.cumsum(rng.random(6))
+        horizon, ceiling = float(rng.uniform(1, 8)), float(rng.uniform(2, 9))
+        sums, wrong = np.add.outer(seconds, spent).ravel(), np.add.outer(errors, error).ravel()
+        bound = wrong + np.interp(horizon - sums, left, after, left=np.inf)
+        keep = np.flatnonzero(bound <= ceiling)
+        keep = keep[efficient(sums[keep], wrong[keep])]
+        got = extend(spent, error, seconds, errors, left, after, horizon, ceiling)
+        np.testing.assert_array_equal(got, (sums[keep], wrong[keep]))
 
 
 def test_infeasible_is_said_not_guessed() -> None:
