@@ -156,20 +156,17 @@ def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatc
     [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
     assert "GPU NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
+    assert out.count("not measured yet: the first sweep does") == 2  # the rooflines of CPU and GPU
 
 
 def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
-    assert latbench("doctor").out.count("not measured yet: the first sweep does") == 2
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3)
     Kept(devices.cpu_device(), devices.cores(), reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12})
     roofline.kept(nvml.environment(nvml.only_gpu()), lambda: gpu).get()
-    after = json.loads(latbench("doctor", "--json").out)
-    assert after["ceilings"]["flop_per_second"] == 1.5e11
-    assert after["gpus"][0]["ceilings"]["tensor_flop_per_second"] == {"float16": 8e14}
     out = latbench("doctor").out
     assert "0.15 TFLOP/s float32, reads 200 GB/s of 16 KiB, reads 10 GB/s of 64 MiB" in out
     assert "800 TFLOP/s float16 on tensor cores, 60 TFLOP/s float32, reads 6000 GB/s of 1 MiB" in out
