@@ -64,6 +64,16 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
 
 
 @numba.njit(cache=True)
+def extend_all(spent: Floats, error: Floats, seconds: Floats, errors: Floats) -> tuple[Floats, Floats]:
+    """The efficient sums of a state and an option: one shifted copy of the states an option, merged in turn."""
+    front_spent, front_error = np.empty(0), np.empty(0)
+    for option in range(len(seconds)):
+        # States that differ may round to equal sums: the first copy goes through the filter too.
+        front_spent, front_error = merge(front_spent, front_error, spent + seconds[option], error + errors[option])
+    return front_spent, front_error
+
+
+@numba.njit(cache=True)
 def least_after(x: float, left: Floats, after: Floats, k: int) -> float:
     """The relaxation's error at x seconds left, where `k` is the last with left[k] <= x."""
     if k == len(left) - 1:

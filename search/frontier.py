@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from search.solve import BadProblem, Floats, Relaxation, Spare, efficient_options, label, solve, sum_in_order
-
-FEW_STEPS, FEW_STATES, MANY_STATES = 4, 20_000, 100_000
-"""Of a window: steps of the relaxation to begin with; twice the steps below so many states, half above."""
+from search.solve import BadProblem, Floats, efficient_options, solve
 
 
 @dataclass(frozen=True)
@@ -41,32 +39,16 @@ def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_p
 
     `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs; raises
     BadProblem where there are more than `max_points`, and for what states no problem.
-
-    Window after window of seconds is searched as `solve` searches below one budget: what ends in a window has at most
-    the error that the one before came down to, and bounds leave few states under that.
     """
+    from search._states import extend_all
+
     options = efficient_options(seconds, errors)
-    relaxation, spare = Relaxation(options), Spare(options)
-    ends = relaxation.fastest_seconds[0] + np.cumsum(relaxation.seconds)
-    slowest = sum_in_order(options.seconds[options.first[1:] - 1].tolist())
-    least = sum_in_order(options.errors[options.first[:-1]].tolist())
-    front: list[tuple[Floats, Floats]] = []
-    points, step, stride, finished = 0, 0, FEW_STEPS, False
-    while not finished:
-        step += stride
-        finished = step > len(ends)
-        end = slowest if finished else min(float(ends[step - 1]), slowest)
-        _, (spent, error, begin, dropped) = label(options, relaxation, end, least, spare, max_points)
-        spent, error = spent[begin[-2] :], error[begin[-2] :]
-        new = (spent <= end) & ((error < least) | (points == 0))
-        front.append((spent[new], error[new]))
-        points += int(new.sum())
-        if points > max_points or dropped < np.inf:
+    spent, error = np.zeros(1), np.zeros(1)
+    for start, stop in itertools.pairwise(options.first.tolist()):
+        spent, error = extend_all(spent, error, options.seconds[start:stop], options.errors[start:stop])
+        if len(spent) > max_points:
             raise BadProblem(
                 f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
                 "measured, or ask `solve` for the budgets of interest"
             )
-        least = float(error[new][-1]) if new.any() else least
-        stride = max(1, stride // 2) if begin[-1] > MANY_STATES else stride * 2 if begin[-1] < FEW_STATES else stride
-    all_seconds, all_errors = (np.concatenate(arrays) for arrays in zip(*front, strict=True))
-    return Frontier(all_seconds, all_errors, (seconds, errors))
+    return Frontier(spent, error, (seconds, errors))

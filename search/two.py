@@ -125,10 +125,11 @@ class _Two:
         """
         price, bound, fitting = 0.0, over.bound, [within.choice]
         a, b = over.choice, within.choice
+        most = sum_in_order(layer.max() for layer in self.other) + self.other_budget
         for _ in range(PRICES):
             gain = _total(self.errors, b) - _total(self.errors, a)
             weight = _total(self.other, a) - _total(self.other, b)
-            if not (gain > 0 and weight > 0 and math.isfinite(gain / weight)):
+            if not (gain > 0 and weight > 0 and math.isfinite(gain / weight * most)):
                 break
             here = gain / weight
             solution = solve(self.seconds, self.priced(here), self.budget)
