@@ -159,10 +159,9 @@ class Conv2dPlan:
         source, result = x, y
         if where is not None:
             source = self._pool.take(where.size, batch)
-            shape = (batch, x_at.channels, x_at.h, x_at.w)
             steps = (where.image, where.plane, where.pitch, self.shape.c_in * where.plane)
             padding = self.shape.padding
-            lay_out(x[x_at.first :], images.steps(x_at), source, steps, where.phases, padding, shape, threads)
+            lay_out(x[x_at.first :], images.steps(x_at), source, steps, where.phases, padding, x_at.shape, threads)
         if at.flat is not None:
             result = self._pool.take(c_out * at.y_stride, -batch)
         fused, weights, offsets, vectors = self.target.fused, placed.weights, placed.offsets, self.tile[1]
@@ -173,9 +172,8 @@ class Conv2dPlan:
         else:
             rows.multiply(weights, vectors, fused, at, source, result, bias, activation, placed.columns, added=added)
         if at.flat is not None:
-            shape = (batch, c_out, y_at.h, y_at.w)
             from_flat, to = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
-            lay_out(result, from_flat, y[y_at.first :], to, images.ONE_PHASE, (0, 0), shape, threads)
+            lay_out(result, from_flat, y[y_at.first :], to, images.ONE_PHASE, (0, 0), y_at.shape, threads)
             self._pool.give_back(result, -batch)
         if where is not None:
             self._pool.give_back(source, batch)
