@@ -6,8 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-
 from latbench import latest, likeness, tables
 from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, spread, verdict
 from latbench.errors import BadData, UsageError
@@ -32,10 +30,8 @@ def read(path: str | Place) -> pd.DataFrame:
 
     Memory grows with the points, however often each was measured. Raises BadData as `tables.read` does.
     """
-    every = latest.table(
-        path, _COLUMNS, per=["point_id", "status"], useful=lambda piece: pa.repeat(True, piece.num_rows)
-    )
-    return every.to_pandas(self_destruct=True)
+    found = latest.table(path, _COLUMNS, per=["point_id", "status"], useful=latest.every)
+    return found.to_pandas(self_destruct=True)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 Useful = Callable[[pa.Table], pa.Array]
 """Which rows of a piece count: (rows,) booleans."""
 
+
+def every(piece: pa.Table) -> pa.Array:
+    """Useful: all of them."""
+    return pa.repeat(True, piece.num_rows)
+
+
 _PENDING_ROWS = 1 << 20  # are looked through for the latest at once, or as many as there are points
 _EXACT_FLOAT32 = 2**24  # whole numbers up to it
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import pyarrow as pa
 
 from cost_models import storage
 from cost_models.storage import ModelFile
@@ -68,7 +67,7 @@ def read(
     Raises BadData in a sentence when something is missing, foreign or truncated.
     """
     table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
-    frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=_all)
+    frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=latest.every)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
     found = Inputs(
@@ -90,10 +89,6 @@ def read(
     }
     sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
     return replace(found, sources=(*found.sources, *sources))
-
-
-def _all(piece: pa.Table) -> pa.Array:
-    return pa.repeat(True, piece.num_rows)
 
 
 def _verdict(path: Path) -> Verdict:
