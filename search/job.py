@@ -19,11 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import cost_models
@@ -50,21 +49,18 @@ from search.problem import (
 )
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
-from search.solve import Infeasible
-from search.spdy import Evaluation, Found, spdy_search
+from search.solve import Infeasible, sum_in_order
+from search.spdy import Evaluation, Found
+from search.strategies import FOUND_BY, find
 from search.task import Task
 from sparse_kernels.shapes import Shape
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
 ROUNDS = 3
-FINALISTS = 8
 
 # A dense engine that took so many times as long as the fastest is no rival while profiles are compared.
 HOPELESS = 1.3
-
-STRATEGIES = ("spdy", "uniform")  # uniform: one pattern and sparsity everywhere, to compare with
-FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbour": "spdy"}
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,29 @@ def search(
 
     Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
     """
+    problem, judge, whole = prepare(inputs, settings, remeasure=remeasure, progress=progress)
+    sessions: list[Timings] = []
+    known = {engine: seconds.value for engine, seconds in whole.dense.items()}
+
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        sessions.append(time_profiles(inputs, settings, problem.layers, choices, known, progress))
+        return [measured(sessions, choice, settings.risk) for choice in choices]
+
+    kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
+    return _profile(inputs, settings, kept)
+
+
+def prepare(
+    inputs: Inputs,
+    settings: Settings,
+    *,
+    remeasure: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> tuple[Problem, Judge, overhead.WholeModel]:
+    """What a search begins with: the problem with its errors, who judges profiles, and what whole models take.
+
+    Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does.
+    """
     task = inputs.task
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
@@ -143,7 +162,9 @@ def search(
     layers = timed_layers(inputs, settings, shapes)
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
-    problem = whole.problem(layers).without_hopeless()
+    problem = whole.problem(layers)
+    if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
+        problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
@@ -154,16 +175,7 @@ def search(
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
     problem = problem.with_errors(_errors(problem, database))
-    judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
-    sessions: list[Timings] = []
-    known = {engine: seconds.value for engine, seconds in whole.dense.items()}
-
-    def measure(choices: Sequence[Choice]) -> list[Measured]:
-        sessions.append(time_profiles(inputs, settings, problem.layers, choices, known, progress))
-        return [measured(sessions, choice, settings.risk) for choice in choices]
-
-    kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
-    return _profile(inputs, settings, shapes, whole, kept)
+    return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole
 
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
@@ -253,7 +265,10 @@ def keep_promise(
                 loss = judge(solution.choice)
                 found = Found(solution.choice, loss, "equal", (Evaluation(solution.choice, loss, "equal"),))
             else:
-                found = _search_once(problem, judge, quick or judge, settings, number, progress)
+                found = find(
+                    settings.strategy, problem, settings.target, judge, quick or judge,
+                    seed=settings.seed, evaluations=settings.evaluations, progress=_round(progress, number),
+                )  # fmt: skip
         except Infeasible:
             if not any(one.speedup.low >= settings.target for one in times.values()):
                 raise
@@ -282,46 +297,17 @@ def _corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
     return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
 
 
+def _round(progress: Progress, number: int) -> Progress:
+    """Progress of a search that goes again."""
+    return progress if number < 2 else lambda what, done, total: progress(f"{what}, round {number}", done, total)
+
+
 def _fits(problem: Problem, target: float) -> bool:
     try:
         problem.budget(target)
     except Infeasible:
         return False
     return True
-
-
-def _search_once(
-    problem: Problem,
-    judge: Callable[[Choice], float],
-    quick: Callable[[Choice], float],
-    settings: Settings,
-    number: int,
-    progress: Progress,
-) -> Found:
-    uniforms = problem.uniforms(settings.target)
-    if settings.strategy == "uniform":
-        chosen = min(uniforms or [problem.uniform(settings.target)], key=judge)
-        return Found(chosen, judge(chosen), "start", ())
-
-    budget = problem.budget(settings.target)
-    done = 0
-
-    def tell(evaluation: Evaluation, best: float) -> None:
-        nonlocal done
-        done += 1
-        what = "searching" if number == 1 else f"searching, round {number}"
-        progress(f"{what}: calibration loss {best:.4f}", done, settings.evaluations)
-
-    found = spdy_search(
-        quick, problem.safe_seconds, problem.errors, budget, np.random.default_rng(settings.seed),
-        starts=uniforms, evaluations=settings.evaluations, progress=tell,
-    )  # fmt: skip
-    # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
-    ranked = sorted(found.trace, key=lambda one: one.loss)
-    finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in ("equal", "start"))]
-    progress(f"judging the best {len(finalists)} by all calibration data", None, None)
-    best = min(finalists, key=lambda one: judge(one.choice))
-    return replace(found, choice=best.choice, loss=judge(best.choice), found_by=best.found_by)
 
 
 def time_profiles(
@@ -390,9 +376,7 @@ def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, floa
     }
 
 
-def _profile(
-    inputs: Inputs, settings: Settings, shapes: dict[str, Shape], whole: overhead.WholeModel, kept: Kept
-) -> Profile:
+def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
@@ -415,13 +399,13 @@ def _profile(
         dense_seconds_low=kept.measured.dense.low,
         dense_seconds_high=kept.measured.dense.high,
         fixed_seconds=problem.fixed.value,
-        fixed_seconds_low=whole.fixed.low,
-        fixed_seconds_high=whole.fixed.high,
+        fixed_seconds_low=problem.fixed.low,
+        fixed_seconds_high=problem.fixed.high,
         predicted_seconds=predicted.value,
         predicted_low=predicted.low,
         predicted_high=predicted.high,
         loss=found.loss,
-        error=sum(choice.error for choice in chosen.values()),
+        error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
         ceiling=problem.ceiling,
         strategy=FOUND_BY[found.found_by],

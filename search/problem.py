@@ -94,7 +94,7 @@ class Problem:
     def predict(self, choice: Choice) -> Interval:
         """Seconds of the converted model with these options."""
         value, low, high = (
-            sum_in_order([fixed, *(seconds[j] for seconds, j in zip(arrays, choice, strict=True))])
+            sum_in_order(seconds[j] for seconds, j in zip(arrays, choice, strict=True)) + fixed
             for fixed, arrays in (
                 (self.fixed.value, [layer.seconds for layer in self.layers]),
                 (self.fixed.low, [layer.low for layer in self.layers]),
@@ -125,8 +125,13 @@ class Problem:
         return self.dense.value / self.fixed.value if self.fixed.value > 0 else None
 
     def budget(self, target: float) -> float:
-        """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few."""
+        """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few.
+
+        What `predict` and `speedup` say of a profile within it, rounding included, is `target` at least.
+        """
         budget = self.dense.low / target - self.fixed.high
+        while budget + self.fixed.high > 0 and self.dense.low / (budget + self.fixed.high) < target:
+            budget = math.nextafter(budget, -math.inf)
         fastest = sum_in_order(layer.high.min() for layer in self.layers)
         if budget < fastest:
             raise Infeasible(budget, fastest, self._infeasible(target))
@@ -152,7 +157,7 @@ class Problem:
     def uniforms(self, target: float, pattern: str | None = None) -> list[Choice]:
         """For each pattern (or only `pattern`) the mildest sparsity that keeps the promise when all layers have it.
 
-        A layer that lacks the option stays dense. The least error first; empty if no uniform profile is fast enough.
+        The least error first; empty if no uniform profile is fast enough.
         """
         budget = self.budget(target)
         found: dict[str, tuple[float, Choice]] = {}
@@ -184,6 +189,10 @@ class Problem:
         """
         fixed = min(self.fixed.value, measured.low / 2)
         layers = sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, choice, strict=True))
+        if not layers > 0:  # nothing to correct but what is around them
+            return replace(
+                self, fixed=measured, dense=Interval(dense.value, dense.value, dense.value), dense_engine=dense_engine
+            )
         value, low, high = ((end - fixed) / layers for end in (measured.value, measured.low, measured.high))
         return Problem(
             tuple(
@@ -215,12 +224,13 @@ class Problem:
     def without_hopeless(self) -> Problem:
         """Leave out what no efficient profile needs, before its errors are known.
 
-        An option goes if another is no slower, drops no more, and has a pattern that is at least as free.
+        An option goes if another is no slower, drops no more, and has a pattern that is at least as free. Dense
+        stays.
         """
 
         def hopeless(layer: Layer, j: int) -> bool:
             option = layer.options[j]
-            return any(
+            return option.pattern != DENSE and any(
                 other != option
                 and other.sparsity <= option.sparsity
                 and at_least_as_free(parse(other.pattern), parse(option.pattern))
@@ -233,13 +243,16 @@ class Problem:
         ))  # fmt: skip
 
     def with_errors(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
-        """The same problem with the options' errors; dense options have none, whatever is given."""
-        return replace(self, layers=tuple(
-            replace(layer, errors=np.array([
-                0.0 if option.pattern == DENSE else errors[layer.name][option] for option in layer.options
-            ]))
-            for layer in self.layers
-        ))  # fmt: skip
+        """The same problem with the options' errors; dense options have none, whatever is given.
+
+        Options whose error is not finite go: a layer whose outputs they ruin is not to be had.
+        """
+
+        def known(layer: Layer) -> Layer:
+            found = np.array([0.0 if it.pattern == DENSE else errors[layer.name][it] for it in layer.options])
+            return replace(layer, errors=found).take(np.flatnonzero(np.isfinite(found)).tolist())
+
+        return replace(self, layers=tuple(map(known, self.layers)))
 
 
 def at_least_as_free(a: Pattern, b: Pattern) -> bool:
@@ -268,9 +281,22 @@ def every_option(layers: Sequence[Layer]) -> list[Option]:
 
 
 def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
-    """This option in every layer that has it, dense elsewhere."""
-    dense = Option(DENSE, 0.0)
-    return tuple(layer.options.index(option if option in layer.options else dense) for layer in layers)
+    """This option in every layer that has it; elsewhere the fastest that drops no more and is at least as free.
+
+    That is dense where nothing else is, and what took the option's place in `without_hopeless`.
+    """
+
+    def place(layer: Layer) -> int:
+        if option in layer.options:
+            return layer.options.index(option)
+        free = [
+            i
+            for i, other in enumerate(layer.options)
+            if other.sparsity <= option.sparsity and at_least_as_free(parse(other.pattern), parse(option.pattern))
+        ]
+        return min(free, key=lambda i: float(layer.high[i]))
+
+    return tuple(map(place, layers))
 
 
 # What a search needs of a table.

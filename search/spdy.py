@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from search.solve import BadProblem, Floats, solve
+from search.solve import BadProblem, Floats, solve, sum_in_order
 
 Choice = tuple[int, ...]
 
@@ -85,7 +85,7 @@ def spdy_search(
     equal = np.ones(layers)
     first = profile(equal)
     for start in starts:
-        spent = sum(float(layer[option]) for layer, option in zip(seconds, start, strict=True))
+        spent = sum_in_order(layer[option] for layer, option in zip(seconds, start, strict=True))
         if spent > budget:
             raise BadProblem(f"a start takes {spent:.6g} s, more than the budget of {budget:.6g} s")
     try:

@@ -73,7 +73,7 @@ def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] 
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
-    from search.job import STRATEGIES
+    from search.strategies import STRATEGIES
 
     for kind, name, known in (("strategy", strategy, STRATEGIES), ("backend", backend, BACKENDS)):
         if name not in known:

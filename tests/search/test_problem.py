@@ -1,6 +1,7 @@
 """Problems: options from a table, budgets that the unfavourable ends must keep, uniform profiles, honest refusals."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,38 @@ def test_intervals_inside_a_network_hold_one_more_run(tmp_path: Path, rng: np.ra
     held = [layer.low[0] <= run[3] <= layer.high[0] for layer, run in zip(layers, runs, strict=True)]
     # Medians of two others scatter more than of all three, which holds 1% more; then three standard deviations.
     assert abs(np.mean(held) - 0.81) <= 3 * (0.81 * 0.19 / len(runs)) ** 0.5
+
+
+def test_whatever_fits_the_budget_keeps_the_promise_to_the_last_bit(rng: np.random.Generator) -> None:
+    missed = 0
+    for _ in range(300):
+        fixed, dense, target = float(rng.uniform(0.1, 1)), float(rng.uniform(5, 9)), float(rng.uniform(1.1, 3))
+        room = dense / target - fixed
+        p = Problem((), Interval(fixed, fixed, fixed), Interval(dense, dense, dense), "torch")
+        for seconds in (p.budget(target), room):
+            one = Layer("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
+            kept = replace(p, layers=(one,))
+            if seconds <= p.budget(target):
+                assert kept.speedup(kept.predict((0,))).low >= target
+            else:
+                missed += kept.speedup(kept.predict((0,))).low < target
+    assert missed > 10  # as a plain difference would
+
+
+def test_options_with_an_error_that_is_not_finite_cannot_be_had() -> None:
+    errors = {name: {OPTIONS[1]: 1.0, OPTIONS[2]: np.inf, OPTIONS[3]: np.nan} for name in ("a", "b")}
+    assert [layer.options for layer in problem().with_errors(errors).layers] == [OPTIONS[:2]] * 2
+
+
+def test_uniform_profiles_are_not_worse_for_options_that_were_left_out() -> None:
+    fast = layer("a", [9.0, 1.0, 1.5, 1.4], [0.0, np.nan, np.nan, np.nan])
+    p = Problem((fast, problem().layers[1]), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless()
+    assert Option("vector:8", 0.9) not in p.layers[0].options
+    assert uniform_choice(p.layers, Option("vector:8", 0.9))[0] == 1  # at 50% it is faster
+
+
+def test_a_model_whose_layers_take_no_time_is_corrected_around_them() -> None:
+    free = layer("a", [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0])
+    dense = Interval(4.0, 4.0, 4.0)
+    p = Problem((free,), Interval(1, 1, 1), dense, "torch").calibrated((0,), Interval(2.0, 1.9, 2.1), dense, "torch")
+    assert p.predict((0,)) == Interval(2.0, 1.9, 2.1)
