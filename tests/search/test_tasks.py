@@ -91,6 +91,7 @@ def test_calibration_is_the_same_every_time_and_the_network_can_be_traced(cache:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # it trains a network
 def test_digits_reaches_97_percent_from_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path))
     task = load("digits")
