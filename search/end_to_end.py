@@ -8,14 +8,12 @@ own time alone, and the pruned model never by what was predicted for it. Rounds 
 share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a
 speedup's from resampling the same rounds of both engines.
 
-The same model built twice differs by some per cent as long as its process lives: its memory lies elsewhere (Kalibera
-and Jones 2013, "Rigorous benchmarking in reasonable time"). So each engine is built anew a few times. That is too few
-for an interval; who makes a promise leaves room for it (`unseen`).
+The same model built twice differs by some per cent as long as its process lives, so each engine is built anew a few
+times. That is too few for an interval; what it means for a promise is `risk`'s matter.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -50,9 +48,6 @@ PREPARE_SECONDS = 600.0
 SAMPLE_SECONDS = 300.0
 RESAMPLES = 1000
 
-# Speedups of the same model built anew: one and a third standard deviations, which nine of ten do not pass downwards.
-BETWEEN_PROCESSES = 0.03
-
 
 def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
     """This machine's CPU for oneself; `progress` hears who else has it. Raises as `device_lock` does."""
@@ -77,10 +72,14 @@ class Engine:
 
 @dataclass(frozen=True)
 class Timings:
-    """Samples of every engine by round, equally many rounds each, and why engines were left out."""
+    """Samples of every engine by round, equally many rounds each, and why engines were left out.
+
+    `built` says for each round which building of the engines it timed; empty if they were built once.
+    """
 
     blocks: Mapping[str, Blocks]
     left_out: Mapping[str, str]
+    built: Sequence[int] = ()
 
     def seconds(self, engine: str, coverage: float) -> Interval:
         """The median call, and the interval that holds it with probability `coverage`."""
@@ -92,6 +91,15 @@ class Timings:
         medians = _resampled_medians(self.blocks[over]), _resampled_medians(self.blocks[engine])
         value = _median(self.blocks[over]) / _median(self.blocks[engine])
         return _interval(value, medians[0] / medians[1], coverage)
+
+    def speedups(self, engine: str, over: str) -> list[float]:
+        """The speedup in each building of the engines."""
+        built = np.asarray(self.built or [0] * len(self.blocks[engine]))
+        rounds = [np.flatnonzero(built == number).tolist() for number in np.unique(built)]
+        return [
+            _median([self.blocks[over][i] for i in own]) / _median([self.blocks[engine][i] for i in own])
+            for own in rounds
+        ]
 
     def fastest(self, engines: Sequence[str]) -> str:
         """The engine with the least median among those that ran."""
@@ -118,7 +126,8 @@ def time_engines(
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
     taken: list[Round] = []
-    quiet: list[Round] = []
+    built: list[int] = []
+    quiet: list[int] = []
     for number in range(1, processes + 1):
         names = dict.fromkeys(engine.worker for engine in engines.values())
         with ExitStack() as stack:
@@ -141,12 +150,13 @@ def time_engines(
                     for name in turn
                 }
                 taken.append({name: drawn[name] for name in prepared})
+                built.append(number)
                 quiet = quiet_rounds(taken, known)
     # Where it never was as quiet as it was known to be, the quietest there was has to do.
-    choices = (quiet, quiet_rounds(taken, {}), taken)
+    choices = (quiet, quiet_rounds(taken, {}), list(range(len(taken))))
     counted = next(it for it in choices if len(it) >= min(FEWEST_QUIET, len(taken)))
-    blocks = {name: [bursts[name].samples for bursts in counted] for name in engines}
-    return Timings(blocks, left_out)
+    blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
+    return Timings(blocks, left_out, [built[i] for i in counted])
 
 
 def _prepare(
@@ -169,8 +179,8 @@ def _prepare(
     return {name: prepared[name] for name in engines if name in prepared}, failed
 
 
-def quiet_rounds(taken: Sequence[Round], known: Mapping[str, float]) -> list[Round]:
-    """The rounds in which nothing else ran, as far as the samples tell.
+def quiet_rounds(taken: Sequence[Round], known: Mapping[str, float]) -> list[int]:
+    """Which rounds were such that nothing else ran, as far as the samples tell.
 
     Not preempted, not slow all together, and engines with `known` seconds not slow against those.
     """
@@ -183,21 +193,10 @@ def quiet_rounds(taken: Sequence[Round], known: Mapping[str, float]) -> list[Rou
         columns, seconds = zip(*before, strict=True)
         slowness = np.maximum(slowness, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
     return [
-        bursts
-        for bursts, slow in zip(taken, slowness, strict=True)
+        i
+        for i, (bursts, slow) in enumerate(zip(taken, slowness, strict=True))
         if slow <= SLOW and not any(burst.preempted for burst in bursts.values())
     ]
-
-
-def unseen(processes: int) -> float:
-    """How much lower than in `processes` processes a speedup may be when it is verified, as a share of it."""
-    return BETWEEN_PROCESSES * math.sqrt(1 / processes + 1 / PROCESSES)
-
-
-def pooled(sessions: Sequence[Timings], engines: Sequence[str]) -> Timings:
-    """The rounds of all sessions in which all of `engines` were timed, as if they were one session's."""
-    together = [session.blocks for session in sessions if set(engines) <= set(session.blocks)]
-    return Timings({name: [block for blocks in together for block in blocks[name]] for name in engines}, {})
 
 
 def _median(blocks: Blocks) -> float:

@@ -10,8 +10,10 @@ the layer's own, taken inside the network (`latbench layers`): there a layer's p
    part of the calibration data only, the best it found are judged by all of it.
 5. That very profile is timed end to end against dense, beside those before it, which are thus timed again. If the
    promise does not hold there, or holds with much to spare, the prediction is corrected once more and the search
-   goes again, a few rounds. Only a profile that was measured to keep the promise is returned: the guarantee is
-   measured, or it is not given.
+   goes again, a few rounds. Only a profile that was measured to keep the promise, with the room that `risk` asks for,
+   is returned: the guarantee is measured, or it is not given.
+
+What was timed is kept beside the database: the same search again, or one that was interrupted, takes it from there.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import cost_models
-from latbench import devices, tables, workloads
-from latbench.errors import PromiseMissed, UsageError
+from latbench import backends, devices, tables, workloads
+from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from search import overhead
+from search import overhead, risk, sessions
 from search.database import Database, model_hash
-from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
+from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
 from search.problem import (
@@ -49,10 +51,12 @@ from search.problem import (
 )
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
+from search.sessions import Chosen, Session
 from search.solve import Infeasible, sum_in_order
 from search.spdy import Evaluation, Found
 from search.strategies import FOUND_BY, find
 from search.task import Task
+from sparse_kernels.cpu import target as kernels
 from sparse_kernels.shapes import Shape
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
@@ -68,7 +72,7 @@ class Settings:
     """What a user may choose.
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
-    them are judged by all. `risk` is the coverage of the intervals whose unfavourable ends keep the promise.
+    them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     """
 
     target: float
@@ -86,7 +90,8 @@ class Settings:
 class Inputs:
     """The task's model and what was measured for its layers, with the hashes that say which they are.
 
-    There is no cost model where the table holds the layers' own times.
+    There is no cost model where the table holds the layers' own times. `verified` is a session of an earlier
+    verification of this model, from which a search goes on.
     """
 
     task: Task
@@ -97,6 +102,7 @@ class Inputs:
     model_hash: str
     table_hash: str
     recipe: str
+    verified: Session | None = None
 
     def key(self, settings: Settings) -> dict[str, Any]:
         """What the whole-model times depend on."""
@@ -104,20 +110,45 @@ class Inputs:
             "model_hash": self.model_hash, "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
             "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
-            "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
+            "threads": settings.threads, "backend": settings.backend, "engines": engine_versions(),
             "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on."""
-        parts = [self.key(settings), asdict(settings), self.recipe]
+        verified = list(self.verified.profiles) if self.verified else None
+        parts = [self.key(settings), asdict(settings), self.recipe, verified]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
-    """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
+def read_inputs(
+    task: Task, table: Place, cost_model: Path | None, database: Path, verified: Path | None = None
+) -> Inputs:
+    """Load the model and hash what is given; `verified` is a folder that `verify` wrote.
+
+    Raises what these raise when they are missing or damaged.
+    """
     model = task.model()
-    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
+    hashes = model_hash(model), tables.table_hash(table), recipe(task)
+    inputs = Inputs(task, model, table, cost_model, database, *hashes)
+    return replace(inputs, verified=read_verified(verified, inputs)) if verified else inputs
+
+
+def read_verified(folder: Path, inputs: Inputs) -> Session:
+    """What a verification of this model timed. Raises BadData for a folder that has none, or of another model."""
+    path = folder / "session.json"
+    found = sessions.read(path, None)
+    if not found:
+        raise BadData(f"{folder}: no verification of this version; `latbench verify` writes one")
+    if sessions.key(path)["model_hash"] != inputs.model_hash:
+        raise BadData(f"{folder} is a verification of another model than that of task {inputs.task.name}")
+    return found[0]
+
+
+def engine_versions() -> dict[str, str | None]:
+    """What runs dense and pruned models here, whole."""
+    names = ("torch", "onnxruntime", "openvino", "numba")
+    return {"kernels": str(kernels.VERSION), **{name: backends.version(name) for name in names}}
 
 
 def search(
@@ -131,16 +162,57 @@ def search(
 
     Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
     """
-    problem, judge, whole = prepare(inputs, settings, remeasure=remeasure, progress=progress)
-    sessions: list[Timings] = []
-    known = {engine: seconds.value for engine, seconds in whole.dense.items()}
+    ready = prepare(inputs, settings, remeasure=remeasure, progress=progress)
+    problem, judge = ready.problem, ready.judge
+    known = {engine: seconds.value for engine, seconds in ready.whole.dense.items()}
+    path, key = inputs.database / f"sessions-{inputs.digest(settings)}.json", inputs.key(settings)
+    kept_before = [] if remeasure else sessions.read(path, key)
+    taken: list[Session] = []
+
+    def timed() -> list[Session]:
+        return [*([inputs.verified] if inputs.verified else []), *taken]
 
     def measure(choices: Sequence[Choice]) -> list[Measured]:
-        sessions.append(time_profiles(inputs, settings, problem.layers, choices, known, progress))
-        return [measured(sessions, choice, settings.risk) for choice in choices]
+        chosen = [overhead.by_name(problem.layers, choice) for choice in choices]
+        wanted = {sessions.profile_name(one): one for one in chosen}
+        if len(taken) < len(kept_before) and set(kept_before[len(taken)].profiles) == set(wanted):
+            taken.append(kept_before[len(taken)])
+        else:
+            timings = time_profiles(inputs, settings, wanted, known, progress)
+            taken.append(Session(wanted, timings))
+            sessions.write(taken, key, path)
+        return [measured(timed(), name, settings.risk) for name in wanted]
 
+    if inputs.verified:
+        name, chosen = next(iter(inputs.verified.profiles.items()))
+        choice = overhead.choice_of(problem.layers, chosen)
+        problem = _corrected(problem, choice, measured([inputs.verified], name, settings.risk))
     kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
-    return _profile(inputs, settings, kept)
+    return _profile(inputs, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
+
+
+def additivity(layers: Sequence[Layer], timed: Sequence[Session]) -> tuple[float, float]:
+    """`overhead.additivity` over all profiles that were timed whole; `layers` are as predicted, each on its own."""
+    alone, whole = [], []
+    for session in timed:
+        for name, chosen in session.profiles.items():
+            alone.append(overhead.seconds_of(layers, overhead.choice_of(layers, chosen)))
+            whole.append(session.timings.seconds(name, 0.5).value)
+    return overhead.additivity(alone, whole)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a search begins with: the problem with its errors, and who judges profiles.
+
+    Also `layers` as predicted, each on its own, the session in which whole models were timed, and its line.
+    """
+
+    problem: Problem
+    judge: Judge
+    layers: tuple[Layer, ...]
+    probes: Session
+    whole: overhead.WholeModel
 
 
 def prepare(
@@ -149,11 +221,8 @@ def prepare(
     *,
     remeasure: bool = False,
     progress: Progress = lambda what, done, total: None,
-) -> tuple[Problem, Judge, overhead.WholeModel]:
-    """What a search begins with: the problem with its errors, who judges profiles, and what whole models take.
-
-    Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does.
-    """
+) -> Ready:
+    """Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does."""
     task = inputs.task
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
@@ -161,7 +230,8 @@ def prepare(
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
     layers = timed_layers(inputs, settings, shapes)
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
-    whole = _whole_model(inputs, settings, layers, remeasure, progress)
+    probes = _whole_model(inputs, settings, layers, remeasure, progress)
+    whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
     problem = whole.problem(layers)
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
@@ -175,7 +245,8 @@ def prepare(
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
     problem = problem.with_errors(_errors(problem, database))
-    return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole
+    judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
+    return Ready(problem, judge, layers, probes, whole)
 
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
@@ -183,12 +254,13 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
     if inputs.cost_model is None:
         return measured_layers(
             in_network(inputs.table, threads=settings.threads), inputs.task.name, shapes,
-            threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=settings.risk,
+            threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=risk.coverage(settings.risk),
         )  # fmt: skip
     rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
     return predicted_layers(
         cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
+        threads=settings.threads, backend=settings.backend, patterns=settings.patterns,
+        coverage=risk.coverage(settings.risk),
     )  # fmt: skip
 
 
@@ -311,12 +383,7 @@ def _fits(problem: Problem, target: float) -> bool:
 
 
 def time_profiles(
-    inputs: Inputs,
-    settings: Settings,
-    layers: Sequence[Layer],
-    choices: Sequence[Choice],
-    known: Mapping[str, float],
-    progress: Progress,
+    inputs: Inputs, settings: Settings, profiles: Mapping[str, Chosen], known: Mapping[str, float], progress: Progress
 ) -> Timings:
     """Time the model with these options of the database against the dense engines, as `verify` will.
 
@@ -329,40 +396,45 @@ def time_profiles(
         if name not in known or known[name] <= HOPELESS * known[fastest]
     }
     database = str(inputs.database.resolve())
-    for choice in choices:
-        chosen = overhead.by_name(layers, choice)
+    for name, chosen in profiles.items():
         arguments = (task.reference, settings.threads, settings.backend, database, inputs.model_hash, chosen)
-        engines[str(choice)] = Engine("pruned", "search.engines:database_pruned", arguments)
+        engines[name] = Engine("pruned", "search.engines:database_pruned", arguments)
     with cpu_lock(progress):
-        required = [fastest, *map(str, choices)]
+        required = [fastest, *profiles]
         return time_engines(engines, threads=settings.threads, required=required, known=known, progress=progress)
 
 
-def measured(sessions: Sequence[Timings], choice: Choice, coverage: float) -> Measured:
-    """What all the sessions that timed this profile say of it."""
-    own = [session for session in sessions if str(choice) in session.blocks]
-    dense = own[-1].fastest(list(DENSE_ENGINES))
-    together = pooled(own, [dense, str(choice)])
-    speedup = together.speedup(str(choice), dense, coverage)
-    room = unseen(PROCESSES * len(own))
-    wider = Interval(speedup.value, speedup.low * (1 - room), speedup.high * (1 + room))
-    return Measured(wider, together.seconds(dense, coverage), dense)
+def measured(timed: Sequence[Session], name: str, probability: float) -> Measured:
+    """What all the sessions that timed this profile say of it: its speedup is not below the lower end, if it is
+    verified, with this probability.
+
+    In each session it is against the dense engine that was the fastest there, as it will be in the verification.
+    """
+    speedups: dict[str, list[float]] = {}
+    for session in timed:
+        dense = session.timings.fastest(list(DENSE_ENGINES))
+        for profile in session.profiles:
+            speedups.setdefault(profile, []).extend(session.timings.speedups(profile, dense))
+    buildings = sum(len(set(session.timings.built)) for session in timed)
+    between = risk.spread(list(speedups.values()), buildings)
+    latest = next(session.timings for session in reversed(timed) if name in session.profiles)
+    dense = latest.fastest(list(DENSE_ENGINES))
+    seconds = latest.seconds(dense, risk.coverage(probability))
+    return Measured(risk.promise(speedups[name], between, probability), seconds, dense)
 
 
 def _whole_model(
     inputs: Inputs, settings: Settings, layers: Sequence[Layer], remeasure: bool, progress: Progress
-) -> overhead.WholeModel:
-    path = inputs.database / "whole_model.json"
-    known = None if remeasure else overhead.load(path, inputs.key(settings))
-    if known is not None:
-        return known
+) -> Session:
+    path, key = inputs.database / "whole_model.json", inputs.key(settings)
+    if not remeasure and (known := sessions.read(path, key)):
+        return known[0]
     with cpu_lock(progress):
-        whole = overhead.measure_whole_model(
-            inputs.task, layers,
-            threads=settings.threads, backend=settings.backend, coverage=settings.risk, progress=progress,
-        )  # fmt: skip
-    overhead.save(whole, inputs.key(settings), path)
-    return whole
+        session = overhead.measure_whole_model(
+            inputs.task, layers, threads=settings.threads, backend=settings.backend, progress=progress
+        )
+    sessions.write([session], key, path)
+    return session
 
 
 def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, float]]:
@@ -376,7 +448,7 @@ def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, floa
     }
 
 
-def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
+def _profile(inputs: Inputs, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
@@ -394,6 +466,7 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         batch=int(inputs.task.example()[0].shape[0]),
         device=devices.cpu_device(),
         target=settings.target,
+        risk=settings.risk,
         dense_engine=kept.measured.dense_engine,
         dense_seconds=kept.measured.dense.value,
         dense_seconds_low=kept.measured.dense.low,
@@ -408,6 +481,8 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
         ceiling=problem.ceiling,
+        additivity_before=additive[0],
+        additivity_after=additive[1],
         strategy=FOUND_BY[found.found_by],
         seed=settings.seed,
         table_hash=inputs.table_hash,

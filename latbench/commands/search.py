@@ -37,9 +37,12 @@ def search(
         str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
     ] = "spdy",
     risk: Annotated[
-        float, typer.Option(min=0.01, max=0.999, help="Coverage of the intervals whose upper end must fit.")
+        float, typer.Option(min=0.6, max=0.999, help="How likely the promise is to be met when it is verified.")
     ] = 0.9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
+    refine: Annotated[
+        Path | None, typer.Option(help="Folder of a `latbench verify`: go on from what it measured.")
+    ] = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Time whole models again, and search again.")
     ] = False,
@@ -58,7 +61,7 @@ def search(
     )
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
+        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database, refine)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"
         if found is None:

@@ -13,6 +13,7 @@ from latbench.errors import PromiseMissed, UsageError
 from search.end_to_end import Timings
 from search.job import Measured, Settings, keep_promise, measured, prunable_layers
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
+from search.sessions import Session
 from search.solve import Infeasible
 from search.task import Task
 
@@ -109,15 +110,27 @@ def test_a_profile_that_one_bad_session_failed_may_hold_when_it_is_timed_again()
     assert kept.found.loss == min(loss(choice) for choice in asked if steady([choice])[0].speedup.low >= 2.0)
 
 
-def test_sessions_are_pooled_and_more_of_them_promise_more() -> None:
-    def session(dense: float, pruned: float) -> Timings:
-        return Timings({"torch": [[dense] * 5] * 4, "(0, 1)": [[pruned] * 5] * 4}, {})
+def session(dense: float, name: str, *pruned: float) -> Session:
+    """A profile timed in as many buildings as it has seconds."""
+    blocks = {"torch": [[dense] * 5] * len(pruned), "openvino": [[9.0] * 5] * len(pruned)}
+    timings = Timings({**blocks, name: [[one] * 5 for one in pruned]}, {}, tuple(range(len(pruned))))
+    return Session({name: {"fc1": ("dense", 0.0)}}, timings)
 
-    one = measured([session(4.0, 2.0)], (0, 1), 0.9)
-    two = measured([session(4.0, 2.0), Timings({"torch": [[9.0]]}, {}), session(4.0, 2.0)], (0, 1), 0.9)
-    assert (one.speedup.value, two.speedup.value) == (2.0, 2.0)
+
+def test_sessions_are_pooled_and_more_of_them_promise_more() -> None:
+    first = session(4.0, "a", 1.9, 2.0, 2.1)
+    one = measured([first], "a", 0.9)
+    two = measured([first, session(4.0, "b", 1.0, 1.0, 1.0), first], "a", 0.9)
+    assert one.speedup.value == two.speedup.value == pytest.approx(2.0, rel=2e-3)
     assert one.speedup.low < two.speedup.low < 2.0 < two.speedup.high < one.speedup.high
-    assert two.dense == Interval(4.0, 4.0, 4.0)
+    assert (two.dense, two.dense_engine) == (Interval(4.0, 4.0, 4.0), "torch")
+
+
+def test_a_speedup_is_over_the_engine_that_was_the_fastest_in_each_session() -> None:
+    slow = session(12.0, "a", 2.0, 2.0, 2.0)  # there openvino is faster, with 9
+    assert measured([slow], "a", 0.9).dense_engine == "openvino"
+    both = measured([slow, session(4.5, "a", 1.0, 1.0, 1.0)], "a", 0.9)
+    assert both.speedup.value == pytest.approx(4.5)
 
 
 def test_infeasible_before_anything_is_measured() -> None:
