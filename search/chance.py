@@ -1,0 +1,123 @@
+"""The profile of least error whose seconds stay within a budget with a wanted probability.
+
+An option takes `seconds`, and with that probability at most its `deviation` more. Deviations of different layers are
+their own: they add up like standard deviations, together with one that all profiles share. So a profile must keep
+
+    sum of seconds + sqrt(shared^2 + sum of deviation^2) <= budget
+
+which is no sum over layers. But a root lies below its tangents: for every s > 0, sqrt(v) <= v / (2 s) + s / 2, with
+equality where s^2 = v. With the right side it is a knapsack that `solve` settles, and whatever it finds keeps the
+budget. The best s is looked for cell by cell; within a cell the tangent is hardly too high, and what that may hide
+bounds the optimum from below.
+
+Source: the tangents are those of conic chance constraints (Ben-Tal, El Ghaoui, Nemirovski 2009, "Robust
+Optimization", section 2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from search.solve import BadProblem, Floats, Infeasible, Solution, solve, sum_in_order
+
+WIDTH = 1.25
+"""Upper by lower end of a cell: the tangent is at most 0.7% of s too high in it."""
+
+POLISHES = 4
+
+
+def upper(
+    seconds: Sequence[Floats], deviations: Sequence[Floats], choice: Sequence[int], shared: float = 0.0
+) -> float:
+    """The seconds that a profile does not pass with the wanted probability."""
+    squares = sum_in_order(d[j] * d[j] for d, j in zip(deviations, choice, strict=True))
+    return sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True)) + math.sqrt(shared * shared + squares)
+
+
+def tangent(
+    seconds: Sequence[Floats], deviations: Sequence[Floats], budget: float, shared: float, at: float
+) -> tuple[list[Floats], float]:
+    """Seconds of the options, and a budget for their sum, that no profile keeps without keeping `budget` itself."""
+    return (
+        [t + d * d / (2 * at) for t, d in zip(seconds, deviations, strict=True)],
+        budget - at / 2 - shared * shared / (2 * at),
+    )
+
+
+def solve_with_chance(
+    seconds: Sequence[ArrayLike],
+    deviations: Sequence[ArrayLike],
+    errors: Sequence[ArrayLike],
+    budget: float,
+    shared: float = 0.0,
+) -> tuple[Solution, float]:
+    """The profile of least error that keeps `budget` with its deviations, and the s of the tangent that allows it.
+
+    Arrays as `solve` takes them; deviations and `shared` >= 0, in seconds. The solution's `seconds` are without
+    deviations; no profile that keeps the budget has an error below its `bound`.
+    Raises BadProblem for what states no problem, Infeasible when nothing keeps the budget.
+    """
+    t, d = ([np.asarray(layer, np.float64) for layer in arrays] for arrays in (seconds, deviations))
+    if len(t) != len(d) or any(a.shape != b.shape for a, b in zip(t, d, strict=True)):
+        raise BadProblem("deviations must have the shape of the seconds, layer by layer")
+    if not (math.isfinite(shared) and shared >= 0 and all(np.isfinite(x).all() and (x >= 0).all() for x in d)):
+        raise BadProblem("deviations must be finite and not negative")
+    least, most = (math.hypot(shared, *(float(end(layer)) for layer in d)) for end in (np.min, np.max))
+    if most == 0:
+        return solve(t, errors, budget), 0.0
+    found: list[tuple[float, float, tuple[int, ...], float]] = []
+    bounds = []
+    fastest = math.inf
+    for low, high in itertools.pairwise(_cells(max(least, most * 1e-6), most)):
+        s = math.sqrt(low * high)
+        too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
+        within, room = tangent(t, d, budget, shared, s)
+        try:
+            relaxed = solve(within, errors, room + too_high)
+        except Infeasible as refused:
+            fastest = min(fastest, refused.fastest_seconds + budget - room)
+            continue
+        bounds.append(relaxed.bound)
+        candidates = [relaxed.choice]
+        if upper(t, d, relaxed.choice, shared) > budget:
+            try:
+                candidates = [solve(within, errors, room).choice]
+            except Infeasible as refused:
+                fastest = min(fastest, refused.fastest_seconds + budget - room)
+                continue
+        found += [_of(t, d, errors, choice, shared) for choice in candidates]
+    if not found:
+        raise Infeasible(float(budget), fastest)
+    best = min(found)
+    for _ in range(POLISHES):
+        within, room = tangent(t, d, budget, shared, best[3])
+        try:
+            better = _of(t, d, errors, solve(within, errors, room).choice, shared)
+        except Infeasible:  # by a rounding: the best itself is on the tangent
+            break
+        if not better < best:
+            break
+        best = better
+    error, spent, choice, s = best
+    return Solution(choice, spent, error, min([error, *bounds])), s
+
+
+def _cells(low: float, high: float) -> list[float]:
+    """Ends of cells from `low` to `high`."""
+    count = max(1, math.ceil(math.log(high / low) / math.log(WIDTH)))
+    return [low * (high / low) ** (i / count) for i in range(count)] + [high]
+
+
+def _of(
+    seconds: Sequence[Floats], deviations: Sequence[Floats], errors: Sequence[ArrayLike], choice: tuple[int, ...],
+    shared: float,
+) -> tuple[float, float, tuple[int, ...], float]:  # fmt: skip
+    """Error, seconds, choice and deviation of a profile."""
+    error = sum_in_order(np.asarray(e, np.float64)[j] for e, j in zip(errors, choice, strict=True))
+    spent = sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True))
+    return error, spent, choice, math.hypot(shared, *(float(d[j]) for d, j in zip(deviations, choice, strict=True)))

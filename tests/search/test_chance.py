@@ -1,0 +1,90 @@
+"""Budgets kept with a probability, against every profile there is and against simulated machines."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from search.chance import solve_with_chance, tangent, upper
+from search.solve import BadProblem, Infeasible, solve
+
+
+def problem(rng: np.random.Generator, layers: int, options: int) -> tuple[list[np.ndarray], ...]:
+    seconds = [np.sort(rng.uniform(1, 9, options))[::-1] for _ in range(layers)]
+    deviations = [t * rng.uniform(0, 0.3, options) for t in seconds]
+    errors = [np.sort(rng.uniform(0, 1, options)) for _ in range(layers)]
+    return seconds, deviations, errors
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.7])
+def test_the_best_of_all_profiles_that_keep_the_budget_is_found(rng: np.random.Generator, shared: float) -> None:
+    unproven = refused = 0
+    for _ in range(60):
+        t, d, e = problem(rng, 4, 4)
+        every = list(itertools.product(range(4), repeat=4))
+        uppers = [upper(t, d, choice, shared) for choice in every]
+        budget = float(rng.uniform(0.9 * min(uppers), np.median(uppers)))
+        fitting = [
+            sum(float(x[j]) for x, j in zip(e, choice, strict=True))
+            for choice, it in zip(every, uppers, strict=True)
+            if it <= budget
+        ]
+        if not fitting:
+            refused += 1
+            with pytest.raises(Infeasible):
+                solve_with_chance(t, d, e, budget, shared)
+            continue
+        found, s = solve_with_chance(t, d, e, budget, shared)
+        assert upper(t, d, found.choice, shared) <= budget
+        assert found.bound <= min(fitting) + 1e-12 <= found.error + 2e-12
+        assert s == pytest.approx(upper(t, d, found.choice, shared) - found.seconds)
+        unproven += found.error > min(fitting) + 1e-12
+    assert refused >= 1
+    assert unproven <= 3  # within a cell the tangent may hide a profile that only just keeps the budget
+
+
+def test_layers_on_their_own_allow_more_than_layers_that_all_fail_together(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 30, 12)
+    budget = 0.5 * sum(float(x.max()) for x in t)
+    together = solve([a + b for a, b in zip(t, d, strict=True)], e, budget)
+    apart, _ = solve_with_chance(t, d, e, budget)
+    certain = solve(t, e, budget)
+    assert certain.error < apart.error < together.error
+    assert apart.bound > 0.97 * apart.error
+
+
+def test_the_budget_is_kept_as_often_as_wanted(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 20, 8)
+    budget = 0.6 * sum(float(x.max()) for x in t)
+    quantile = 1.2816  # a tenth of normal deviations is larger
+    shared = 2.0
+    found, _ = solve_with_chance(t, [quantile * x for x in d], e, budget, quantile * shared)
+    own = np.array([x[j] for x, j in zip(d, found.choice, strict=True)])
+    trials = found.seconds + rng.normal(0, 1, (20000, 20)) @ own + shared * rng.normal(0, 1, 20000)
+    assert 0.89 <= (trials <= budget).mean() <= 0.93
+
+
+def test_a_tangent_is_never_below_the_root(rng: np.random.Generator) -> None:
+    t, d, _ = problem(rng, 5, 3)
+    for at in (0.1, 1.0, 5.0):
+        within, room = tangent(t, d, 40.0, 0.5, at)
+        for choice in itertools.product(range(3), repeat=5):
+            spent = sum(float(x[j]) for x, j in zip(within, choice, strict=True))
+            assert upper(t, d, choice, 0.5) <= spent + 40.0 - room + 1e-12
+
+
+def test_without_deviations_it_is_the_plain_problem(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 5, 6)
+    nothing = [np.zeros_like(x) for x in d]
+    assert solve_with_chance(t, nothing, e, 20.0) == (solve(t, e, 20.0), 0.0)
+
+
+def test_what_states_no_problem_is_refused(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 3, 3)
+    with pytest.raises(BadProblem, match="shape of the seconds"):
+        solve_with_chance(t, d[:2], e, 20.0)
+    with pytest.raises(BadProblem, match="finite and not negative"):
+        solve_with_chance(t, [-x for x in d], e, 20.0)
+    with pytest.raises(BadProblem, match="finite and not negative"):
+        solve_with_chance(t, d, e, 20.0, math.nan)
