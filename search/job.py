@@ -116,7 +116,7 @@ class Inputs:
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on."""
-        verified = list(self.verified.profiles) if self.verified else None
+        verified = sessions.digest(self.verified) if self.verified else None
         parts = [self.key(settings), asdict(settings), self.recipe, verified]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

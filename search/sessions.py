@@ -39,17 +39,14 @@ def profile_name(chosen: Chosen) -> str:
     return f"profile {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
+def digest(session: Session) -> str:
+    """Of what it timed, and how long that took."""
+    return hashlib.sha256(json.dumps(_record(session), sort_keys=True).encode()).hexdigest()[:16]
+
+
 def write(sessions: Iterable[Session], key: Mapping[str, Any], path: Path) -> None:
     """Write the sessions of `key` to `path`, whole or not at all."""
-    records = [
-        {
-            "profiles": {name: dict(chosen) for name, chosen in one.profiles.items()},
-            "blocks": {name: [list(block) for block in blocks] for name, blocks in one.timings.blocks.items()},
-            "built": list(one.timings.built),
-            "left_out": dict(one.timings.left_out),
-        }
-        for one in sessions
-    ]
+    records = [_record(session) for session in sessions]
     write_text_atomically(path, json.dumps({"version": VERSION, "key": dict(key), "sessions": records}) + "\n")
 
 
@@ -69,6 +66,16 @@ def read(path: Path, key: Mapping[str, Any] | None) -> list[Session]:
 def key(path: Path) -> Mapping[str, Any]:
     """What the sessions in a file that `read` has read depend on."""
     return dict(json.loads(path.read_text(encoding="utf-8"))["key"])
+
+
+def _record(session: Session) -> dict[str, Any]:
+    timings = session.timings
+    return {
+        "profiles": {name: dict(chosen) for name, chosen in session.profiles.items()},
+        "blocks": {name: [list(block) for block in blocks] for name, blocks in timings.blocks.items()},
+        "built": list(timings.built),
+        "left_out": dict(timings.left_out),
+    }
 
 
 def _session(record: Mapping[str, Any]) -> Session:

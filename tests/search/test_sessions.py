@@ -25,6 +25,8 @@ def test_sessions_come_back_to_the_last_bit(rng: np.random.Generator, tmp_path: 
     sessions.write(both, {"threads": 2, "inputs": [(1, 2)]}, path)
     assert sessions.read(path, {"threads": 2, "inputs": [(1, 2)]}) == both
     assert sessions.read(path, None) == both
+    assert [sessions.digest(it) for it in sessions.read(path, None)] == [sessions.digest(it) for it in both]
+    assert sessions.digest(both[0]) != sessions.digest(both[1])
     assert sessions.key(path) == {"threads": 2, "inputs": [[1, 2]]}
 
 
