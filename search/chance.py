@@ -28,7 +28,11 @@ from search.solve import BadProblem, Floats, Infeasible, Solution, solve, sum_in
 WIDTH = 1.25
 """Upper by lower end of a cell: the tangent is at most 0.7% of s too high in it."""
 
+SMALL = 1e-3
+"""The least deviation that is told from none, as a share of the most."""
+
 POLISHES = 4
+ROUNDING = 1e-12
 
 
 def upper(
@@ -70,37 +74,41 @@ def solve_with_chance(
     least, most = (math.hypot(shared, *(float(end(layer)) for layer in d)) for end in (np.min, np.max))
     if most == 0:
         return solve(t, errors, budget), 0.0
+    small = max(least, most * SMALL)
     found: list[tuple[float, float, tuple[int, ...], float]] = []
     bounds = []
     fastest = math.inf
-    for low, high in itertools.pairwise(_cells(max(least, most * 1e-6), most)):
-        s = math.sqrt(low * high)
-        too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
-        within, room = tangent(t, d, budget, shared, s)
+
+    def look(within: Sequence[Floats], room: float) -> Solution | None:
+        nonlocal fastest
         try:
-            relaxed = solve(within, errors, room + too_high)
+            solution = solve(within, errors, room)
         except Infeasible as refused:
             fastest = min(fastest, refused.fastest_seconds + budget - room)
-            continue
-        bounds.append(relaxed.bound)
-        candidates = [relaxed.choice]
-        if upper(t, d, relaxed.choice, shared) > budget:
-            try:
-                candidates = [solve(within, errors, room).choice]
-            except Infeasible as refused:
-                fastest = min(fastest, refused.fastest_seconds + budget - room)
-                continue
-        found += [_of(t, d, errors, choice, shared) for choice in candidates]
+            return None
+        if upper(t, d, solution.choice, shared) <= budget:
+            found.append(_of(t, d, errors, solution.choice, shared))
+        return solution
+
+    cells = [(least, small), *itertools.pairwise(_cells(small, most))]
+    for low, high in cells:
+        s = max(small, math.sqrt(low * high))
+        within, room = tangent(t, d, budget, shared, s)
+        look(within, room)
+        # Every profile that deviates by so much, and keeps the budget, keeps this.
+        too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
+        relaxed = look(within, room + too_high + ROUNDING * abs(budget))
+        bounds += [relaxed.bound] if relaxed is not None else []
     if not found:
         raise Infeasible(float(budget), fastest)
     best = min(found)
-    for _ in range(POLISHES):
+    for _ in range(POLISHES if best[3] > 0 else 0):
         within, room = tangent(t, d, budget, shared, best[3])
         try:
             better = _of(t, d, errors, solve(within, errors, room).choice, shared)
         except Infeasible:  # by a rounding: the best itself is on the tangent
             break
-        if not better < best:
+        if not better < best or upper(t, d, better[2], shared) > budget:
             break
         best = better
     error, spent, choice, s = best

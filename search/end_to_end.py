@@ -14,6 +14,7 @@ times. That is too few for an interval; what it means for a promise is `risk`'s 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -43,7 +44,7 @@ ROUNDS = 18
 ROUND_SECONDS = 0.12
 MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use: a minute
 SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
-FEWEST_QUIET = 5
+FEWEST_QUIET = 3  # rounds of a building
 PREPARE_SECONDS = 600.0
 SAMPLE_SECONDS = 300.0
 RESAMPLES = 1000
@@ -87,19 +88,20 @@ class Timings:
         return _interval(_median(self.blocks[engine]), medians, coverage)
 
     def speedup(self, engine: str, over: str, coverage: float) -> Interval:
-        """Median of `over` by median of `engine`, resampled in pairs."""
-        medians = _resampled_medians(self.blocks[over]), _resampled_medians(self.blocks[engine])
-        value = _median(self.blocks[over]) / _median(self.blocks[engine])
-        return _interval(value, medians[0] / medians[1], coverage)
+        """The geometric mean of `speedups`; for its interval the rounds of each building are resampled in pairs."""
+        value = math.exp(float(np.log(self.speedups(engine, over)).mean()))
+        resampled = [np.log(_resampled_medians(b) / _resampled_medians(a)) for a, b in self._buildings(engine, over)]
+        return _interval(value, np.exp(np.mean(resampled, axis=0)), coverage)
 
     def speedups(self, engine: str, over: str) -> list[float]:
-        """The speedup in each building of the engines."""
-        built = np.asarray(self.built or [0] * len(self.blocks[engine]))
+        """Median of `over` by median of `engine` in each building."""
+        return [_median(b) / _median(a) for a, b in self._buildings(engine, over)]
+
+    def _buildings(self, *engines: str) -> list[list[Blocks]]:
+        """The rounds of these engines, building by building."""
+        built = np.asarray(self.built or [0] * len(self.blocks[engines[0]]))
         rounds = [np.flatnonzero(built == number).tolist() for number in np.unique(built)]
-        return [
-            _median([self.blocks[over][i] for i in own]) / _median([self.blocks[engine][i] for i in own])
-            for own in rounds
-        ]
+        return [[[self.blocks[engine][i] for i in own] for engine in engines] for own in rounds]
 
     def fastest(self, engines: Sequence[str]) -> str:
         """The engine with the least median among those that ran."""
@@ -127,7 +129,7 @@ def time_engines(
     left_out: dict[str, str] = {}
     taken: list[Round] = []
     built: list[int] = []
-    quiet: list[int] = []
+    wanted = math.ceil(rounds / processes)
     for number in range(1, processes + 1):
         names = dict.fromkeys(engine.worker for engine in engines.values())
         with ExitStack() as stack:
@@ -141,8 +143,12 @@ def time_engines(
                     raise LatbenchError(f"{name} cannot run this model: {error}") from error
                 left_out[name] = " ".join(str(error).split())
             engines = {name: engines[name] for name in prepared}
-            while len(quiet) < number * rounds / processes and len(taken) < MOST_TRIES * number * rounds / processes:
-                progress("timing whole models in turns", len(quiet), rounds)
+            first = len(taken)
+            while len(taken) - first < MOST_TRIES * wanted:
+                quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
+                if quiet >= wanted:
+                    break
+                progress("timing whole models in turns", (number - 1) * wanted + quiet, processes * wanted)
                 turn = list(prepared)
                 order.shuffle(turn)
                 drawn = {
@@ -151,12 +157,24 @@ def time_engines(
                 }
                 taken.append({name: drawn[name] for name in prepared})
                 built.append(number)
-                quiet = quiet_rounds(taken, known)
-    # Where it never was as quiet as it was known to be, the quietest there was has to do.
-    choices = (quiet, quiet_rounds(taken, {}), list(range(len(taken))))
-    counted = next(it for it in choices if len(it) >= min(FEWEST_QUIET, len(taken)))
+    counted = [i for number in range(1, processes + 1) for i in counted_rounds(taken, built, number, known)]
     blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
     return Timings(blocks, left_out, [built[i] for i in counted])
+
+
+def counted_rounds(
+    taken: Sequence[Round], built: Sequence[int], number: int, known: Mapping[str, float]
+) -> list[int]:
+    """Which rounds of building `number` count: the quiet ones.
+
+    Where it never was as quiet as it was known to be, the quietest there was has to do: no building goes uncounted.
+    """
+    own = [i for i, it in enumerate(built) if it == number]
+    for slow in (slowness(taken, known), slowness(taken, {})):
+        quiet = [i for i in own if slow[i] <= SLOW]
+        if len(quiet) >= min(FEWEST_QUIET, len(own)):
+            return quiet
+    return sorted(sorted(own, key=lambda i: float(slow[i]))[:FEWEST_QUIET])
 
 
 def _prepare(
@@ -179,24 +197,21 @@ def _prepare(
     return {name: prepared[name] for name in engines if name in prepared}, failed
 
 
-def quiet_rounds(taken: Sequence[Round], known: Mapping[str, float]) -> list[int]:
-    """Which rounds were such that nothing else ran, as far as the samples tell.
+def slowness(taken: Sequence[Round], known: Mapping[str, float]) -> np.ndarray:
+    """How much slower than in the fastest rounds the engines together were in each, as a logarithm.
 
-    Not preempted, not slow all together, and engines with `known` seconds not slow against those.
+    Or than engines with `known` seconds are known to be, if that is more; infinite where others took the cores.
     """
     if not taken:
-        return []
+        return np.zeros(0)
     names = list(taken[0])
     medians = np.array([[np.median(bursts[name].samples) for name in names] for bursts in taken])
-    slowness = np.log(medians / medians.min(axis=0)).mean(axis=1)
+    slow = np.log(medians / medians.min(axis=0)).mean(axis=1)
     if before := [(names.index(name), seconds) for name, seconds in known.items() if name in names]:
         columns, seconds = zip(*before, strict=True)
-        slowness = np.maximum(slowness, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
-    return [
-        i
-        for i, (bursts, slow) in enumerate(zip(taken, slowness, strict=True))
-        if slow <= SLOW and not any(burst.preempted for burst in bursts.values())
-    ]
+        slow = np.maximum(slow, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
+    slow[[any(burst.preempted for burst in bursts.values()) for bursts in taken]] = np.inf
+    return slow
 
 
 def _median(blocks: Blocks) -> float:

@@ -14,6 +14,7 @@ the layer's own, taken inside the network (`latbench layers`): there a layer's p
    is returned: the guarantee is measured, or it is not given.
 
 What was timed is kept beside the database: the same search again, or one that was interrupted, takes it from there.
+So is what verifications found that were fed back (`feed_back`): all later searches under the same conditions know it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import cost_models
-from latbench import backends, devices, tables, workloads
+from latbench import devices, tables, workloads
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
@@ -56,7 +58,7 @@ from search.solve import Infeasible, sum_in_order
 from search.spdy import Evaluation, Found
 from search.strategies import FOUND_BY, find
 from search.task import Task
-from sparse_kernels.cpu import target as kernels
+from search.verify import SESSION
 from sparse_kernels.shapes import Shape
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
@@ -90,8 +92,7 @@ class Settings:
 class Inputs:
     """The task's model and what was measured for its layers, with the hashes that say which they are.
 
-    There is no cost model where the table holds the layers' own times. `verified` is a session of an earlier
-    verification of this model, from which a search goes on.
+    There is no cost model where the table holds the layers' own times.
     """
 
     task: Task
@@ -102,53 +103,64 @@ class Inputs:
     model_hash: str
     table_hash: str
     recipe: str
-    verified: Session | None = None
+
+    def conditions(self, settings: Settings) -> dict[str, Any]:
+        """What whole-model times depend on, whatever the layers become."""
+        return overhead.conditions(self.task, self.model_hash, settings.threads, settings.backend)
 
     def key(self, settings: Settings) -> dict[str, Any]:
-        """What the whole-model times depend on."""
+        """What the choice of profiles that are timed first depends on, too."""
         return {
-            "model_hash": self.model_hash, "table_hash": self.table_hash,
+            **self.conditions(settings), "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
-            "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
-            "threads": settings.threads, "backend": settings.backend, "engines": engine_versions(),
             "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
-        """What the profile depends on."""
-        verified = sessions.digest(self.verified) if self.verified else None
-        parts = [self.key(settings), asdict(settings), self.recipe, verified]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        """What the profile depends on: also what was timed before it is searched."""
+        timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
+        parts = [self.key(settings), asdict(settings), self.recipe, [sessions.digest(one) for one in timed]]
+        return _hash(parts)
+
+    def probes(self, settings: Settings) -> Path:
+        """Where the timings of whole models are kept that a search begins with."""
+        return self.database / f"whole_model-{_hash(self.key(settings))}.json"
+
+    def verified(self, settings: Settings) -> list[Session]:
+        """The verifications under the same conditions that were fed back."""
+        return sessions.read(self._verified(settings), self.conditions(settings))
+
+    def feed_back(self, folder: Path, settings: Settings) -> None:
+        """Keep what the verification in `folder` timed, for all searches under the same conditions.
+
+        Raises BadData for a folder that has none, or one of other conditions.
+        """
+        found = sessions.load(folder / SESSION)
+        if found is None:
+            raise BadData(f"{folder} holds no {SESSION}, which `latbench verify` writes there")
+        key, [session] = found
+        wanted = json.loads(json.dumps(self.conditions(settings)))
+        if other := [name for name in wanted if key.get(name) != wanted[name]]:
+            raise BadData(
+                f"the verification in {folder} does not go with this search: its {other[0]} is "
+                f"{key.get(other[0])}, not {wanted[other[0]]}"
+            )
+        known = self.verified(settings)
+        if sessions.digest(session) not in map(sessions.digest, known):
+            sessions.write([*known, session], wanted, self._verified(settings))
+
+    def _verified(self, settings: Settings) -> Path:
+        return self.database / f"verified-{_hash(self.conditions(settings))}.json"
 
 
-def read_inputs(
-    task: Task, table: Place, cost_model: Path | None, database: Path, verified: Path | None = None
-) -> Inputs:
-    """Load the model and hash what is given; `verified` is a folder that `verify` wrote.
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    Raises what these raise when they are missing or damaged.
-    """
+
+def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
+    """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    hashes = model_hash(model), tables.table_hash(table), recipe(task)
-    inputs = Inputs(task, model, table, cost_model, database, *hashes)
-    return replace(inputs, verified=read_verified(verified, inputs)) if verified else inputs
-
-
-def read_verified(folder: Path, inputs: Inputs) -> Session:
-    """What a verification of this model timed. Raises BadData for a folder that has none, or of another model."""
-    path = folder / "session.json"
-    found = sessions.read(path, None)
-    if not found:
-        raise BadData(f"{folder}: no verification of this version; `latbench verify` writes one")
-    if sessions.key(path)["model_hash"] != inputs.model_hash:
-        raise BadData(f"{folder} is a verification of another model than that of task {inputs.task.name}")
-    return found[0]
-
-
-def engine_versions() -> dict[str, str | None]:
-    """What runs dense and pruned models here, whole."""
-    names = ("torch", "onnxruntime", "openvino", "numba")
-    return {"kernels": str(kernels.VERSION), **{name: backends.version(name) for name in names}}
+    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
 
 
 def search(
@@ -165,12 +177,10 @@ def search(
     ready = prepare(inputs, settings, remeasure=remeasure, progress=progress)
     problem, judge = ready.problem, ready.judge
     known = {engine: seconds.value for engine, seconds in ready.whole.dense.items()}
-    path, key = inputs.database / f"sessions-{inputs.digest(settings)}.json", inputs.key(settings)
-    kept_before = [] if remeasure else sessions.read(path, key)
+    digest, verified = inputs.digest(settings), inputs.verified(settings)
+    path, key = inputs.database / f"sessions-{digest}.json", inputs.key(settings)
+    kept_before = sessions.read(path, key)
     taken: list[Session] = []
-
-    def timed() -> list[Session]:
-        return [*([inputs.verified] if inputs.verified else []), *taken]
 
     def measure(choices: Sequence[Choice]) -> list[Measured]:
         chosen = [overhead.by_name(problem.layers, choice) for choice in choices]
@@ -181,24 +191,25 @@ def search(
             timings = time_profiles(inputs, settings, wanted, known, progress)
             taken.append(Session(wanted, timings))
             sessions.write(taken, key, path)
-        return [measured(timed(), name, settings.risk) for name in wanted]
+        return [measured([*verified, *taken], name, settings.risk) for name in wanted]
 
-    if inputs.verified:
-        name, chosen = next(iter(inputs.verified.profiles.items()))
-        choice = overhead.choice_of(problem.layers, chosen)
-        problem = _corrected(problem, choice, measured([inputs.verified], name, settings.risk))
-    kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
-    return _profile(inputs, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
+    try:
+        kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
+    except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
+        path.unlink(missing_ok=True)
+        raise
+    return _profile(inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
 
 
 def additivity(layers: Sequence[Layer], timed: Sequence[Session]) -> tuple[float, float]:
     """`overhead.additivity` over all profiles that were timed whole; `layers` are as predicted, each on its own."""
-    alone, whole = [], []
+    whole: dict[str, list[float]] = {}
+    alone: dict[str, float] = {}
     for session in timed:
         for name, chosen in session.profiles.items():
-            alone.append(overhead.seconds_of(layers, overhead.choice_of(layers, chosen)))
-            whole.append(session.timings.seconds(name, 0.5).value)
-    return overhead.additivity(alone, whole)
+            alone[name] = overhead.seconds_of(layers, overhead.choice_of(layers, chosen))
+            whole.setdefault(name, []).append(session.timings.seconds(name, 0.5).value)
+    return overhead.additivity(list(alone.values()), [float(np.median(whole[name])) for name in alone])
 
 
 @dataclass(frozen=True)
@@ -232,7 +243,7 @@ def prepare(
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     probes = _whole_model(inputs, settings, layers, remeasure, progress)
     whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
-    problem = whole.problem(layers)
+    problem = _as_verified(whole.problem(layers), inputs.verified(settings), settings.risk)
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
@@ -247,6 +258,18 @@ def prepare(
     problem = problem.with_errors(_errors(problem, database))
     judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
     return Ready(problem, judge, layers, probes, whole)
+
+
+def _as_verified(problem: Problem, verified: Sequence[Session], probability: float) -> Problem:
+    """The problem corrected by the last verification of a profile that its layers can have."""
+    for session in reversed(verified):
+        [(name, chosen)] = session.profiles.items()
+        try:
+            choice = overhead.choice_of(problem.layers, chosen)
+        except BadData:  # what it says of other profiles counts all the same, when they are measured
+            continue
+        return _corrected(problem, choice, measured(verified, name, probability))
+    return problem
 
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
@@ -410,13 +433,13 @@ def measured(timed: Sequence[Session], name: str, probability: float) -> Measure
 
     In each session it is against the dense engine that was the fastest there, as it will be in the verification.
     """
-    speedups: dict[str, list[float]] = {}
+    speedups: dict[str, list[list[float]]] = {}
     for session in timed:
         dense = session.timings.fastest(list(DENSE_ENGINES))
         for profile in session.profiles:
-            speedups.setdefault(profile, []).extend(session.timings.speedups(profile, dense))
-    buildings = sum(len(set(session.timings.built)) for session in timed)
-    between = risk.spread(list(speedups.values()), buildings)
+            speedups.setdefault(profile, []).append(session.timings.speedups(profile, dense))
+    buildings = sum(len(set(session.timings.built)) - 1 for session in timed)
+    between = risk.spread([one for groups in speedups.values() for one in groups], buildings)
     latest = next(session.timings for session in reversed(timed) if name in session.profiles)
     dense = latest.fastest(list(DENSE_ENGINES))
     seconds = latest.seconds(dense, risk.coverage(probability))
@@ -426,14 +449,14 @@ def measured(timed: Sequence[Session], name: str, probability: float) -> Measure
 def _whole_model(
     inputs: Inputs, settings: Settings, layers: Sequence[Layer], remeasure: bool, progress: Progress
 ) -> Session:
-    path, key = inputs.database / "whole_model.json", inputs.key(settings)
-    if not remeasure and (known := sessions.read(path, key)):
+    key = inputs.key(settings)
+    if not remeasure and (known := sessions.read(inputs.probes(settings), key)):
         return known[0]
     with cpu_lock(progress):
         session = overhead.measure_whole_model(
             inputs.task, layers, threads=settings.threads, backend=settings.backend, progress=progress
         )
-    sessions.write([session], key, path)
+    sessions.write([session], key, inputs.probes(settings))
     return session
 
 
@@ -448,7 +471,7 @@ def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, floa
     }
 
 
-def _profile(inputs: Inputs, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
+def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
@@ -487,5 +510,5 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept, additive: tuple[flo
         seed=settings.seed,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
-        inputs=inputs.digest(settings),
+        inputs=digest,
     )

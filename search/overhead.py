@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from latbench import backends, devices
 from latbench.errors import BadData
 from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES
@@ -24,6 +26,7 @@ from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, ever
 from search.sessions import Chosen, Session, profile_name
 from search.solve import sum_in_order
 from search.task import Task
+from sparse_kernels.cpu import target
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,15 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
         for name, function in DENSE_ENGINES.items()
         if name != "deepsparse" or backend == "deepsparse"
     }
+
+
+def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
+    """What whole-model times depend on, whatever the layers become."""
+    versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    return {
+        "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
+        "threads": threads, "backend": backend, "engines": {"kernels": str(target.VERSION), **versions},
+    }  # fmt: skip
 
 
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:

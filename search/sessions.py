@@ -50,22 +50,26 @@ def write(sessions: Iterable[Session], key: Mapping[str, Any], path: Path) -> No
     write_text_atomically(path, json.dumps({"version": VERSION, "key": dict(key), "sessions": records}) + "\n")
 
 
-def read(path: Path, key: Mapping[str, Any] | None) -> list[Session]:
-    """The sessions of the same `key` (None: of any), none if there are none. Raises BadData for a damaged file."""
+def load(path: Path) -> tuple[dict[str, Any], list[Session]] | None:
+    """The key and the sessions in a file; None where there is none, or of another version.
+
+    Raises BadData for a damaged file.
+    """
     if not path.exists():
-        return []
+        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] != VERSION or (key is not None and content["key"] != _as_read(key)):
-            return []
-        return [_session(record) for record in content["sessions"]]
+        if content.get("version") != VERSION:
+            return None
+        return dict(content["key"]), [_session(record) for record in content["sessions"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadData(f"{path}: damaged; delete it, or measure again with --remeasure") from error
+        raise BadData(f"{path}: damaged; delete it, and it is measured again") from error
 
 
-def key(path: Path) -> Mapping[str, Any]:
-    """What the sessions in a file that `read` has read depend on."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))["key"])
+def read(path: Path, key: Mapping[str, Any]) -> list[Session]:
+    """The sessions of the same `key`, none if there are none. Raises BadData for a damaged file."""
+    found = load(path)
+    return found[1] if found is not None and found[0] == _as_read(key) else []
 
 
 def _record(session: Session) -> dict[str, Any]:

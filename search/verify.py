@@ -22,13 +22,14 @@ from latbench.files import write_text_atomically
 from latbench.runners.local import TaskFailed, Worker
 from search import sessions
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
-from search.overhead import dense_engines
+from search.overhead import conditions, dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
 from search.pruning.folder import read_manifest
 from search.task import Task
 
 PRUNED = "pruned"
+SESSION = "session.json"
 COVERAGE = 0.95
 BUSY = 1.1
 
@@ -144,8 +145,8 @@ def verify(
     found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
     tables.write_part(output, tables.after(newest, found))
     chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-    key = {"task": task.name, "backend": backend, "model_hash": profile.model_hash}
-    sessions.write([as_session(timings, chosen)], key, output / "session.json")
+    key = conditions(task, profile.model_hash, profile.threads, backend)
+    sessions.write([as_session(timings, chosen)], key, output / SESSION)
     write_text_atomically(output / "verify.json", json.dumps({"version": 1, **asdict(verdict)}, indent=2) + "\n")
     return verdict
 

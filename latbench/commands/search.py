@@ -61,7 +61,9 @@ def search(
     )
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database, refine)
+        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
+        if refine is not None:
+            inputs.feed_back(refine, settings)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"
         if found is None:

@@ -44,6 +44,22 @@ def test_the_best_of_all_profiles_that_keep_the_budget_is_found(rng: np.random.G
     assert unproven <= 3  # within a cell the tangent may hide a profile that only just keeps the budget
 
 
+def test_options_without_any_deviation_are_options() -> None:
+    t, d, e = [np.array([1.0, 0.5])], [np.array([0.0, 0.4])], [np.array([0.0, 1.0])]
+    assert solve_with_chance(t, d, e, 1.0)[0] == solve(t, e, 1.0)
+    with pytest.raises(Infeasible):
+        solve_with_chance(t, d, e, 0.89)
+    assert solve_with_chance(t, d, e, 0.91)[0].choice == (1,)
+
+
+def test_the_bound_holds_where_a_profile_just_keeps_the_budget(rng: np.random.Generator) -> None:
+    for _ in range(100):
+        t, d, e = problem(rng, 3, 3)
+        choice = tuple(rng.integers(0, 3, 3).tolist())
+        found, _ = solve_with_chance(t, d, e, upper(t, d, choice))
+        assert found.bound <= sum(float(x[j]) for x, j in zip(e, choice, strict=True)) + 1e-12
+
+
 def test_layers_on_their_own_allow_more_than_layers_that_all_fail_together(rng: np.random.Generator) -> None:
     t, d, e = problem(rng, 30, 12)
     budget = 0.5 * sum(float(x.max()) for x in t)

@@ -7,7 +7,7 @@ import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
-from search.end_to_end import Engine, Timings, quiet_rounds, time_engines
+from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines
 from search.overhead import additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 from search.sessions import Session
@@ -82,25 +82,40 @@ def test_each_building_has_its_speedup() -> None:
     assert Timings(blocks, {}).speedups("pruned", "dense") == [2.5]
 
 
-def test_rounds_that_something_else_slowed_do_not_count() -> None:
-    def taken(a: float, b: float, preempted: bool = False) -> dict[str, Burst]:
-        return {"a": Burst([a] * 5), "b": Burst([b] * 5, preempted)}
+def taken(a: float, b: float, preempted: bool = False) -> Round:
+    return {"a": Burst([a] * 5), "b": Burst([b] * 5, preempted)}
 
-    quiet = [
+
+def test_rounds_that_something_else_slowed_do_not_count() -> None:
+    def quiet(rounds: list[Round], known: dict[str, float]) -> list[int]:
+        return np.flatnonzero(slowness(rounds, known) <= SLOW).tolist()
+
+    undisturbed = [
         taken(4.0, 2.0),
         taken(4.1, 2.05),
         taken(3.9, 2.1),
         taken(4.0, 2.3),
     ]  # b alone slow: that is its own time
     disturbed = [taken(5.0, 2.7), taken(4.0, 2.0, preempted=True)]
-    assert quiet_rounds([disturbed[0], *quiet, disturbed[1]], {}) == [1, 2, 3, 4]
-    assert quiet_rounds([], {}) == []
+    assert quiet([disturbed[0], *undisturbed, disturbed[1]], {}) == [1, 2, 3, 4]
+    assert quiet([], {}) == []
     # All rounds of a session are alike: only what was known before tells that they are slow.
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {}) == [0, 1, 2]
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.5}) == [0, 1, 2]
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.0}) == []
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 9.0}) == [0, 1, 2]
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 7.5}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 7.0}) == []
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 9.0}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [0, 1, 2]
+
+
+def test_of_each_building_the_quietest_rounds_count() -> None:
+    quiet, slow = taken(4.0, 2.0), taken(8.0, 4.0)
+    rounds = [quiet] * 4 + [slow, taken(6.0, 3.0), slow, slow, quiet] + [taken(4.0, 2.0, preempted=True)] * 4
+    built = [1] * 4 + [2] * 5 + [3] * 4
+    assert counted_rounds(rounds, built, 1, {}) == [0, 1, 2, 3]
+    assert counted_rounds(rounds, built, 2, {}) == [4, 5, 8]
+    assert counted_rounds(rounds, built, 3, {}) == [9, 10, 11]
+    # Never as quiet as it was known to be: then all that are alike.
+    assert counted_rounds([slow] * 5, [1] * 5, 1, {"a": 4.0}) == [0, 1, 2, 3, 4]
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

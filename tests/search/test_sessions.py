@@ -24,10 +24,10 @@ def test_sessions_come_back_to_the_last_bit(rng: np.random.Generator, tmp_path: 
     assert sessions.read(path, {"threads": 2}) == []
     sessions.write(both, {"threads": 2, "inputs": [(1, 2)]}, path)
     assert sessions.read(path, {"threads": 2, "inputs": [(1, 2)]}) == both
-    assert sessions.read(path, None) == both
-    assert [sessions.digest(it) for it in sessions.read(path, None)] == [sessions.digest(it) for it in both]
+    assert sessions.load(path) == ({"threads": 2, "inputs": [[1, 2]]}, both)
+    again = sessions.read(path, {"threads": 2, "inputs": [(1, 2)]})
+    assert [sessions.digest(it) for it in again] == [sessions.digest(it) for it in both]
     assert sessions.digest(both[0]) != sessions.digest(both[1])
-    assert sessions.key(path) == {"threads": 2, "inputs": [[1, 2]]}
 
 
 def test_of_another_key_there_are_none(rng: np.random.Generator, tmp_path: Path) -> None:
@@ -35,11 +35,18 @@ def test_of_another_key_there_are_none(rng: np.random.Generator, tmp_path: Path)
     assert sessions.read(tmp_path / "sessions.json", {"threads": 1}) == []
 
 
+def test_a_file_of_another_version_is_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "sessions.json"
+    for content in ("{}", '{"version": 0, "key": {}}', '{"key": {}, "dense": {"torch": 1.0}}'):
+        path.write_text(content)
+        assert sessions.load(path) is None and sessions.read(path, {}) == []
+
+
 def test_a_damaged_file_is_said(rng: np.random.Generator, tmp_path: Path) -> None:
     path = tmp_path / "sessions.json"
     sessions.write([example(rng)], {}, path)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(BadData, match="damaged; delete it, or measure again with --remeasure"):
+    with pytest.raises(BadData, match="damaged; delete it, and it is measured again"):
         sessions.read(path, {})
 
 

@@ -34,8 +34,9 @@ def succeed(*command: str | Path) -> str:
 
 def forget_the_search(folder: Path) -> None:
     database = folder / "database"
-    for timed in (folder / "profile.json", database / "whole_model.json", *database.glob("sessions-*.json")):
-        timed.unlink(missing_ok=True)
+    (folder / "profile.json").unlink(missing_ok=True)
+    for timed in (*database.glob("whole_model-*.json"), *database.glob("sessions-*.json")):
+        timed.unlink()
 
 
 def demo() -> None:
