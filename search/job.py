@@ -30,23 +30,13 @@ from latbench import devices, tables, workloads
 from latbench.errors import PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from search import overhead
+from search import layer_errors, overhead
 from search.database import Database, model_hash
 from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
-from search.problem import (
-    DENSE,
-    Choice,
-    Interval,
-    Layer,
-    Option,
-    Problem,
-    in_network,
-    measured_layers,
-    predicted_layers,
-    swept_rows,
-)
+from search.options import in_network, measured_layers, predicted_layers, swept_rows
+from search.problem import Choice, Interval, Layer, Problem
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.solve import Infeasible, sum_in_order
@@ -69,6 +59,8 @@ class Settings:
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
     them are judged by all. `risk` is the coverage of the intervals whose unfavourable ends keep the promise.
+    `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
+    of their outputs, of their weights, or in a file (`search.layer_errors`).
     """
 
     target: float
@@ -80,6 +72,8 @@ class Settings:
     risk: float = 0.9
     strategy: str = "spdy"
     backend: str = "numba"
+    sparsities: tuple[float, ...] | None = None
+    errors: str = "output"
 
 
 @dataclass(frozen=True)
@@ -105,12 +99,15 @@ class Inputs:
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
             "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
             "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
-            "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
+            "patterns": list(settings.patterns) if settings.patterns else None,
+            "excluded": [*self.task.excluded, *self.task.limits.excluded],
+            "sparsities": list(settings.sparsities) if settings.sparsities else None,
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on."""
-        parts = [self.key(settings), asdict(settings), self.recipe]
+        errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
+        parts = [self.key(settings), asdict(settings), self.recipe, asdict(self.task.limits), errors]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -159,22 +156,30 @@ def prepare(
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
+    given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
+    limited = task.limits.narrow(layers)
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
-    problem = whole.problem(layers)
+    problem = whole.problem(limited)
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
-        layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in problem.layers
+        part.name: [(option.pattern, option.sparsity) for option in part.options]
+        for layer in problem.layers
+        for part in layer.parts
     }
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
-    problem = problem.with_errors(_errors(problem, database))
+    if settings.errors == "output":
+        given = layer_errors.output_errors(problem, database)
+    elif settings.errors == "weight":
+        given = layer_errors.weight_errors(problem, database, inputs.model)
+    problem = problem.with_errors(given or {})
     return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole
 
 
@@ -188,17 +193,19 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
     rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
     return predicted_layers(
         cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
+        threads=settings.threads, backend=settings.backend,
+        patterns=settings.patterns, sparsities=settings.sparsities, coverage=settings.risk,
     )  # fmt: skip
 
 
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
-    """The layers to choose for, by name: what can be pruned, but for the task's `excluded`. Raises UsageError."""
+    """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
     traced, skipped = workloads.trace(model, task.example())
     known = {layer.name for layer in traced.layers} | {name for name, _ in skipped}
     if unknown := [name for name in task.excluded if name not in known]:
         raise UsageError(f"task {task.name} excludes {', '.join(unknown)}, which its model does not have")
     shapes = {layer.name: layer.shape for layer in traced.layers if layer.name not in task.excluded}
+    shapes = {name: shapes[name] for name in task.limits.without(list(shapes))}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
@@ -365,26 +372,16 @@ def _whole_model(
     return whole
 
 
-def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, float]]:
-    return {
-        layer.name: {
-            option: database.error(layer.name, option.pattern, option.sparsity)
-            for option in layer.options
-            if option.pattern != DENSE
-        }
-        for layer in problem.layers
-    }
-
-
 def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
-        layer.name: LayerChoice(
-            layer.options[j].pattern, layer.options[j].sparsity,
-            float(layer.seconds[j]), float(layer.low[j]), float(layer.high[j]), float(layer.errors[j]),
+        part.name: LayerChoice(
+            part.options[j].pattern, part.options[j].sparsity,
+            float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
         )
         for layer, j in zip(problem.layers, found.choice, strict=True)
+        for part in layer.parts
     }  # fmt: skip
     return Profile(
         task=inputs.task.name,

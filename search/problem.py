@@ -10,36 +10,34 @@ them the same way.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from latbench import devices, tables
-from latbench.errors import BadData
-from latbench.places import Place
-from latbench.plan import describe, shape_columns
-from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
-from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
-from sparse_kernels.shapes import Shape
+from latbench.errors import BadData, UsageError
+from search.selection import Selection, TradeOffs
+from search.solve import Floats, Infeasible, solve, sum_in_order
+from search.spdy import quadratic_prior
+from search.two import solve_two
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from latbench.places import Place
 
 Choice = tuple[int, ...]
 
 DENSE = "dense"
 
+SLOWEST = 3
+"""So many layers are named where a target is infeasible."""
 
-class CostModel(Protocol):
-    """What a problem asks of a cost model: X is a frame with the table's columns, the answers are seconds."""
-
-    def predict(self, X: pd.DataFrame) -> Floats:
-        """Seconds of every row."""
-
-    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[Floats, Floats]:
-        """Seconds (low, high) that hold a measurement with probability `coverage`."""
+FOUR_DIGITS = 5e-5
+"""Sparsities in SPDY's files are rounded."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,35 @@ class Option:
     pattern: str
     sparsity: float
 
+    def __str__(self) -> str:
+        return self.pattern if self.pattern == DENSE else f"{self.pattern} at {self.sparsity:.6g}"
+
+
+DENSE_OPTION = Option(DENSE, 0.0)
+
+
+def option(spec: str, sparsity: float | None = None) -> Option:
+    """The option of a pattern's spec at a sparsity, which dense and N:M patterns have of their own.
+
+    Raises ValueError for an unknown pattern, and for a sparsity that is missing, out of range or not the pattern's.
+    """
+    pattern = parse(spec)
+    own = 0.0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM | VectorNM) else None
+    if sparsity is None and own is None:
+        raise ValueError(f"{spec} needs a sparsity, such as `{spec} at 0.75`")
+    if sparsity is not None and not 0 <= sparsity <= 1:
+        raise ValueError(f"a sparsity lies between 0 and 1, not {sparsity}")
+    if own is not None and sparsity is not None and abs(own - sparsity) > FOUR_DIGITS:
+        raise ValueError(f"{spec} has a sparsity of {own:g} and no other, not {sparsity:g}")
+    return Option(str(pattern), float(sparsity) if own is None and sparsity is not None else own or 0.0)
+
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors."""
+    """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors.
+
+    Or several layers of the model that are `tied`, with the same options each: one for all of them.
+    """
 
     name: str
     options: tuple[Option, ...]
@@ -69,14 +92,68 @@ class Layer:
     low: Floats
     high: Floats
     errors: Floats
+    tied: tuple[Layer, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Layer, ...]:
+        """The layers of the model that it stands for."""
+        return self.tied or (self,)
+
+    def changed(self, change: Callable[[Layer], Layer]) -> Layer:
+        """The layer with every part of it changed."""
+        return tie([change(part) for part in self.tied]) if self.tied else change(self)
 
     def take(self, places: Sequence[int]) -> Layer:
         """The layer with only these options."""
         index = np.asarray(places, np.intp)
-        return Layer(
-            self.name, tuple(self.options[i] for i in places),
-            self.seconds[index], self.low[index], self.high[index], self.errors[index],
-        )  # fmt: skip
+
+        def taken(part: Layer) -> Layer:
+            return Layer(
+                part.name, tuple(part.options[i] for i in places),
+                part.seconds[index], part.low[index], part.high[index], part.errors[index],
+            )  # fmt: skip
+
+        return self.changed(taken)
+
+
+def tie(layers: Sequence[Layer]) -> Layer:
+    """One layer that stands for all of these: the options that all have, in the first's order; the sums in order.
+
+    Raises UsageError where they have none in common.
+    """
+    shared = [option for option in layers[0].options if all(option in layer.options for layer in layers)]
+    if not shared:
+        raise UsageError(f"{', '.join(layer.name for layer in layers)} are tied, and no option is one of all of them")
+    parts = tuple(
+        layer if layer.options == tuple(shared) else layer.take([layer.options.index(option) for option in shared])
+        for layer in layers
+    )
+
+    def total(values: Callable[[Layer], Floats]) -> Floats:
+        summed = np.zeros(len(shared))
+        for part in parts:
+            summed = summed + values(part)
+        return summed
+
+    return Layer(
+        f"{layers[0].name} and {len(layers) - 1} tied to it", tuple(shared),
+        total(lambda part: part.seconds), total(lambda part: part.low), total(lambda part: part.high),
+        total(lambda part: part.errors), parts,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Also:
+    """A second budget: what each option of each layer of the model takes of it, and how much there is.
+
+    Any unit: bytes of weights, seconds on another device (`Problem.within`). `what` names it in sentences; `order`
+    says which layers must add up in which order, tied ones together, where the last bit counts.
+    """
+
+    costs: Mapping[str, Mapping[Option, float]]
+    budget: float
+    what: str = "the second budget"
+    order: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,21 +215,104 @@ class Problem:
         return budget
 
     def _infeasible(self, target: float) -> str:
-        fastest = self.predict(tuple(int(np.argmin(layer.high)) for layer in self.layers))
-        best = self.speedup(fastest)
+        """What the best is, and where its time goes, in shares of the dense time."""
+        choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
+        best = self.speedup(self.predict(choice))
         sentence = (
             f"target {target:g}x is infeasible: the best is {best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
         )
         share = self.fixed.value / self.dense.value
         if target <= best.value:
             sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+        if self.ceiling is not None and target > self.ceiling:
+            sentence += f", and {self.ceiling:.2f}x if all layers took no time"
         if share > 0:
             sentence += f"; {share:.0%} of the time is in layers that cannot be pruned"
+        left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
+        slowest = sorted(left, key=lambda one: -one[0])[:SLOWEST]
+        if rest := sum(part for part, _, _ in left):
+            named = ", ".join(f"{part:.0%} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
+            sentence += f"; {rest:.0%} is left in the others at their fastest: {named}"
         return sentence + "."
 
-    def solve(self, target: float) -> Solution:
-        """The profile of least total error that keeps the promise. Raises Infeasible."""
-        return solve(self.safe_seconds, self.errors, self.budget(target))
+    def solve(self, target: float, *, also: Also | None = None) -> Selection:
+        """The profile of least total error that keeps the promise, and `also` a second budget. Raises Infeasible."""
+        self._check_errors()
+        budget = self.budget(target)
+        if also is None:
+            solution = solve(self.safe_seconds, self.errors, budget)
+        else:
+            try:
+                solution = solve_two(self.safe_seconds, self.errors, budget, self._costs(also), also.budget)
+            except Infeasible as error:
+                raise Infeasible(
+                    error.budget, error.fastest_seconds,
+                    f"no profile that reaches {target:g}x is within {also.budget:g} of {also.what}",
+                ) from error  # fmt: skip
+        return Selection(self, solution.choice, solution.bound)
+
+    def frontier(self) -> TradeOffs:
+        """Every efficient trade-off between speedup and total error, profiles on demand."""
+        self._check_errors()
+        return TradeOffs.of(self)
+
+    def within(self, target: float) -> Also:
+        """The second budget of another problem: reach `target` here, too, on this device or at this batch.
+
+        Both must have the same layers in the same order, tied alike. Raises Infeasible.
+        """
+        costs = {
+            part.name: dict(zip(part.options, part.high.tolist(), strict=True))
+            for layer in self.layers
+            for part in layer.parts
+        }
+        return Also(costs, self.budget(target), f"the seconds for {target:g}x in the other problem", self._order)
+
+    @property
+    def _order(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(part.name for part in layer.parts) for layer in self.layers)
+
+    def _costs(self, also: Also) -> list[Floats]:
+        """What the options take of the second budget, an array a layer. Raises UsageError for what it leaves out."""
+        if also.order not in ((), self._order):
+            raise UsageError(
+                f"{also.what}: it has other layers, or they are tied otherwise; set both the same limits"
+            )
+
+        def costs(part: Layer) -> Layer:
+            known = also.costs.get(part.name, {})
+            if missing := [option for option in part.options if option not in known]:
+                raise UsageError(f"{also.what}: nothing says what layer {part.name} takes as {missing[0]}")
+            return replace(part, errors=np.array([known[option] for option in part.options]))
+
+        return [layer.changed(costs).errors for layer in self.layers]
+
+    @property
+    def errors_known(self) -> bool:
+        """Whether every option has an error."""
+        return not any(np.isnan(errors).any() for errors in self.errors)
+
+    def _check_errors(self) -> None:
+        if not self.errors_known:
+            raise UsageError("errors are not known yet: give them by `with_errors`, or take SPDY's, `with_prior`")
+
+    def selection(self, profile: Mapping[str, Option | float]) -> Selection:
+        """The profile that gives each layer of the model an option, or an option by its sparsity alone.
+
+        A layer that it does not name stays dense. Raises UsageError for a layer or an option that is not there, for
+        a sparsity that several patterns have, and for tied layers with unlike options.
+        """
+        known = [part.name for layer in self.layers for part in layer.parts]
+        if unknown := [name for name in profile if name not in known]:
+            raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {listed(known)}")
+
+        def place(layer: Layer) -> int:
+            places = {_place(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
+            if len(places) > 1:
+                raise UsageError(f"{', '.join(part.name for part in layer.parts)} are tied: they have one option")
+            return places.pop()
+
+        return Selection(self, tuple(map(place, self.layers)), -math.inf)
 
     def uniforms(self, target: float, pattern: str | None = None) -> list[Choice]:
         """For each pattern (or only `pattern`) the mildest sparsity that keeps the promise when all layers have it.
@@ -196,7 +356,9 @@ class Problem:
         value, low, high = ((end - fixed) / layers for end in (measured.value, measured.low, measured.high))
         return Problem(
             tuple(
-                replace(layer, seconds=layer.seconds * value, low=layer.seconds * low, high=layer.seconds * high)
+                layer.changed(
+                    lambda it: replace(it, seconds=it.seconds * value, low=it.seconds * low, high=it.seconds * high)
+                )
                 for layer in self.layers
             ),
             Interval(fixed, fixed, fixed),
@@ -209,7 +371,9 @@ class Problem:
         fixed, dense = self.fixed.value, self.dense.value
         return replace(
             self,
-            layers=tuple(replace(layer, low=layer.seconds, high=layer.seconds) for layer in self.layers),
+            layers=tuple(
+                layer.changed(lambda it: replace(it, low=it.seconds, high=it.seconds)) for layer in self.layers
+            ),
             fixed=Interval(fixed, fixed, fixed),
             dense=Interval(dense, dense, dense),
         )
@@ -217,7 +381,9 @@ class Problem:
     def scaled(self, factor: float) -> Problem:
         """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
         return replace(self, layers=tuple(
-            replace(layer, seconds=layer.seconds * factor, low=layer.low * factor, high=layer.high * factor)
+            layer.changed(lambda it: replace(
+                it, seconds=it.seconds * factor, low=it.low * factor, high=it.high * factor
+            ))
             for layer in self.layers
         ))  # fmt: skip
 
@@ -242,17 +408,112 @@ class Problem:
             layer.take([j for j in range(len(layer.options)) if not hopeless(layer, j)]) for layer in self.layers
         ))  # fmt: skip
 
-    def with_errors(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
+    def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
         """The same problem with the options' errors; dense options have none, whatever is given.
 
-        Options whose error is not finite go: a layer whose outputs they ruin is not to be had.
+        A frame has the columns layer, pattern, sparsity and error.
+        Options whose error is not finite go: a layer whose outputs they ruin is not to be had. Raises BadData where
+        an option has no error.
         """
 
-        def known(layer: Layer) -> Layer:
-            found = np.array([0.0 if it.pattern == DENSE else errors[layer.name][it] for it in layer.options])
-            return replace(layer, errors=found).take(np.flatnonzero(np.isfinite(found)).tolist())
+        if not isinstance(errors, Mapping):
+            from search.layer_errors import of_frame
 
-        return replace(self, layers=tuple(map(known, self.layers)))
+            errors = of_frame(errors)
+        given: Mapping[str, Mapping[Option, float]] = errors
+
+        def known(part: Layer) -> Layer:
+            own = {DENSE_OPTION: 0.0, **given.get(part.name, {})}
+            if missing := [it for it in part.options if it.pattern != DENSE and it not in own]:
+                raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
+            return replace(part, errors=np.array([0.0 if it.pattern == DENSE else own[it] for it in part.options]))
+
+        def finite(layer: Layer) -> Layer:
+            if not np.isfinite(layer.errors).any():
+                raise BadData(f"layer {layer.name} has no option whose error is finite")
+            return layer.take(np.flatnonzero(np.isfinite(layer.errors)).tolist())
+
+        return replace(self, layers=tuple(finite(layer.changed(known)) for layer in self.layers))
+
+    def with_prior(self) -> Problem:
+        """The same problem with SPDY's guess for errors: the square of a sparsity's place in its layer."""
+
+        def guessed(part: Layer) -> Layer:
+            return replace(part, errors=quadratic_prior([option.sparsity for option in part.options]))
+
+        return replace(self, layers=tuple(layer.changed(guessed) for layer in self.layers))
+
+    def without(self, names: Collection[str]) -> Problem:
+        """The problem in which these layers stay dense: their time is counted among what is not searched.
+
+        Raises UsageError for a name that no layer has, a layer without a dense option, and where none is left.
+        """
+        if unknown := set(names) - {layer.name for layer in self.layers}:
+            raise UsageError(f"no layer is called {min(unknown)}: there are {listed(it.name for it in self.layers)}")
+        kept = tuple(layer for layer in self.layers if layer.name not in names)
+        if not kept:
+            raise UsageError("every layer is excluded: nothing is left to prune")
+        value, low, high = self.fixed.value, self.fixed.low, self.fixed.high
+        for layer in self.layers:
+            if layer.name in names:
+                j = _place(layer, DENSE_OPTION)
+                value, low, high = value + layer.seconds[j], low + layer.low[j], high + layer.high[j]
+        return replace(self, layers=kept, fixed=Interval(float(value), float(low), float(high)))
+
+    # In and out: `search.frames`, `search.plots` ------------------------------------------------------------------
+
+    @staticmethod
+    def from_table(table: str | Path | Place | pd.DataFrame, layers: Any = None, **settings: Any) -> Problem:
+        """The problem of a table that latbench measured; see `search.frames.from_table`."""
+        from search import frames
+
+        return frames.from_table(table, layers, **settings)
+
+    @staticmethod
+    def from_frame(frame: pd.DataFrame, **settings: Any) -> Problem:
+        """The problem of a frame with a row an option; see `search.frames.from_frame`."""
+        from search import frames
+
+        return frames.from_frame(frame, **settings)
+
+    @staticmethod
+    def from_spdy(path: str | Path, **settings: Any) -> Problem:
+        """The problem of a SPDY timing file, with SPDY's guess for errors; see `search.frames.from_spdy`."""
+        from search import frames
+
+        return frames.from_spdy(path, **settings)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row an option; `from_frame` reads it back."""
+        from search import frames
+
+        return frames.of_problem(self)
+
+    def plot(self) -> Any:
+        """Seconds over sparsity, a line a layer and pattern: a plotly figure."""
+        from search import plots
+
+        return plots.of_problem(self)
+
+
+def _place(layer: Layer, wanted: Option | float) -> int:
+    """Where the layer has this option, or the one of this sparsity to the four digits of SPDY's files."""
+    if isinstance(wanted, Option):
+        found = [j for j, option in enumerate(layer.options) if option == wanted]
+    else:
+        found = [j for j, option in enumerate(layer.options) if abs(option.sparsity - wanted) <= FOUR_DIGITS]
+    if len(found) == 1:
+        return found[0]
+    asked = str(wanted) if isinstance(wanted, Option) else f"a sparsity of {wanted:g}"
+    if found:
+        raise UsageError(f"layer {layer.name} has several options of {asked}: say which pattern")
+    raise UsageError(f"layer {layer.name} cannot be had with {asked}: it has {listed(map(str, layer.options))}")
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """The first few, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def at_least_as_free(a: Pattern, b: Pattern) -> bool:
@@ -283,7 +544,8 @@ def every_option(layers: Sequence[Layer]) -> list[Option]:
 def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
     """This option in every layer that has it; elsewhere the fastest that drops no more and is at least as free.
 
-    That is dense where nothing else is, and what took the option's place in `without_hopeless`.
+    That is dense where nothing else is, and what took the option's place in `without_hopeless`. A layer that limits
+    leave neither has its mildest option.
     """
 
     def place(layer: Layer) -> int:
@@ -294,142 +556,11 @@ def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
             for i, other in enumerate(layer.options)
             if other.sparsity <= option.sparsity and at_least_as_free(parse(other.pattern), parse(option.pattern))
         ]
+        if not free:
+            return min(range(len(layer.options)), key=lambda i: (layer.options[i].sparsity, float(layer.high[i])))
         return min(free, key=lambda i: float(layer.high[i]))
 
     return tuple(map(place, layers))
-
-
-# What a search needs of a table.
-_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
-
-
-def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
-    """The rows of the table at a path or URI that `predicted_layers` looks at; all else is left unread as it comes.
-
-    Memory grows with the rows of these shapes, not with the table's. Raises BadData as `tables.read` does.
-    """
-    sizes = {
-        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
-        for name in ("m", "k", "n")
-    }
-
-    def wanted(piece: pa.Table) -> pa.Array:
-        mask = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
-        for name, values in sizes.items():
-            mask = pc.and_(mask, pc.is_in(piece[name], values))
-        return mask
-
-    return tables.select(table, _COLUMNS, wanted)
-
-
-def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
-    """The rows of the table at a path or URI that `network_rows` looks at, with their samples. Raises BadData."""
-
-    def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
-        return pc.and_(ours, pc.equal(piece["threads"], threads))
-
-    return tables.select(table, tables.SCHEMA.names, wanted)
-
-
-def predicted_layers(
-    model: CostModel,
-    table: pd.DataFrame,
-    shapes: Mapping[str, Shape],
-    *,
-    threads: int,
-    backend: str = "numba",
-    patterns: Sequence[str] | None = None,
-    coverage: float = 0.9,
-) -> tuple[Layer, ...]:
-    """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
-
-    Rows of rounded weights are no options, because a profile does not ask for them. `patterns` narrows the rest.
-    Raises BadData where a layer has no dense time on this backend with so many threads.
-    """
-    rows = tables.timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
-    rows = rows[rows["dtype_w"] == rows["dtype_a"]]
-    known: dict[Shape, Layer] = {}
-    for name, shape in shapes.items():
-        if shape not in known:
-            known[shape] = _predicted(
-                model, _of_shape(rows, shape), name, shape, threads, backend, patterns, coverage
-            )
-    return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
-
-
-def network_rows(
-    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
-) -> pd.DataFrame:
-    """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
-    rows = tables.timed(table)
-    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
-    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
-    whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
-    layers = [_of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
-    return pd.concat([whole, *layers])
-
-
-def measured_layers(
-    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
-) -> tuple[Layer, ...]:
-    """Each layer with every sparsity that the table holds for it inside the network, dense first; errors are NaN yet.
-
-    Its seconds are measured, not predicted: a layer's place counts. Intervals hold one more run with probability
-    `coverage`, from how far each run of any layer was from the median of its others; without width where nothing was
-    run twice. Raises BadData where a layer has no dense time.
-    """
-    rows = network_rows(table, network, shapes, threads=threads, batch=batch)
-    again = [
-        samples[i] / np.median(np.delete(samples, i))
-        for samples in rows.loc[(rows["op"] != "model") & (rows["sample_count"] > 1), "samples_seconds"]
-        for i in range(len(samples))
-    ]
-    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
-    low, high = min(low, 1.0), max(high, 1.0)
-    found = []
-    for name in shapes:
-        own = rows[rows["model"] == f"{network}:{name}"]
-        if DENSE not in set(own["pattern"]):
-            raise BadData(
-                f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
-                f"threads and batch {batch}: `latbench layers` measures it; a layer that DeepSparse never runs by "
-                "itself must be one that the task excludes"
-            )
-        seconds = own["median_seconds"].to_numpy(float)
-        options = tuple(
-            Option(str(pattern), float(sparsity))
-            for pattern, sparsity in zip(own["pattern"], own["sparsity_target"], strict=True)
-        )
-        found.append(Layer(name, options, seconds, seconds * low, seconds * high, np.full(len(options), np.nan)))
-    return tuple(found)
-
-
-def _of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
-    for column, value in shape_columns(shape).items():
-        rows = rows[rows[column] == value]
-    rows = rows.sort_values(["sparsity_target", "pattern"], kind="stable")
-    return rows.drop_duplicates(["pattern", "sparsity_target"])
-
-
-def _predicted(
-    model: CostModel, rows: pd.DataFrame, name: str, shape: Shape, threads: int, backend: str,
-    patterns: Sequence[str] | None, coverage: float,
-) -> Layer:  # fmt: skip
-    if patterns is not None:
-        rows = rows[rows["pattern"].isin([DENSE, *patterns])]
-    if DENSE not in set(rows["pattern"]):
-        raise BadData(
-            f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with {threads} "
-            "threads: sweep its workload on this machine (latbench trace, then latbench sweep --workload)"
-        )
-    low, high = model.predict_interval(rows, coverage)
-    options = tuple(
-        Option(str(pattern), float(sparsity))
-        for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
-    )
-    return Layer(name, options, np.asarray(model.predict(rows)), low, high, np.full(len(options), np.nan))
 
 
 def _ratio(above: float, below: float) -> float:
