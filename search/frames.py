@@ -178,15 +178,17 @@ def read(
     """
     path = Path(source)
     of_table = {"workload": layers, "network": network, "backend": backend, "threads": threads}
-    seconds = {"dense_seconds": dense_seconds, "fixed_seconds": fixed_seconds}
     frame = _frame_in(path)
     if path.is_file() and (frame is None or "layer" in frame.columns or path.suffix == ".csv"):
         if given := [name for name, value in of_table.items() if value is not None]:
             raise UsageError(f"--{given[0]} is about tables that latbench measured, and {path} is none")
         if frame is None:
-            return from_spdy(path, pattern=pattern, **seconds)
-        return from_frame(frame, **seconds)
-    return from_table(source, layers, network=network, backend=backend, threads=threads, **seconds)
+            return from_spdy(path, pattern=pattern, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
+        return from_frame(frame, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
+    return from_table(
+        source, layers, network=network, backend=backend, threads=threads,
+        dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
+    )  # fmt: skip
 
 
 def _frame_in(path: Path) -> pd.DataFrame | None:

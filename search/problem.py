@@ -204,11 +204,18 @@ class Problem:
     def budget(self, target: float) -> float:
         """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few.
 
-        What `predict` and `speedup` say of a profile within it, rounding included, is `target` at least.
+        What `predict` and `speedup` say of a profile, rounding included, is `target` at least just where it is within.
         """
-        budget = self.dense.low / target - self.fixed.high
-        while budget + self.fixed.high > 0 and self.dense.low / (budget + self.fixed.high) < target:
+        whole = self.dense.low / target
+        while self.dense.low / whole < target:
+            whole = math.nextafter(whole, 0.0)
+        while self.dense.low / math.nextafter(whole, math.inf) >= target:
+            whole = math.nextafter(whole, math.inf)
+        budget = whole - self.fixed.high + math.ulp(whole) / 2  # sums up to there round to `whole`, about
+        while budget + self.fixed.high > whole:
             budget = math.nextafter(budget, -math.inf)
+        while math.nextafter(budget, math.inf) + self.fixed.high <= whole:
+            budget = math.nextafter(budget, math.inf)
         fastest = sum_in_order(layer.high.min() for layer in self.layers)
         if budget < fastest:
             raise Infeasible(budget, fastest, self._infeasible(target))
@@ -218,9 +225,8 @@ class Problem:
         """What the best is, and where its time goes, in shares of the dense time."""
         choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
         best = self.speedup(self.predict(choice))
-        sentence = (
-            f"target {target:g}x is infeasible: the best is {best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
-        )
+        width = f" ({best.low:.2f}-{best.high:.2f}x)" if best.low < best.high else ""
+        sentence = f"target {target:g}x is infeasible: the best is {best.value:.2f}x{width}"
         share = self.fixed.value / self.dense.value
         if target <= best.value:
             sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
@@ -242,12 +248,14 @@ class Problem:
         if also is None:
             solution = solve(self.safe_seconds, self.errors, budget)
         else:
+            costs = self._costs(also)
             try:
-                solution = solve_two(self.safe_seconds, self.errors, budget, self._costs(also), also.budget)
+                solution = solve_two(self.safe_seconds, self.errors, budget, costs, also.budget)
             except Infeasible as error:
                 raise Infeasible(
                     error.budget, error.fastest_seconds,
-                    f"no profile that reaches {target:g}x is within {also.budget:g} of {also.what}",
+                    f"no profile that reaches {target:g}x keeps {also.what}, {also.budget:.6g}: "
+                    f"the least that one takes is {solve(self.safe_seconds, costs, budget).error:.6g}",
                 ) from error  # fmt: skip
         return Selection(self, solution.choice, solution.bound)
 

@@ -180,12 +180,12 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (
             ["--backend", "deepsparse", "--model", "m.json"],
             2,
-            "--model, --patterns and --sparsities do not go with deepsparse",
+            "--patterns and --sparsities do not go with deepsparse",
         ),
         (
             ["--backend", "deepsparse", "--patterns", "nm:2:4"],
             2,
-            "--model, --patterns and --sparsities do not go with deepsparse",
+            "--patterns and --sparsities do not go with deepsparse",
         ),
         (["--backend", "deepsparse"], 3, "DeepSparse is not set up here: run `latbench setup deepsparse` once"),
     ],
