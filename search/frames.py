@@ -292,18 +292,18 @@ def _of_network(
     """The options of a network's layers, timed inside it, and the whole dense model's seconds, if known."""
     rows = _narrowed(rows[rows["purpose"] != "verify"], {"backend": backend})
     of_layers = rows[rows["op"] != "model"]
-    parts = of_layers["model"].str.partition(":")
-    known = sorted(parts[0].unique())
+    networks, names = (of_layers["model"].map(lambda text, i=i: str(text).partition(":")[i]) for i in (0, 2))
+    known = sorted(networks.unique())
     if network is None and len(known) != 1:
         raise UsageError(
             f"the table has layers inside {' and '.join(known) or 'no network'}: say which, network=..., or give the "
             "shapes of layers, such as a workload"
         )
     network = network or known[0]
-    own = of_layers[parts[0] == network]
+    own = of_layers[networks == network]
     if own.empty:
         raise UsageError(f"the table has no layers inside {network}, but inside {listed(known) or 'no network'}")
-    grouped = own.groupby(parts.loc[own.index, 2], sort=False)
+    grouped = own.groupby(names.loc[own.index], sort=False)
     frame = pd.concat([_options(str(name), one_each(options), patterns, None) for name, options in grouped])
     # The whole model by the clock that timed its layers; baselines are of another.
     timed = rows["purpose"].isin(("sweep", "import")) & (rows["op"] == "model") & (rows["pattern"] == DENSE)
