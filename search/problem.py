@@ -204,7 +204,7 @@ class Problem:
     def budget(self, target: float) -> float:
         """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few.
 
-        What `predict` and `speedup` say of a profile, rounding included, is `target` at least just where it is within.
+        A profile is within it just where `predict` and `speedup`, rounding included, say that it reaches `target`.
         """
         whole = self.dense.low / target
         while self.dense.low / whole < target:

@@ -106,8 +106,8 @@ def _check(
     if backend == "deepsparse":
         if model is not None or patterns or sparsities:
             raise UsageError(
-                "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and the "
-                "table of `latbench layers` holds each layer's own times"
+                "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
+                "the table of `latbench layers` holds each layer's own times"
             )
         deepsparse_environment.find()
         typer.echo(deepsparse_environment.LICENCE)

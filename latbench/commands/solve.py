@@ -46,7 +46,7 @@ def solve(
         float | None, typer.Option(help="What the model takes beside the layers; by default dense less their sum.")
     ] = None,
 ) -> None:
-    """Choose a pattern and a sparsity for every layer of a table, proven to be of least error at the target speedup."""
+    """The profile of least error, proven, that a table of layer times allows at a target speedup."""
     from latbench.errors import UsageError
     from search import frames, layer_errors
     from search import limits as limiting
@@ -86,11 +86,10 @@ def _show(found: Selection) -> None:
     console = Console()
     console.print(table)
     speedup, predicted = found.speedup, found.predicted
-    proof = (
-        "no profile so fast has less" if found.bound == found.error else f"none so fast is below {found.bound:.6g}"
-    )
+    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
+    proof = "no profile so fast has less" if found.bound == found.error else f"none so fast has {found.bound:.6g}"
     console.print(
-        f"\n{ratio(speedup.value, speedup.low, speedup.high)} over {found.problem.dense_engine}: "
+        f"\n{known} over {found.problem.dense_engine}: "
         f"{seconds(predicted.value)} instead of {seconds(found.problem.dense.value)}; "
         f"total error {found.error:.6g}, and {proof}",
         highlight=False,
