@@ -27,8 +27,9 @@ from latbench.errors import BadData, UsageError
 from latbench.interchange import read_spdy
 from latbench.places import Place
 from latbench.workloads import Workload
+from search.layers import DENSE, DENSE_OPTION, Interval, Layer, Option, listed, option, tie
 from search.options import CostModel, of_shape, one_each, predicted_layers
-from search.problem import DENSE, DENSE_OPTION, Interval, Layer, Option, Problem, listed, option, tie
+from search.problem import Problem
 from sparse_kernels.shapes import Shape
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from latbench.errors import BadData
-from search.problem import DENSE, Option, Problem, option
+from search.layers import DENSE, Option, option
+from search.problem import Problem
 from sparse_kernels.patterns import parse
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from typing import Any
 
 from latbench import strict_yaml
 from latbench.errors import BadData, UsageError
-from search.problem import DENSE, Layer, Option, Problem, listed, option, tie
+from search.layers import DENSE, Layer, Option, listed, option, tie
+from search.problem import Problem
 from sparse_kernels.patterns import parse
 
 CLOSE = 1e-6

@@ -16,7 +16,7 @@ from latbench import devices, tables
 from latbench.errors import BadData
 from latbench.places import Place
 from latbench.plan import describe, shape_columns, sparsities_of
-from search.problem import DENSE, Layer, Option
+from search.layers import DENSE, Layer, Option
 from search.solve import Floats
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Shape

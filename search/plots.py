@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from latbench.errors import EnvironmentUnusable
-from search.problem import DENSE_OPTION
+from search.layers import DENSE_OPTION
 
 if TYPE_CHECKING:
     from search.problem import Problem

@@ -15,12 +15,13 @@ from search.solve import Floats, sum_in_order
 if TYPE_CHECKING:
     import pandas as pd
 
-    from search.problem import Interval, Option, Problem
+    from search.layers import Interval, Option
+    from search.problem import Problem
 
 Choice = tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Selection:
     """One option a layer of `problem`, as places among its options.
 
@@ -30,6 +31,10 @@ class Selection:
     problem: Problem = field(repr=False, compare=False)
     choice: Choice
     bound: float
+
+    def __repr__(self) -> str:
+        proof = ", proven least" if self.bound == self.error else ""
+        return f"<Selection: {self.speedup.low:.4g}x, total error {self.error:.6g}{proof}>"
 
     @property
     def seconds(self) -> float:
@@ -74,7 +79,7 @@ class Selection:
         write_spdy_profile({name: option.sparsity for name, option in self.options.items()}, Path(path))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TradeOffs:
     """The efficient profiles of `problem`, the fastest first: (profiles,) falling `speedups` and `errors`.
 
@@ -95,6 +100,9 @@ class TradeOffs:
         with np.errstate(divide="ignore"):
             speedups = np.where(seconds > 0, problem.dense.low / seconds, np.inf)
         return cls(problem, seconds, speedups, layers.errors, layers)
+
+    def __repr__(self) -> str:
+        return f"<TradeOffs: {len(self):,} profiles from {self.speedups[0]:.4g}x to {self.speedups[-1]:.4g}x>"
 
     def __len__(self) -> int:
         return len(self.seconds)

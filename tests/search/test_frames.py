@@ -17,7 +17,8 @@ from latbench.errors import BadData, UsageError
 from latbench.interchange import read_spdy, read_spdy_profile
 from latbench.plan import Point
 from search import frames
-from search.problem import DENSE, Interval, Option, Problem
+from search.layers import DENSE, Interval, Option
+from search.problem import Problem
 from search.solve import Infeasible, sum_in_order
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import LinearShape
@@ -288,3 +289,21 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
         frames.read(str(tmp_path / "broken.parquet"))
     with pytest.raises(BadData):
         frames.read(str(tmp_path / "nothing"))
+
+
+def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
+    p = Problem.from_frame(frame(rng), fixed_seconds=1.0)
+    assert repr(p).startswith("<Problem of 3 layers with 12 options: ")
+    assert repr(p.layers[0]) == "<Layer fc0 with 4 options>"
+    assert repr(p.solve(1.5)).endswith("proven least>") and repr(p.selection({})) == (
+        "<Selection: 1x, total error 0>"
+    )
+    assert repr(p.frontier()).endswith("to 1x>")
+
+
+def test_limits_are_stated_where_they_are_needed(rng: np.random.Generator, tmp_path: Path) -> None:
+    p = Problem.from_frame(frame(rng))
+    (tmp_path / "limits.yaml").write_text("excluded: [fc0]")
+    q = p.limited(tmp_path / "limits.yaml", tied=[["fc*"]])
+    assert [[part.name for part in layer.parts] for layer in q.layers] == [["fc1", "fc2"]]
+    assert p.limited().layers == p.layers

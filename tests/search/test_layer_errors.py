@@ -11,7 +11,8 @@ from torch import nn
 from latbench.errors import BadData
 from search import layer_errors
 from search.database import Database
-from search.problem import DENSE, Interval, Layer, Option, Problem, tie
+from search.layers import DENSE, Interval, Layer, Option, tie
+from search.problem import Problem
 from sparse_kernels.nn import weight_matrix
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:2", 0.5))

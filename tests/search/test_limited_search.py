@@ -15,8 +15,8 @@ from search import job, overhead
 from search import task as tasks
 from search.database import Database
 from search.job import Inputs, Kept, Measured, Settings, prunable_layers
+from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
-from search.problem import DENSE, Interval, Layer, Option
 from search.pruning.build import recipe
 from search.spdy import Found
 from search.task import Task

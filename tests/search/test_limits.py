@@ -9,8 +9,9 @@ import pytest
 
 from latbench.errors import BadData, UsageError
 from search import limits
+from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
-from search.problem import DENSE, Interval, Layer, Option, Problem
+from search.problem import Problem
 from search.solve import Infeasible, sum_in_order
 
 OPTIONS = (

@@ -12,8 +12,8 @@ from cost_models import AnchoredLookup, Boosted
 from latbench import devices, tables
 from latbench.errors import BadData
 from latbench.plan import Point, shape_columns
+from search.layers import DENSE, Option
 from search.options import measured_layers, predicted_layers
-from search.problem import DENSE, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData, UsageError
-from search.problem import (
-    DENSE,
-    Also,
-    Interval,
-    Layer,
-    Option,
-    Problem,
-    at_least_as_free,
-    option,
-    tie,
-    uniform_choice,
-)  # fmt: skip
+from search.layers import DENSE, Interval, Layer, Option, at_least_as_free, option, tie, uniform_choice
+from search.problem import Also, Problem
 from search.solve import Infeasible, sum_in_order
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
