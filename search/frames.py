@@ -253,7 +253,8 @@ def from_table(
         )  # fmt: skip
         frame = pd.concat([_frame_of(layer) for layer in found], ignore_index=True)
     else:
-        by_name = {name: of_shape(own, shape) for name, shape in shapes.items()}
+        by_shape = {shape: of_shape(own, shape) for shape in set(shapes.values())}
+        by_name = {name: by_shape[shape] for name, shape in shapes.items()}
         if missing := [name for name, options in by_name.items() if options.empty]:
             raise BadData(
                 f"the table holds no time of layer {listed(missing)}: sweep its shape, or give a cost model"
@@ -345,12 +346,12 @@ def _fastest_dense(rows: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Int
     """The sum of the dense layers on the engine where it is least, each with that engine's fastest kernel."""
     sums: dict[str, Interval] = {}
     for engine, own in rows[rows["pattern"] == DENSE].groupby("backend"):
-        every = []
-        for shape in shapes.values():
-            options = of_shape(own.assign(kernel_requested="auto"), shape)
-            every += [Interval(*row) for row in _options("", options, None, None).iloc[:, 3:].to_numpy().tolist()]
-        if len(every) == len(shapes):
-            sums[str(engine)] = functools.reduce(_sum, every)
+        fastest = {shape: of_shape(own.assign(kernel_requested="auto"), shape) for shape in set(shapes.values())}
+        if not any(found.empty for found in fastest.values()):
+            times = {
+                shape: Interval(*_options("", found, None, None).iloc[0, 3:]) for shape, found in fastest.items()
+            }
+            sums[str(engine)] = functools.reduce(_sum, (times[shape] for shape in shapes.values()))
     if not sums:
         raise BadData("no engine's dense times of all layers are in the table: give dense_seconds")
     engine = min(sums, key=lambda name: sums[name].value)

@@ -60,25 +60,28 @@ def search(
 
     from latbench import devices, places, plan
     from latbench.commands.live import live
+    from latbench.errors import UsageError
     from latbench.plan import parse_patterns
-    from search import job
+    from search import job, layer_errors
     from search import limits as limiting
     from search import task as tasks
 
     _check(strategy, backend, model, patterns, sparsities)
+    if errors not in layer_errors.KINDS and not Path(errors).is_file():
+        raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     levels = None
     if sparsities:
         levels = plan.FINE_SPARSITIES if sparsities == ["fine"] else tuple(plan.parse_sparsities(sparsities))
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
     settings = job.Settings(
         target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend,
-        levels, errors,
+        sparsities=levels, errors=errors,
     )  # fmt: skip
+    stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(task)
-        if limits is not None:
-            loaded = replace(loaded, limits=loaded.limits + limiting.read(limits))
+        loaded = replace(loaded, limits=loaded.limits + stated)
         inputs = job.read_inputs(loaded, places.at(table), model, database)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"

@@ -177,16 +177,12 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are spdy, uniform"),
         ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
-        (
-            ["--backend", "deepsparse", "--model", "m.json"],
-            2,
-            "--patterns and --sparsities do not go with deepsparse",
-        ),
-        (
-            ["--backend", "deepsparse", "--patterns", "nm:2:4"],
-            2,
-            "--patterns and --sparsities do not go with deepsparse",
-        ),
+        (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
+        (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
+        (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
+        (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
+        (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),
+        (["--model", "m.json", "--limits", "none.yaml"], 5, "none.yaml: no such file"),
         (["--backend", "deepsparse"], 3, "DeepSparse is not set up here: run `latbench setup deepsparse` once"),
     ],
 )
