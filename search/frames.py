@@ -164,32 +164,28 @@ def from_spdy(
 
 def read(
     source: str,
-    layers: str | None = None,
     *,
     pattern: str = "unstructured",
-    network: str | None = None,
-    backend: str | None = None,
-    threads: int | None = None,
     dense_seconds: float | None = None,
     fixed_seconds: float | None = None,
+    **of_table: Any,
 ) -> Problem:
     """The problem of whatever lies there: a CSV or Parquet frame, SPDY's timing file, or a table of latbench.
 
-    Arguments that mean nothing to what it is are refused with UsageError; else raises as what reads it does.
+    `pattern` is about timing files, `of_table` about tables: what else `from_table` takes, None for its defaults.
+    Raises UsageError for arguments about tables where there is none; else as what reads it does.
     """
     path = Path(source)
-    of_table = {"workload": layers, "network": network, "backend": backend, "threads": threads}
+    of_table = {name: value for name, value in of_table.items() if value is not None}
     frame = _frame_in(path)
-    if path.is_file() and (frame is None or "layer" in frame.columns or path.suffix == ".csv"):
-        if given := [name for name, value in of_table.items() if value is not None]:
-            raise UsageError(f"--{given[0]} is about tables that latbench measured, and {path} is none")
-        if frame is None:
-            return from_spdy(path, pattern=pattern, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
-        return from_frame(frame, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
-    return from_table(
-        source, layers, network=network, backend=backend, threads=threads,
-        dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
-    )  # fmt: skip
+    if not path.is_file() or (frame is not None and "layer" not in frame.columns and path.suffix != ".csv"):
+        return from_table(source, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds, **of_table)
+    if of_table:
+        given = ", ".join(of_table)
+        raise UsageError(f"{path} is no table that latbench measured: it does not go with {given}")
+    if frame is None:
+        return from_spdy(path, pattern=pattern, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
+    return from_frame(frame, dense_seconds=dense_seconds, fixed_seconds=fixed_seconds)
 
 
 def _frame_in(path: Path) -> pd.DataFrame | None:

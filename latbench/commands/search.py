@@ -69,13 +69,10 @@ def search(
     _check(strategy, backend, model, patterns, sparsities)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
-    levels = None
-    if sparsities:
-        levels = plan.FINE_SPARSITIES if sparsities == ["fine"] else tuple(plan.parse_sparsities(sparsities))
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
     settings = job.Settings(
         target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend,
-        sparsities=levels, errors=errors,
+        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:

@@ -36,6 +36,16 @@ def solve(
     workload: Annotated[
         str | None, typer.Option(help="Of a table: the layers, by shape; without it those timed inside a network.")
     ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Of a table: the cost model that latbench fit made of it, to predict with.")
+    ] = None,
+    patterns: Annotated[
+        list[str] | None, typer.Option(help="Of a table: only these, such as vector:32,nm:2:4, and dense.")
+    ] = None,
+    sparsities: Annotated[
+        list[str] | None,
+        typer.Option(help="Of a table: only these, or `fine`; with --model also those between the measured ones."),
+    ] = None,
     network: Annotated[str | None, typer.Option(help="Of a table: which network, where it holds several.")] = None,
     backend: Annotated[str | None, typer.Option(help="Of a table: which, where sparse layers have several.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of a table: how many, where it holds several.")] = None,
@@ -47,6 +57,8 @@ def solve(
     ] = None,
 ) -> None:
     """The profile of least error, proven, that a table of layer times allows at a target speedup."""
+    import cost_models
+    from latbench import plan
     from latbench.errors import UsageError
     from search import frames, layer_errors
     from search import limits as limiting
@@ -54,7 +66,10 @@ def solve(
     if output is not None and target is None:
         raise UsageError("--output is a profile: it needs a --target")
     problem = frames.read(
-        timings, workload, pattern=pattern, network=network, backend=backend, threads=threads,
+        timings, pattern=pattern, layers=workload, network=network, backend=backend, threads=threads,
+        model=cost_models.load(model, timings) if model else None,
+        patterns=[str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
+        sparsities=plan.wanted_sparsities(sparsities),
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
     if errors is not None:

@@ -1,6 +1,7 @@
 """Problems from frames, tables and timing files, and answers as frames, plots and profiles."""
 
 import itertools
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,12 +11,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import cost_models
 import search
 from cost_models import AnchoredLookup
-from latbench import interchange, tables, workloads
+from latbench import cli, interchange, tables, workloads
 from latbench.errors import BadData, UsageError
 from latbench.interchange import read_spdy, read_spdy_profile
-from latbench.plan import Point
+from latbench.plan import FINE_SPARSITIES, Point
 from search import frames
 from search.layers import DENSE, Interval, Option
 from search.problem import Problem
@@ -166,6 +168,20 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
         p.solve(1.02 * ceiling)
 
 
+@pytest.mark.parametrize("target", [1.5, 2.0, 3.0])
+def test_the_time_of_excluded_layers_is_counted_which_the_published_release_forgot(target: float, data: Path) -> None:
+    """There a profile for 3x without the first and the last layer really gave 2.2x (their time was in `prunable`)."""
+    path = data / "spdy_tables" / "rn18_unstr.txt"
+    timings = read_spdy(path)
+    solution = Problem.from_spdy(path).limited(excluded=["conv1", "fc"]).solve(target)
+    assert not {"conv1", "fc"} & set(solution.options)
+    seconds = timings.base - timings.prunable
+    for layer, points in timings.layers.items():
+        sparsity = solution.options[layer].sparsity if layer in solution.options else 0.0
+        seconds += np.median([t for t, level in points if level == sparsity])
+    assert target * (1 - 1e-12) <= timings.base / seconds < 1.02 * target
+
+
 # Tables that latbench measured -------------------------------------------------------------------------------------
 
 A, B = LinearShape(m=32, k=16, n=7), LinearShape(m=64, k=32, n=7)
@@ -282,7 +298,7 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     for name in ("f.csv", "f.parquet"):
         assert frames.read(str(tmp_path / name)).solve(2.0) == Problem.from_frame(given).solve(2.0)
     assert frames.read(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
-    with pytest.raises(UsageError, match="--threads is about tables that latbench measured"):
+    with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
         frames.read(str(tmp_path / "t.txt"), threads=2)
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(BadData, match=r"broken\.parquet: it cannot be read"):
@@ -307,3 +323,36 @@ def test_limits_are_stated_where_they_are_needed(rng: np.random.Generator, tmp_p
     q = p.limited(tmp_path / "limits.yaml", tied=[["fc*"]])
     assert [[part.name for part in layer.parts] for layer in q.layers] == [["fc1", "fc2"]]
     assert p.limited().layers == p.layers
+
+
+def test_the_command_solves_a_table_with_its_cost_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    levels = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+    rows = [
+        (shape, pattern, s, 1e-3 * shape.m * (1 - s), {})
+        for shape in (A, B)
+        for pattern, s in [("dense", 0.0), *(("vector:8", level) for level in levels)]
+    ]
+    columns = [field.name for field in tables.KEY] + ["status", "started_at"]
+    made = swept(*rows)[columns].astype(object)
+    records = made.where(made.notna(), None).to_dict("records")
+    timed = [{**record, "samples_seconds": [row[3]] * 5} for record, row in zip(records, rows, strict=True)]
+    table, layers = str(tmp_path / "table"), (workloads.Layer("a", A), workloads.Layer("b", B))
+    tables.write_part(table, timed)
+    cost_models.save(tmp_path / "m.json", AnchoredLookup(), tables.table_hash(table))
+    workloads.save(workloads.Workload("w", "made up", layers), tmp_path / "w.yaml")
+    chosen = {}
+    for name, more in (
+        ("measured", []),
+        ("predicted", ["--model", str(tmp_path / "m.json"), "--sparsities", "fine"]),
+    ):
+        out = tmp_path / f"{name}.csv"
+        words = [table, "--workload", str(tmp_path / "w.yaml"), "--target", "3.5", "-o", str(out), *more]
+        monkeypatch.setattr(sys, "argv", ["latbench", "solve", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert (ended.value.code or 0, capsys.readouterr().err) == (0, "")
+        chosen[name] = set(pd.read_csv(out)["sparsity"])
+    assert chosen["measured"] <= {0.0, *levels}
+    assert chosen["predicted"] <= {0.0, *FINE_SPARSITIES} and not chosen["predicted"] <= {0.0, *levels}
