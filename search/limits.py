@@ -59,11 +59,12 @@ class Limits:
 
     def on(self, problem: Problem) -> Problem:
         """The problem under these limits; excluded layers count among what is not searched. Raises as `narrow`."""
-        every = [layer.name for layer in problem.layers]
-        kept = self.without(every)
-        if gone := set(every) - set(kept):
-            problem = problem.without(gone)
-        return replace(problem, layers=self.narrow(problem.layers, gone))
+        every = [part.name for layer in problem.layers for part in layer.parts]
+        gone = set(every) - set(self.without(every))
+        for layer in problem.layers:
+            if layer.tied and gone & {part.name for part in layer.parts}:
+                raise UsageError(f"layer {layer.name} is tied already, and excluded now")
+        return replace(problem.without(gone), layers=self.narrow(problem.without(gone).layers, gone))
 
     def narrow(self, layers: Sequence[Layer], gone: Collection[str] = ()) -> tuple[Layer, ...]:
         """The layers, but for the excluded ones, which are `gone`: with what options are left, and tied.
@@ -71,12 +72,15 @@ class Limits:
         Raises UsageError for names that match nothing, for limits that contradict each other, and where they leave a
         layer no option.
         """
-        names = [layer.name for layer in layers]
+        parts = {part.name: part for layer in layers for part in layer.parts}
+        names = list(parts)
         for limit, glob in self._globs():
             if glob in gone:
                 raise UsageError(f"layer {glob} is excluded, and {limit} speaks of it")
             _matched(glob, names, limit)
-        return tuple(_tied({layer.name: self._narrowed(layer, names) for layer in layers}, self._groups(names)))
+        already = [{part.name for part in layer.tied} for layer in layers]
+        narrowed = {name: self._narrowed(part, names) for name, part in parts.items()}
+        return tuple(_tied(narrowed, _joined([*already, *self._groups(names)])))
 
     def _globs(self) -> list[tuple[str, str]]:
         """Every glob of all but `excluded`, with the limit that it is in."""
@@ -113,7 +117,7 @@ class Limits:
         return layer if len(places) == len(layer.options) else layer.take(places)
 
     def _groups(self, names: Sequence[str]) -> list[set[str]]:
-        """The layers that are tied; groups that share one are one."""
+        """The layers that are tied, a set a group."""
         groups = [{name for glob in group for name in _matches(glob, names)} for group in self.tied]
         for globs in self.tied_in_each:
             by_stars: dict[tuple[str, ...], set[str]] = {}
@@ -121,11 +125,16 @@ class Limits:
                 for name, stars in _with_wildcards(glob, names):
                     by_stars.setdefault(stars, set()).add(name)
             groups += by_stars.values()
-        joined: list[set[str]] = []
-        for group in groups:
-            apart = [other for other in joined if not other & group]
-            joined = [*apart, group.union(*(other for other in joined if other & group))]
-        return [group for group in joined if len(group) > 1]
+        return groups
+
+
+def _joined(groups: Sequence[set[str]]) -> list[set[str]]:
+    """The groups of two or more; those that share a layer are one."""
+    joined: list[set[str]] = []
+    for group in groups:
+        apart = [other for other in joined if not other & group]
+        joined = [*apart, group.union(*(other for other in joined if other & group))]
+    return [group for group in joined if len(group) > 1]
 
 
 def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer]:

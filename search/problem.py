@@ -119,6 +119,8 @@ class Problem:
 
         A profile is within it just where `predict` and `speedup`, rounding included, say that it reaches `target`.
         """
+        if not 0 < target < math.inf:
+            raise UsageError(f"a target is a speedup such as 2, not {target:g}")
         whole = self.dense.low / target
         while self.dense.low / whole < target:
             whole = math.nextafter(whole, 0.0)

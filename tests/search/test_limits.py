@@ -112,6 +112,19 @@ def test_no_limits_change_nothing(rng: np.random.Generator) -> None:
     assert Limits().narrow(p.layers) == p.layers
 
 
+def test_limits_may_be_set_in_steps(rng: np.random.Generator) -> None:
+    p = problem(rng)
+    stated = ({"tied": [["block.0.q", "head"]]}, {"minimum": {"head": 0.6}}, {"tied": [["head", "block.1.k"]]})
+    steps = p
+    for one in stated:
+        steps = steps.limited(**one)
+    at_once = p.limited(minimum={"head": 0.6}, tied=[["block.0.q", "block.1.k", "head"]])
+    assert [it.name for it in steps.layers] == [it.name for it in at_once.layers]
+    assert steps.solve(2.0) == at_once.solve(2.0)
+    with pytest.raises(UsageError, match=r"layer block\.0\.q and 1 tied to it is tied already, and excluded now"):
+        p.limited(**stated[0]).limited(excluded=["head"])
+
+
 def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random.Generator) -> None:
     (tmp_path / "limits.yaml").write_text("tied:\n  - [block.0.q, block.0.k]\nmaximum: {head: 0.5}\n")
     both = limits.of({"maximum": {"head": 0.75}}, "task") + limits.read(tmp_path / "limits.yaml")

@@ -169,6 +169,12 @@ def test_the_budget_leaves_out_nothing_that_keeps_the_promise(rng: np.random.Gen
                     p.budget(float(np.nextafter(speedup, np.inf)))
 
 
+@pytest.mark.parametrize("target", [0.0, -1.0, np.inf, np.nan])
+def test_what_is_no_speedup_is_refused(target: float) -> None:
+    with pytest.raises(UsageError, match="a target is a speedup such as 2, not"):
+        problem().solve(target)
+
+
 def test_options_with_an_error_that_is_not_finite_cannot_be_had() -> None:
     errors = {name: {OPTIONS[1]: 1.0, OPTIONS[2]: np.inf, OPTIONS[3]: np.nan} for name in ("a", "b")}
     assert [layer.options for layer in problem().with_errors(errors).layers] == [OPTIONS[:2]] * 2
