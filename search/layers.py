@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -143,6 +144,12 @@ def at_least_as_free(a: Pattern, b: Pattern) -> bool:
     return False
 
 
+@cache
+def as_free(a: str, b: str) -> bool:
+    """`at_least_as_free` of two patterns' specs."""
+    return at_least_as_free(parse(a), parse(b))
+
+
 def every_option(layers: Sequence[Layer]) -> list[Option]:
     """The options that any layer has, by pattern and rising sparsity."""
     every = {option for layer in layers for option in layer.options}
@@ -162,7 +169,7 @@ def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
         free = [
             i
             for i, other in enumerate(layer.options)
-            if other.sparsity <= option.sparsity and at_least_as_free(parse(other.pattern), parse(option.pattern))
+            if other.sparsity <= option.sparsity and as_free(other.pattern, option.pattern)
         ]
         if not free:
             return min(range(len(layer.options)), key=lambda i: (layer.options[i].sparsity, float(layer.high[i])))

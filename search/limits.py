@@ -64,7 +64,8 @@ class Limits:
         for layer in problem.layers:
             if layer.tied and gone & {part.name for part in layer.parts}:
                 raise UsageError(f"layer {layer.name} is tied already, and excluded now")
-        return replace(problem.without(gone), layers=self.narrow(problem.without(gone).layers, gone))
+        problem = problem.without(gone)
+        return replace(problem, layers=self.narrow(problem.layers, gone))
 
     def narrow(self, layers: Sequence[Layer], gone: Collection[str] = ()) -> tuple[Layer, ...]:
         """The layers, but for the excluded ones, which are `gone`: with what options are left, and tied.
@@ -74,13 +75,14 @@ class Limits:
         """
         parts = {part.name: part for layer in layers for part in layer.parts}
         names = list(parts)
+        matches: dict[str, set[str]] = {}
         for limit, glob in self._globs():
             if glob in gone:
                 raise UsageError(f"layer {glob} is excluded, and {limit} speaks of it")
-            _matched(glob, names, limit)
+            matches[glob] = _matched(glob, names, limit)
         already = [{part.name for part in layer.tied} for layer in layers]
-        narrowed = {name: self._narrowed(part, names) for name, part in parts.items()}
-        return tuple(_tied(narrowed, _joined([*already, *self._groups(names)])))
+        narrowed = {name: self._narrowed(part, matches) for name, part in parts.items()}
+        return tuple(_tied(narrowed, _joined([*already, *self._groups(names, matches)])))
 
     def _globs(self) -> list[tuple[str, str]]:
         """Every glob of all but `excluded`, with the limit that it is in."""
@@ -88,11 +90,11 @@ class Limits:
         tied += [("tied_in_each", glob) for group in self.tied_in_each for glob in group]
         return tied + [(limit, glob) for limit in _BY_GLOB for glob, _ in getattr(self, limit)]
 
-    def _narrowed(self, layer: Layer, names: Sequence[str]) -> Layer:
-        """The layer with the options that it may have."""
+    def _narrowed(self, layer: Layer, matches: Mapping[str, set[str]]) -> Layer:
+        """The layer with the options that it may have; `matches` are the layers of each glob."""
 
         def of(limit: Iterable[tuple[str, Any]]) -> list[Any]:
-            return [value for glob, value in limit if layer.name in _matches(glob, names)]
+            return [value for glob, value in limit if layer.name in matches[glob]]
 
         low, high = max(of(self.minimum), default=0.0), min(of(self.maximum), default=1.0)
         if low > high + CLOSE:
@@ -116,9 +118,9 @@ class Limits:
             )
         return layer if len(places) == len(layer.options) else layer.take(places)
 
-    def _groups(self, names: Sequence[str]) -> list[set[str]]:
+    def _groups(self, names: Sequence[str], matches: Mapping[str, set[str]]) -> list[set[str]]:
         """The layers that are tied, a set a group."""
-        groups = [{name for glob in group for name in _matches(glob, names)} for group in self.tied]
+        groups = [{name for glob in group for name in matches[glob]} for group in self.tied]
         for globs in self.tied_in_each:
             by_stars: dict[tuple[str, ...], set[str]] = {}
             for glob in globs:
@@ -151,12 +153,8 @@ def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer
     return found
 
 
-def _matches(glob: str, names: Iterable[str]) -> list[str]:
-    return [name for name, _ in _with_wildcards(glob, names)]
-
-
-def _matched(glob: str, names: Sequence[str], limit: str) -> list[str]:
-    found = _matches(glob, names)
+def _matched(glob: str, names: Sequence[str], limit: str) -> set[str]:
+    found = {name for name, _ in _with_wildcards(glob, names)}
     if not found:
         raise UsageError(f"{limit}: no layer is called {glob!r}; there are {listed(names)}")
     return found

@@ -25,7 +25,7 @@ from search.layers import (
     Interval,
     Layer,
     Option,
-    at_least_as_free,
+    as_free,
     every_option,
     listed,
     place_of,
@@ -35,7 +35,6 @@ from search.selection import Selection, TradeOffs
 from search.solve import Floats, Infeasible, solve, sum_in_order
 from search.spdy import quadratic_prior
 from search.two import solve_two
-from sparse_kernels.patterns import parse
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -333,19 +332,15 @@ class Problem:
         stays.
         """
 
-        def hopeless(layer: Layer, j: int) -> bool:
-            option = layer.options[j]
-            return option.pattern != DENSE and any(
-                other != option
-                and other.sparsity <= option.sparsity
-                and at_least_as_free(parse(other.pattern), parse(option.pattern))
-                and layer.high[i] <= layer.high[j]
-                for i, other in enumerate(layer.options)
-            )
+        def hopeful(layer: Layer) -> list[int]:
+            patterns = [option.pattern for option in layer.options]
+            sparsity = np.array([option.sparsity for option in layer.options])
+            other = ~np.eye(len(patterns), dtype=bool)
+            freer = np.array([[as_free(a, b) for b in patterns] for a in patterns])
+            beaten = other & freer & (sparsity[:, None] <= sparsity) & (layer.high[:, None] <= layer.high)
+            return np.flatnonzero(~beaten.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
 
-        return replace(self, layers=tuple(
-            layer.take([j for j in range(len(layer.options)) if not hopeless(layer, j)]) for layer in self.layers
-        ))  # fmt: skip
+        return replace(self, layers=tuple(layer.take(hopeful(layer)) for layer in self.layers))
 
     def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
         """The same problem with the options' errors; dense options have none, whatever is given.
