@@ -24,7 +24,7 @@ import pandas as pd
 
 from latbench import tables, workloads
 from latbench.errors import BadData, UsageError
-from latbench.interchange import read_spdy
+from latbench.interchange import SpdyTimings, read_spdy
 from latbench.places import Place
 from latbench.workloads import Workload
 from search.layers import DENSE, DENSE_OPTION, Interval, Layer, Option, listed, option, tie
@@ -160,6 +160,19 @@ def from_spdy(
         fixed_seconds=timings.fixed if fixed_seconds is None else fixed_seconds,
         dense_engine="the dense model",
     ).with_prior()
+
+
+def spdy_timings_of(problem: Problem) -> SpdyTimings:
+    """The seconds of a problem as SPDY has them. Raises UsageError where options differ by their pattern only."""
+    layers: dict[str, tuple[tuple[float, float], ...]] = {}
+    for layer in (part for layer in problem.layers for part in layer.parts):
+        sparsities = [it.sparsity for it in layer.options]
+        if len(set(sparsities)) < len(sparsities):
+            raise UsageError(
+                f"layer {layer.name} has options that differ by their pattern only, which SPDY has none of"
+            )
+        layers[layer.name] = tuple(zip(layer.seconds.tolist(), sparsities, strict=True))
+    return SpdyTimings(problem.dense.value, problem.dense.value - problem.fixed.value, layers)
 
 
 def read(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.errors import BadData, UsageError
+from latbench.interchange import write_spdy
 from search.layers import (
     DENSE,
     DENSE_OPTION,
@@ -422,6 +423,12 @@ class Problem:
         from search import frames
 
         return frames.of_problem(self)
+
+    def save_spdy(self, path: str | Path) -> None:
+        """Write SPDY's timing file, which has no place for patterns, intervals, errors. Raises UsageError, BadData."""
+        from search import frames
+
+        write_spdy(frames.spdy_timings_of(self), Path(path))
 
     def plot(self) -> Any:
         """Seconds over sparsity, a line a layer and pattern: a plotly figure."""

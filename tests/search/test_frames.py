@@ -168,6 +168,17 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
         p.solve(1.02 * ceiling)
 
 
+def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Path) -> None:
+    p = Problem.from_frame(frame(rng), fixed_seconds=0.5)
+    with pytest.raises(UsageError, match="layer fc0 has options that differ by their pattern only"):
+        p.save_spdy(tmp_path / "t.txt")
+    p = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers)).with_prior()
+    p.save_spdy(tmp_path / "t.txt")
+    again = Problem.from_spdy(tmp_path / "t.txt", pattern="vector:8")
+    assert again.solve(2.0).options == p.solve(2.0).options
+    assert again.fixed.value == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize("target", [1.5, 2.0, 3.0])
 def test_the_time_of_excluded_layers_is_counted_which_the_published_release_forgot(target: float, data: Path) -> None:
     """There a profile for 3x without the first and the last layer really gave 2.2x (their time was in `prunable`)."""
