@@ -14,6 +14,7 @@ A frame has a row an option:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -165,13 +166,11 @@ def from_spdy(
 def spdy_timings_of(problem: Problem) -> SpdyTimings:
     """The seconds of a problem as SPDY has them. Raises UsageError where options differ by their pattern only."""
     layers: dict[str, tuple[tuple[float, float], ...]] = {}
-    for layer in (part for layer in problem.layers for part in layer.parts):
-        sparsities = [it.sparsity for it in layer.options]
+    for part in itertools.chain.from_iterable(layer.parts for layer in problem.layers):
+        sparsities = [it.sparsity for it in part.options]
         if len(set(sparsities)) < len(sparsities):
-            raise UsageError(
-                f"layer {layer.name} has options that differ by their pattern only, which SPDY has none of"
-            )
-        layers[layer.name] = tuple(zip(layer.seconds.tolist(), sparsities, strict=True))
+            raise UsageError(f"layer {part.name} has options that differ by their pattern only: SPDY knows none")
+        layers[part.name] = tuple(zip(part.seconds.tolist(), sparsities, strict=True))
     return SpdyTimings(problem.dense.value, problem.dense.value - problem.fixed.value, layers)
 
 

@@ -425,7 +425,7 @@ class Problem:
         return frames.of_problem(self)
 
     def save_spdy(self, path: str | Path) -> None:
-        """Write SPDY's timing file, which has no place for patterns, intervals, errors. Raises UsageError, BadData."""
+        """Write SPDY's timing file, which knows no patterns, intervals, errors. Raises UsageError, BadData."""
         from search import frames
 
         write_spdy(frames.spdy_timings_of(self), Path(path))
