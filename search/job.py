@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,13 @@ from latbench import devices, tables, workloads
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from search import overhead, risk, sessions
+from search import layer_errors, overhead, risk, sessions
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.engines import DENSE_ENGINES
 from search.judge import Judge
-from search.problem import (
-    DENSE,
-    Choice,
-    Interval,
-    Layer,
-    Option,
-    Problem,
-    in_network,
-    measured_layers,
-    predicted_layers,
-    swept_rows,
-)
+from search.options import in_network, measured_layers, predicted_layers, swept_rows
+from search.problem import Choice, Interval, Layer, Problem
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.sessions import Chosen, Session
@@ -75,6 +65,8 @@ class Settings:
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
+    `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
+    of their outputs, of their weights, or in a file (`search.layer_errors`).
     """
 
     target: float
@@ -86,6 +78,8 @@ class Settings:
     risk: float = 0.9
     strategy: str = "spdy"
     backend: str = "numba"
+    sparsities: tuple[float, ...] | None = None
+    errors: str = "output"
 
 
 @dataclass(frozen=True)
@@ -113,14 +107,17 @@ class Inputs:
         return {
             **self.conditions(settings), "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
-            "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
+            "patterns": list(settings.patterns) if settings.patterns else None,
+            "excluded": [*self.task.excluded, *self.task.limits.excluded],
+            "sparsities": list(settings.sparsities) if settings.sparsities else None,
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on: also what was timed before it is searched."""
         timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
-        parts = [self.key(settings), asdict(settings), self.recipe, [sessions.digest(one) for one in timed]]
-        return _hash(parts)
+        errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
+        parts = [self.key(settings), asdict(settings), self.recipe, asdict(self.task.limits), errors]
+        return _hash([*parts, [sessions.digest(one) for one in timed]])
 
     def probes(self, settings: Settings) -> Path:
         """Where the timings of whole models are kept that a search begins with."""
@@ -239,23 +236,32 @@ def prepare(
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
+    given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
+    task.limits.narrow(layers)  # what they contradict is said before anything is timed
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     probes = _whole_model(inputs, settings, layers, remeasure, progress)
     whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
     problem = _as_verified(whole.problem(layers), inputs.verified(settings), settings.risk)
+    problem = replace(problem, layers=task.limits.narrow(problem.layers))
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
-        layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in problem.layers
+        part.name: [(option.pattern, option.sparsity) for option in part.options]
+        for layer in problem.layers
+        for part in layer.parts
     }
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
-    problem = problem.with_errors(_errors(problem, database))
+    if settings.errors == "output":
+        given = layer_errors.output_errors(problem, database)
+    elif settings.errors == "weight":
+        given = layer_errors.weight_errors(problem, database, inputs.model)
+    problem = problem.with_errors(given or {})
     judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
     return Ready(problem, judge, layers, probes, whole)
 
@@ -283,17 +289,18 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
     return predicted_layers(
         cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
         threads=settings.threads, backend=settings.backend, patterns=settings.patterns,
-        coverage=risk.coverage(settings.risk),
+        sparsities=settings.sparsities, coverage=risk.coverage(settings.risk),
     )  # fmt: skip
 
 
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
-    """The layers to choose for, by name: what can be pruned, but for the task's `excluded`. Raises UsageError."""
+    """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
     traced, skipped = workloads.trace(model, task.example())
     known = {layer.name for layer in traced.layers} | {name for name, _ in skipped}
     if unknown := [name for name in task.excluded if name not in known]:
         raise UsageError(f"task {task.name} excludes {', '.join(unknown)}, which its model does not have")
     shapes = {layer.name: layer.shape for layer in traced.layers if layer.name not in task.excluded}
+    shapes = {name: shapes[name] for name in task.limits.without(list(shapes))}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
@@ -460,26 +467,16 @@ def _whole_model(
     return session
 
 
-def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, float]]:
-    return {
-        layer.name: {
-            option: database.error(layer.name, option.pattern, option.sparsity)
-            for option in layer.options
-            if option.pattern != DENSE
-        }
-        for layer in problem.layers
-    }
-
-
 def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
-        layer.name: LayerChoice(
-            layer.options[j].pattern, layer.options[j].sparsity,
-            float(layer.seconds[j]), float(layer.low[j]), float(layer.high[j]), float(layer.errors[j]),
+        part.name: LayerChoice(
+            part.options[j].pattern, part.options[j].sparsity,
+            float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
         )
         for layer, j in zip(problem.layers, found.choice, strict=True)
+        for part in layer.parts
     }  # fmt: skip
     return Profile(
         task=inputs.task.name,

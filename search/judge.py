@@ -37,9 +37,10 @@ class Judge:
                 norm.momentum = 0.0  # its own statistics stay as they are
         # Convolutions of many images are 1.5 times as fast in torch; its stubs do not know the argument.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._modules = [model.get_submodule(layer.name) for layer in layers]
+        self._names = [part.name for layer in layers for part in layer.parts]
+        self._modules = [model.get_submodule(name) for name in self._names]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
-        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)
+        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
         self._known: dict[tuple[tuple[str, float], ...], list[float]] = {}
 
     def __call__(self, choice: Choice) -> float:
@@ -51,7 +52,8 @@ class Judge:
         return self._loss(choice, self._few)
 
     def _loss(self, choice: Choice, count: int) -> float:
-        wanted = [layer.options[j] for layer, j in zip(self._layers, choice, strict=True)]
+        chosen = zip(self._layers, choice, strict=True)
+        wanted = [part.options[j] for layer, j in chosen for part in layer.parts]
         key = tuple((option.pattern, option.sparsity) for option in wanted)
         losses = self._known.setdefault(key, [])
         if len(losses) < count:
@@ -61,9 +63,9 @@ class Judge:
         return sum(losses[:count]) / count
 
     def _swap(self, wanted: Sequence[tuple[str, float]]) -> None:
-        for i, (layer, (pattern, sparsity)) in enumerate(zip(self._layers, wanted, strict=True)):
+        for i, (name, (pattern, sparsity)) in enumerate(zip(self._names, wanted, strict=True)):
             if self._now[i] != (pattern, sparsity):
                 dense = pattern == DENSE
-                weight = self._dense[i] if dense else self._database.get(layer.name, pattern, sparsity).weight
+                weight = self._dense[i] if dense else self._database.get(name, pattern, sparsity).weight
                 set_weight_matrix(self._modules[i], weight)
                 self._now[i] = (pattern, sparsity)

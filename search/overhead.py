@@ -89,8 +89,9 @@ def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[
 
 
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
-    """Layer name -> (pattern, sparsity)."""
-    options = {layer.name: layer.options[j] for layer, j in zip(layers, choice, strict=True)}
+    """Layer name -> (pattern, sparsity); tied layers one by one."""
+    chosen = zip(layers, choice, strict=True)
+    options = {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
     return {name: (option.pattern, option.sparsity) for name, option in options.items()}
 
 

@@ -26,6 +26,17 @@ def search(
     patterns: Annotated[
         list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
     ] = None,
+    sparsities: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these, such as 0.6,0.7, or `fine`: as far as the cost model does not extrapolate."),
+    ] = None,
+    limits: Annotated[
+        Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
+    ] = None,
+    errors: Annotated[
+        str,
+        typer.Option(help="Of layers: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error."),
+    ] = "output",
     seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same coefficients.")] = 0,
     evaluations: Annotated[
         int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
@@ -48,20 +59,30 @@ def search(
     ] = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    from latbench import devices, places
+    from dataclasses import replace
+
+    from latbench import devices, places, plan
     from latbench.commands.live import live
+    from latbench.errors import UsageError
     from latbench.plan import parse_patterns
-    from search import job
+    from search import job, layer_errors
+    from search import limits as limiting
     from search import task as tasks
 
-    _check(strategy, backend, model, patterns)
+    _check(strategy, backend, model, patterns, sparsities)
+    if errors not in layer_errors.KINDS and not Path(errors).is_file():
+        raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
     settings = job.Settings(
-        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend
-    )
+        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend,
+        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
+    )  # fmt: skip
+    stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
+        loaded = tasks.load(task)
+        loaded = replace(loaded, limits=loaded.limits + stated)
+        inputs = job.read_inputs(loaded, places.at(table), model, database)
         if refine is not None:
             inputs.feed_back(refine, settings)
         found = None if remeasure else _finished(output, inputs.digest(settings))
@@ -73,7 +94,9 @@ def search(
     _show(found, last_line)
 
 
-def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] | None) -> None:
+def _check(
+    strategy: str, backend: str, model: Path | None, patterns: list[str] | None, sparsities: list[str] | None
+) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
@@ -86,10 +109,10 @@ def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] 
     if backend == "numba" and model is None:
         raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
     if backend == "deepsparse":
-        if model is not None or patterns:
+        if model is not None or patterns or sparsities:
             raise UsageError(
-                "--model and --patterns do not go with deepsparse: its weights are unstructured, and the table of "
-                "`latbench layers` holds each layer's own times"
+                "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
+                "the table of `latbench layers` holds each layer's own times"
             )
         deepsparse_environment.find()
         typer.echo(deepsparse_environment.LICENCE)
