@@ -18,11 +18,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from search.layers import Interval, Layer
+from search.problem import Problem
 from search.solve import BadProblem, Floats, Infeasible, Solution, solve, sum_in_order
 
 WIDTH = 1.25
@@ -129,3 +133,38 @@ def _of(
     error = sum_in_order(np.asarray(e, np.float64)[j] for e, j in zip(errors, choice, strict=True))
     spent = sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True))
     return error, spent, choice, math.hypot(shared, *(float(d[j]) for d, j in zip(deviations, choice, strict=True)))
+
+
+def apart(problem: Problem, target: float) -> Problem:
+    """The problem with the upper ends that it has for this target if layers err on their own, not all together.
+
+    What they share is in `fixed`, as it is once whole models were timed. Layers with the same predictions err alike:
+    n of them are taken to deviate by sqrt(n) more each, which is never too little (Cauchy and Schwarz). Upper ends
+    added up are as `upper` says for the profile of least error, and too high for others; lower ends shrink alike. The
+    problem as it is where nothing reaches the target even so.
+    """
+    alike = Counter(layer.seconds.tobytes() for layer in problem.layers)
+    seconds = [layer.seconds for layer in problem.layers]
+    deviations = [math.sqrt(alike[it.seconds.tobytes()]) * (it.high - it.seconds) for it in problem.layers]
+    shared = problem.fixed.high - problem.fixed.value
+    budget = problem.dense.low / target - problem.fixed.value
+    try:
+        _, s = solve_with_chance(seconds, deviations, problem.errors, budget, shared)
+    except Infeasible:
+        return problem
+    around = s / 2 + shared * shared / (2 * s) if s > 0 else 0.0
+
+    def narrowed(layer: Layer, deviation: Floats) -> Layer:
+        own = layer.high - layer.seconds
+        share = np.divide(deviation**2 / (2 * s or 1.0), own, out=np.zeros_like(own), where=own > 0)
+        return layer.changed(lambda part: replace(
+            part, low=part.seconds - share * (part.seconds - part.low),
+            high=part.seconds + share * (part.high - part.seconds),
+        ))  # fmt: skip
+
+    value = problem.fixed.value
+    return replace(
+        problem,
+        layers=tuple(narrowed(layer, it) for layer, it in zip(problem.layers, deviations, strict=True)),
+        fixed=Interval(value, value - around, value + around),
+    )

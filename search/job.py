@@ -34,7 +34,7 @@ from latbench import devices, tables, workloads
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from search import layer_errors, overhead, risk, sessions
+from search import chance, layer_errors, overhead, risk, sessions
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.engines import DENSE_ENGINES
@@ -262,6 +262,8 @@ def prepare(
     elif settings.errors == "weight":
         given = layer_errors.weight_errors(problem, database, inputs.model)
     problem = problem.with_errors(given or {})
+    if not inputs.verified(settings):  # which moved all layers together
+        problem = chance.apart(problem, settings.target)
     judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
     return Ready(problem, judge, layers, probes, whole)
 

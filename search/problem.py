@@ -4,7 +4,7 @@ The seconds of a converted model are `fixed` plus the sum over its searched laye
 most dense / target. Every number is an interval, and it is the unfavourable ends that must keep the promise: the
 upper ends of the layers and of `fixed` against the lower end of dense. Errors of several layers are not taken to
 cancel, because what makes predictions wrong (a machine that runs slower than when the table was made) moves all of
-them the same way.
+them the same way; where whole models were timed and that is known, `chance.apart` lets them cancel.
 """
 
 from __future__ import annotations

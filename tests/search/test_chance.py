@@ -2,11 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from search.chance import solve_with_chance, tangent, upper
+from search.chance import apart, solve_with_chance, tangent, upper
+from search.layers import DENSE, Interval, Layer, Option, tie
+from search.problem import Problem
 from search.solve import BadProblem, Infeasible, solve
 
 
@@ -104,3 +107,44 @@ def test_what_states_no_problem_is_refused(rng: np.random.Generator) -> None:
         solve_with_chance(t, [-x for x in d], e, 20.0)
     with pytest.raises(BadProblem, match="finite and not negative"):
         solve_with_chance(t, d, e, 20.0, math.nan)
+
+
+def searched(rng: np.random.Generator, layers: int = 12, options: int = 8) -> Problem:
+    t, d, e = problem(rng, layers, options)
+    names = (Option(DENSE, 0.0), *(Option("unstructured", 0.5 + i / 100) for i in range(1, options)))
+    found = [
+        Layer(f"fc{i}", names, *it)
+        for i, it in enumerate(zip(t, map(np.subtract, t, d), map(np.add, t, d), e, strict=True))
+    ]
+    found[3] = replace(found[2], name="twin", errors=found[3].errors)
+    total = sum(float(layer.seconds.max()) for layer in found)
+    fixed, dense = Interval(3.0, 2.5, 3.5), Interval(total, 0.99 * total, 1.01 * total)
+    return Problem((tie(found[:2]), *found[2:]), fixed, dense, "torch")
+
+
+def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rng: np.random.Generator) -> None:
+    asked = searched(rng)
+    target = 1.7
+    found = apart(asked, target)
+    best, careful = found.solve(target), asked.solve(target)
+    assert best.error < careful.error
+    deviations = [layer.high - layer.seconds for layer in asked.layers]
+    for i in (1, 2):  # the twins
+        deviations[i] = deviations[i] * math.sqrt(2)
+    seconds, budget = [layer.seconds for layer in asked.layers], asked.dense.low / target - asked.fixed.value
+    exact, _ = solve_with_chance(seconds, deviations, asked.errors, budget, 0.5)
+    assert best.error == pytest.approx(exact.error)
+    predicted = found.predict(best.choice)
+    assert predicted.high - asked.fixed.value == pytest.approx(upper(seconds, deviations, best.choice, 0.5), rel=1e-3)
+    assert predicted.low < predicted.value == asked.predict(best.choice).value
+    for _ in range(300):
+        choice = tuple(int(rng.integers(0, len(layer.options))) for layer in found.layers)
+        high = found.predict(choice).high - asked.fixed.value
+        assert high >= upper(seconds, deviations, choice, 0.5) * (1 - 1e-12)
+    parts = found.layers[0].parts
+    assert parts[0].high + parts[1].high == pytest.approx(found.layers[0].high)
+
+
+def test_a_target_that_is_out_of_reach_leaves_the_problem_as_it_is(rng: np.random.Generator) -> None:
+    asked = searched(rng)
+    assert apart(asked, 40.0) is asked
