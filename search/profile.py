@@ -79,12 +79,13 @@ class Profile:
 
     @property
     def speedup(self) -> tuple[float, float, float]:
-        """The predicted speedup over the fastest dense engine, and its interval."""
-        return (
-            self.dense_seconds / self.predicted_seconds,
-            self.dense_seconds_low / self.predicted_high,
-            self.dense_seconds_high / self.predicted_low,
-        )
+        """The predicted speedup over the fastest dense engine, and its interval.
+
+        The predicted seconds are beside dense ones of `dense_seconds`: the noise of their ratio is in them alone.
+        """
+        ends = (self.predicted_seconds, self.predicted_high, self.predicted_low)
+        value, low, high = (self.dense_seconds / seconds for seconds in ends)
+        return value, low, high
 
     def save(self, path: Path) -> None:
         """Write it to `path`, whole or not at all."""
