@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,11 @@ def prepare(
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
     given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
-    limited = task.limits.narrow(layers)
+    task.limits.narrow(layers)  # what contradicts itself is refused before any work
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     whole = _whole_model(inputs, settings, layers, remeasure, progress)
-    problem = whole.problem(limited)
+    problem = whole.problem(layers)
+    problem = replace(problem, layers=task.limits.narrow(problem.layers))
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after

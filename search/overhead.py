@@ -24,6 +24,7 @@ from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from search.end_to_end import Engine, Progress, Timings, time_engines
 from search.engines import DENSE_ENGINES
+from search.layers import options_of
 from search.problem import DENSE, Choice, Interval, Layer, Problem, every_option, uniform_choice
 from search.solve import sum_in_order
 from search.task import Task
@@ -82,9 +83,7 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
 
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
     """Layer name -> (pattern, sparsity); tied layers one by one."""
-    chosen = zip(layers, choice, strict=True)
-    options = {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
-    return {name: (option.pattern, option.sparsity) for name, option in options.items()}
+    return {name: (it.pattern, it.sparsity) for name, it in options_of(layers, choice).items()}
 
 
 def probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
