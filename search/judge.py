@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from search.database import Database
+from search.layers import options_of
 from search.problem import DENSE, Choice, Layer
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -52,8 +53,7 @@ class Judge:
         return self._loss(choice, self._few)
 
     def _loss(self, choice: Choice, count: int) -> float:
-        chosen = zip(self._layers, choice, strict=True)
-        wanted = [part.options[j] for layer, j in chosen for part in layer.parts]
+        wanted = options_of(self._layers, choice).values()
         key = tuple((option.pattern, option.sparsity) for option in wanted)
         losses = self._known.setdefault(key, [])
         if len(losses) < count:

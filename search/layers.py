@@ -144,6 +144,12 @@ def at_least_as_free(a: Pattern, b: Pattern) -> bool:
     return False
 
 
+def options_of(layers: Sequence[Layer], choice: Choice) -> dict[str, Option]:
+    """The option of every layer of the model; of tied layers one by one."""
+    chosen = zip(layers, choice, strict=True)
+    return {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
+
+
 @cache
 def as_free(a: str, b: str) -> bool:
     """`at_least_as_free` of two patterns' specs."""

@@ -22,6 +22,7 @@ from latbench import backends, devices
 from latbench.errors import BadData
 from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES
+from search.layers import options_of
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
 from search.sessions import Chosen, Session, profile_name
 from search.solve import sum_in_order
@@ -90,9 +91,7 @@ def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[
 
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
     """Layer name -> (pattern, sparsity); tied layers one by one."""
-    chosen = zip(layers, choice, strict=True)
-    options = {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
-    return {name: (option.pattern, option.sparsity) for name, option in options.items()}
+    return {name: (it.pattern, it.sparsity) for name, it in options_of(layers, choice).items()}
 
 
 def choice_of(layers: Sequence[Layer], chosen: Chosen) -> Choice:

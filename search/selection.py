@@ -10,6 +10,7 @@ import numpy as np
 
 from latbench.interchange import write_spdy_profile
 from search.frontier import Frontier, frontier
+from search.layers import options_of
 from search.solve import Floats, sum_in_order
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class Selection:
     @property
     def options(self) -> dict[str, Option]:
         """Every layer of the model that was chosen for, and its option; tied layers one by one."""
-        chosen = zip(self.problem.layers, self.choice, strict=True)
-        return {part.name: part.options[j] for layer, j in chosen for part in layer.parts}
+        return options_of(self.problem.layers, self.choice)
 
     def to_frame(self) -> pd.DataFrame:
         """A row a layer: layer, pattern, sparsity, seconds, low_seconds, high_seconds, error."""
