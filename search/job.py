@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +36,8 @@ from search import overhead
 from search.database import Database, model_hash
 from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
 from search.engines import DENSE_ENGINES
-from search.judge import Judge
+from search.evaluations import Found, Judging
+from search.judges import Judges
 from search.problem import (
     DENSE,
     Choice,
@@ -50,9 +53,9 @@ from search.problem import (
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.solve import Infeasible, sum_in_order
-from search.spdy import Evaluation, Found
-from search.strategies import FOUND_BY, find
+from search.strategies import find
 from search.task import Task
+from search.trials import Trials, key_of
 from sparse_kernels.shapes import Shape
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
@@ -69,6 +72,8 @@ class Settings:
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
     them are judged by all. `risk` is the coverage of the intervals whose unfavourable ends keep the promise.
+    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles, which changes nothing
+    in what is found.
     """
 
     target: float
@@ -78,8 +83,10 @@ class Settings:
     evaluations: int = 200
     batches: int | None = None
     risk: float = 0.9
-    strategy: str = "spdy"
+    strategy: str = "staged"
     backend: str = "numba"
+    time_budget: float | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,7 @@ class Inputs:
 
     def digest(self, settings: Settings) -> str:
         """What the profile depends on."""
-        parts = [self.key(settings), asdict(settings), self.recipe]
+        parts = [self.key(settings), {**asdict(settings), "processes": 0}, self.recipe]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -139,7 +146,8 @@ def search(
         sessions.append(time_profiles(inputs, settings, problem.layers, choices, known, progress))
         return [measured(sessions, choice, settings.risk) for choice in choices]
 
-    kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
+    with judge:
+        kept = keep_promise(problem, judge, measure, settings, progress)
     return _profile(inputs, settings, kept)
 
 
@@ -149,7 +157,7 @@ def prepare(
     *,
     remeasure: bool = False,
     progress: Progress = lambda what, done, total: None,
-) -> tuple[Problem, Judge, overhead.WholeModel]:
+) -> tuple[Problem, Judges, overhead.WholeModel]:
     """What a search begins with: the problem with its errors, who judges profiles, and what whole models take.
 
     Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does.
@@ -175,7 +183,10 @@ def prepare(
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
     problem = problem.with_errors(_errors(problem, database))
-    return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole
+    key = key_of(task, inputs.model_hash, inputs.recipe)
+    trials = Trials([layer.name for layer in problem.layers], inputs.database / "trials.jsonl", key)
+    judges = Judges(task, inputs.model, problem.layers, database, trials, processes=settings.processes)
+    return problem, judges, whole
 
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
@@ -239,36 +250,34 @@ class Kept:
 
 def keep_promise(
     problem: Problem,
-    judge: Callable[[Choice], float],
+    judge: Judging,
     measure: Callable[[Sequence[Choice]], list[Measured]],
     settings: Settings,
     progress: Progress,
     *,
-    quick: Callable[[Choice], float] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Kept:
     """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
-    `judge` is the loss of a profile, `quick` a cheaper stand-in for it while many are tried; `measure` times profiles
-    side by side and answers with all that it knows of each by then. Raises Infeasible or PromiseMissed if none held
-    after a few rounds.
+    `judge` knows the losses of profiles; `measure` times profiles side by side and answers with all that it knows of
+    each by then. Raises Infeasible or PromiseMissed if none held after a few rounds.
     """
     tried: dict[Choice, Tried] = {}
     times: dict[Choice, Measured] = {}
+    deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
     if not _fits(problem, settings.target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
     for number in range(1 + ROUNDS):
         try:
             solution = problem.solve(settings.target)
-            if number == 0 and settings.strategy == "spdy":
-                loss = judge(solution.choice)
-                found = Found(solution.choice, loss, "equal", (Evaluation(solution.choice, loss, "equal"),))
-            else:
-                found = find(
-                    settings.strategy, problem, settings.target, judge, quick or judge,
-                    seed=settings.seed, evaluations=settings.evaluations, progress=_round(progress, number),
-                )  # fmt: skip
+            first = number == 0 and settings.strategy != "uniform"
+            found = find(
+                "once" if first else settings.strategy, problem, settings.target, judge,
+                seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
+                deadline=deadline, clock=clock, progress=_round(progress, number),
+            )  # fmt: skip
         except Infeasible:
             if not any(one.speedup.low >= settings.target for one in times.values()):
                 raise
@@ -408,7 +417,7 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
         ceiling=problem.ceiling,
-        strategy=FOUND_BY[found.found_by],
+        strategy=found.found_by,
         seed=settings.seed,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
