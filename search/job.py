@@ -417,7 +417,7 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
         ceiling=problem.ceiling,
-        strategy=found.found_by,
+        strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=settings.seed,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,

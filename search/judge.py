@@ -27,7 +27,8 @@ THREADS = 1
 """Of a judge. Sums in floats depend on how many threads share them, so it is the same number for every judge: losses
 do not depend on how many judges there are."""
 
-MEMORY_BYTES = 1 << 30
+MEMORY_BYTES = 2 << 30
+"""For weights read from the database, all judges together."""
 
 
 class Judge:

@@ -19,7 +19,7 @@ from latbench.errors import BadData
 from latbench.runners.local import Worker
 from search import task as tasks
 from search.database import Database, model_hash
-from search.judge import THREADS, Held, Judge
+from search.judge import MEMORY_BYTES, THREADS, Held, Judge
 from search.problem import Choice, Layer
 from search.task import Task
 from search.trials import Trials
@@ -43,7 +43,8 @@ class Judges:
         self.batches = len(task.calibration())
         """How many batches the calibration data are."""
         self._own = Judge(task, model, names, database) if processes == 1 else None
-        self._opening = task.reference, str(database.folder.resolve()), database.model_hash, names
+        folder = str(database.folder.resolve())
+        self._opening = task.reference, folder, database.model_hash, names, MEMORY_BYTES // processes
         # A worker dies with the thread that started it: these threads last as long as the workers.
         self._pool = ThreadPoolExecutor(processes)
         self._workers = [] if self._own else [Worker(threads=THREADS, name=f"judge {i}") for i in range(processes)]
@@ -114,13 +115,13 @@ def _split(numbers: range, parts: int) -> Iterator[range]:
 _judges: list[Judge] = []
 
 
-def open_judge(reference: str, folder: str, weights: str, layers: Sequence[str]) -> None:
+def open_judge(reference: str, folder: str, weights: str, layers: Sequence[str], memory_bytes: int) -> None:
     """Load the task and its model, to judge profiles of these layers by the database in `folder`."""
     task = tasks.load(reference)
     model = task.model()
     if (found := model_hash(model)) != weights:
         raise BadData(f"task {task.name}: model() gave other weights than before ({found}, not {weights})")
-    _judges[:] = [Judge(task, model, layers, Database(Path(folder), weights))]
+    _judges[:] = [Judge(task, model, layers, Database(Path(folder), weights), memory_bytes)]
 
 
 def judge(held: Held, batches: range) -> list[float]:
