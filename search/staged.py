@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.additive import AdditiveLoss
+from search.additive import AdditiveLoss, levelled
 from search.evaluations import Choice, Evaluations
 from search.solve import Floats, solve
 
@@ -42,13 +42,14 @@ def staged_search(
 ) -> None:
     """Search profiles within `budget` seconds until no new one comes up; `evaluations` keeps what was found.
 
-    `seconds` and `errors` hold an array a layer. `starts` keep the budget, and are judged in full, after the solver's
-    own profile: the result is no worse than any of them. The same `rng` state gives the same search. Raises Enough
-    when `evaluations` are used up before, and what `solve` raises.
+    `seconds` and `errors` hold an array a layer. `starts` keep the budget, and are judged in full, as what the solver
+    says of the errors alone is: the result is no worse than any of them. The same `rng` state gives the same search.
+    Raises Enough when `evaluations` are used up before, and what `solve` raises.
     """
     least = tuple(int(np.argmin(e)) for e in errors)
     added = [e - e.min() for e in errors]
-    evaluations.losses([solve(seconds, errors, budget).choice], found_by="solve once")
+    for prior in (errors, levelled(errors)):
+        evaluations.losses([solve(seconds, prior, budget).choice], found_by="solve once")
     evaluations.losses(starts, found_by="uniform")
     few = max(1, evaluations.batches // STAGES[0])
     evaluations.losses([least], few)
