@@ -25,10 +25,13 @@ from typing import Any
 from latbench import devices, places
 from search import job
 from search import task as tasks
+from search.database import Database
 from search.evaluations import Found
+from search.judges import Judges
 from search.problem import Problem
 from search.solve import Infeasible, solve
 from search.strategies import find, quadratic_priors
+from search.trials import Trials, key_of
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6
@@ -63,22 +66,33 @@ def reached(found: Found, loss: float) -> float:
     return next((one.spent for one in found.trace if one.loss <= loss), math.inf)
 
 
-def compare(problem: Problem, judge: Any, share: float, target: float, seeds: int, evaluations: int) -> list[bool]:
-    """Print the lines of one target; whether ours did as it must, by seed."""
-    best = problem.without_hopeless()
-    uniform = find("uniform", problem, target, judge, seed=0, evaluations=evaluations).loss
-    quadratic = solve(best.safe_seconds, quadratic_priors(best), best.budget(target)).choice
+def compare(
+    every: tuple[Problem, Judges],
+    problem: Problem,
+    judge: Judges,
+    target: float,
+    label: str,
+    seeds: int,
+    allowed: int,
+) -> list[bool]:
+    """Print the lines of one target; whether ours did as it must, by seed.
+
+    `every` is the problem with every option, and its judge, for uniform profiles; the others leave out what is
+    hopeless.
+    """
+    uniform = find("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    quadratic = solve(problem.safe_seconds, quadratic_priors(problem), problem.budget(target)).choice
     (solved_quadratic,) = judge.losses([quadratic], judge.batches)
-    solved = find("once", best, target, judge, seed=0, evaluations=1).loss
+    solved = find("once", problem, target, judge, seed=0, evaluations=1).loss
     kept = []
     for seed in range(seeds):
         published, ours = (
-            find(strategy, best, target, judge, seed=seed, evaluations=evaluations) for strategy in ("spdy", "staged")
+            find(strategy, problem, target, judge, seed=seed, evaluations=allowed) for strategy in ("spdy", "staged")
         )
         needed = reached(ours, published.loss)
         kept.append(needed <= published.spent / 2)
         print(
-            f"{share:5.0%} {target:6.2f}x {seed:4} {uniform:9.4f} {solved_quadratic:9.4f} {solved:9.4f} "
+            f"{label} {target:6.2f}x {seed:4} {uniform:9.4f} {solved_quadratic:9.4f} {solved:9.4f} "
             f"{published.loss:9.4f} {ours.loss:9.4f} {ours.loss / published.loss:6.2f} {published.spent:9.1f} "
             f"{ours.spent:6.1f} {needed:8.1f}",
             flush=True,
@@ -102,8 +116,16 @@ def main() -> None:
     inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
-    problem, judge, _ = job.prepare(inputs, settings, progress=lambda what, done, total: None)
-    problem = problem.certain()
+    every, judge_every, _ = job.prepare(inputs, settings, progress=lambda what, done, total: None)
+    every = every.certain()
+    problem = every.without_hopeless()
+    trials = Trials(
+        [layer.name for layer in problem.layers],
+        given.database / "trials.jsonl",
+        key_of(task, inputs.model_hash, inputs.recipe),
+    )
+    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=given.processes)
     fastest = problem.speedup(problem.predict(tuple(int(layer.high.argmin()) for layer in problem.layers))).value
     ceiling = min(problem.ceiling or math.inf, fastest)
     print(
@@ -115,11 +137,14 @@ def main() -> None:
         " and ours to be as good"
     )
     kept: list[bool] = []
-    with judge:
+    with judge_every, judge:
         for share in map(float, given.shares.split(",")):
             seeds = given.seeds if share == SEVERAL_SEEDS_AT else 1
             try:
-                kept += compare(problem, judge, share, share * ceiling, seeds, given.evaluations)
+                label = f"{share:5.0%}"
+                kept += compare(
+                    (every, judge_every), problem, judge, share * ceiling, label, seeds, given.evaluations
+                )
             except Infeasible as error:
                 print(f"{share:5.0%} {share * ceiling:6.2f}x {error}")
     print(f"ours never worse, and in half the evaluations: {sum(kept)} of {len(kept)}")
