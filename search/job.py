@@ -19,8 +19,11 @@ So is what verifications found that were fed back (`feed_back`): all later searc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,22 +41,26 @@ from search import chance, layer_errors, overhead, risk, sessions
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.engines import DENSE_ENGINES
-from search.judge import Judge
+from search.evaluations import Found, Judging
+from search.judges import Judges
 from search.options import in_network, measured_layers, predicted_layers, swept_rows
-from search.problem import Choice, Interval, Layer, Problem
+from search.problem import Choice, Interval, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database, recipe
 from search.sessions import Chosen, Session
 from search.solve import Infeasible, sum_in_order
-from search.spdy import Evaluation, Found
-from search.strategies import FOUND_BY, find
+from search.strategies import find
 from search.task import Task
+from search.trials import Trials, key_of
 from search.verify import SESSION
 from sparse_kernels.shapes import Shape
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
 ROUNDS = 3
+
+VERIFIED = 2
+"""So many profiles that were verified and fed back are timed beside what a search finds."""
 
 # A dense engine that took so many times as long as the fastest is no rival while profiles are compared.
 HOPELESS = 1.3
@@ -67,6 +74,8 @@ class Settings:
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`).
+    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles, which changes nothing
+    in what is found.
     """
 
     target: float
@@ -76,10 +85,12 @@ class Settings:
     evaluations: int = 200
     batches: int | None = None
     risk: float = 0.9
-    strategy: str = "spdy"
+    strategy: str = "staged"
     backend: str = "numba"
     sparsities: tuple[float, ...] | None = None
     errors: str = "output"
+    time_budget: float | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,8 @@ class Inputs:
         """What the profile depends on: also what was timed before it is searched."""
         timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
         errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
-        parts = [self.key(settings), asdict(settings), self.recipe, asdict(self.task.limits), errors]
+        asked = {**asdict(settings), "processes": 0}  # which change nothing
+        parts = [self.key(settings), asked, self.recipe, asdict(self.task.limits), errors]
         return _hash([*parts, [sessions.digest(one) for one in timed]])
 
     def probes(self, settings: Settings) -> Path:
@@ -191,11 +203,22 @@ def search(
         return [measured([*verified, *taken], name, settings.risk) for name in wanted]
 
     try:
-        kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
+        with judge:
+            kept = keep_promise(problem, judge, measure, settings, progress, before=_choices(problem, verified))
     except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
         path.unlink(missing_ok=True)
         raise
     return _profile(inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
+
+
+def _choices(problem: Problem, verified: Sequence[Session]) -> list[Choice]:
+    """The profiles that were verified last, as far as the problem has their options."""
+    found = []
+    for session in verified[-VERIFIED:]:
+        for chosen in session.profiles.values():
+            with contextlib.suppress(UsageError):
+                found.append(problem.selection({name: Option(*it) for name, it in chosen.items()}).choice)
+    return found
 
 
 def additivity(layers: Sequence[Layer], timed: Sequence[Session]) -> tuple[float, float]:
@@ -217,7 +240,7 @@ class Ready:
     """
 
     problem: Problem
-    judge: Judge
+    judge: Judges
     layers: tuple[Layer, ...]
     probes: Session
     whole: overhead.WholeModel
@@ -264,7 +287,9 @@ def prepare(
     problem = problem.with_errors(given or {})
     if not inputs.verified(settings):  # which moved all layers together
         problem = chance.apart(problem, settings.target)
-    judge = Judge(task, inputs.model, problem.layers, database, settings.batches)
+    names = [part.name for layer in problem.layers for part in layer.parts]
+    trials = Trials(names, inputs.database / "trials.jsonl", key_of(task, inputs.model_hash, inputs.recipe))
+    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=settings.processes)
     return Ready(problem, judge, layers, probes, whole)
 
 
@@ -343,42 +368,46 @@ class Kept:
 
 def keep_promise(
     problem: Problem,
-    judge: Callable[[Choice], float],
+    judge: Judging,
     measure: Callable[[Sequence[Choice]], list[Measured]],
     settings: Settings,
     progress: Progress,
     *,
-    quick: Callable[[Choice], float] | None = None,
+    before: Sequence[Choice] = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Kept:
     """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
-    `judge` is the loss of a profile, `quick` a cheaper stand-in for it while many are tried; `measure` times profiles
-    side by side and answers with all that it knows of each by then. Raises Infeasible or PromiseMissed if none held
+    `judge` knows the losses of profiles; `measure` times profiles side by side and answers with all that it knows of
+    each by then. Profiles from `before` are timed beside the others. Raises Infeasible or PromiseMissed if none held
     after a few rounds.
     """
     tried: dict[Choice, Tried] = {}
     times: dict[Choice, Measured] = {}
+    deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
     if not _fits(problem, settings.target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
     for number in range(1 + ROUNDS):
         try:
             solution = problem.solve(settings.target)
-            if number == 0 and settings.strategy == "spdy":
-                loss = judge(solution.choice)
-                found = Found(solution.choice, loss, "equal", (Evaluation(solution.choice, loss, "equal"),))
-            else:
-                found = find(
-                    settings.strategy, problem, settings.target, judge, quick or judge,
-                    seed=settings.seed, evaluations=settings.evaluations, progress=_round(progress, number),
-                )  # fmt: skip
+            first = number == 0 and settings.strategy != "uniform"
+            found = find(
+                "once" if first else settings.strategy, problem, settings.target, judge,
+                seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
+                deadline=deadline, clock=clock, progress=_round(progress, number),
+            )  # fmt: skip
         except Infeasible:
             if not any(one.speedup.low >= settings.target for one in times.values()):
                 raise
             break
-        if found.choice in tried:
+        if found.choice in times:
             break
+        if number == 0:
+            losses = judge.losses(before, judge.batches)
+            for choice, loss in zip(before, losses, strict=True):
+                tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), solution.bound)
         tried[found.choice] = Tried(found, solution.bound)  # the bound of the budget that this round had
         times = dict(zip(tried, measure(list(tried)), strict=True))
         latest = times[found.choice]
@@ -505,7 +534,7 @@ def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additi
         ceiling=problem.ceiling,
         additivity_before=additive[0],
         additivity_after=additive[1],
-        strategy=FOUND_BY[found.found_by],
+        strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=settings.seed,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,

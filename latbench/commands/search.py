@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from search.profile import Profile
 
+MOST_PROCESSES = 8  # unless asked for: each holds the model and the calibration data
+
 
 def search(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
@@ -37,16 +39,34 @@ def search(
         str,
         typer.Option(help="Of layers: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error."),
     ] = "output",
-    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same coefficients.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same profiles.")] = 0,
     evaluations: Annotated[
-        int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
+        int,
+        typer.Option(
+            min=1, help="How often the calibration data may be gone through; a part of it counts as a part."
+        ),
     ] = 200,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="How many calibration batches judge each, the best by all; default all.")
+        int | None,
+        typer.Option(min=1, help="Only so many calibration batches judge, and the best by all; default all."),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
-    ] = "spdy",
+        str,
+        typer.Option(
+            help="staged: learns each layer's part in the loss. To compare with: spdy, SPDY's search as published; "
+            "once: by the layers' errors alone; uniform: one pattern and sparsity in all."
+        ),
+    ] = "staged",
+    time_budget: Annotated[
+        str | None, typer.Option(help="Try no profile after so long and take the best so far: 90s, 10m, 1.5h.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="That judge profiles, a thread each; the result is the same. Default: as many as threads, up to 8.",
+        ),
+    ] = None,
     risk: Annotated[
         float, typer.Option(min=0.6, max=0.999, help="How likely the promise is to be met when it is verified.")
     ] = 0.9,
@@ -63,6 +83,7 @@ def search(
 
     from latbench import devices, places, plan
     from latbench.commands.live import live
+    from latbench.commands.sweep import parse_duration
     from latbench.errors import UsageError
     from latbench.plan import parse_patterns
     from search import job, layer_errors
@@ -73,9 +94,12 @@ def search(
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
+    threads = threads or devices.cores()
     settings = job.Settings(
-        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend,
+        target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
         sparsities=plan.wanted_sparsities(sparsities), errors=errors,
+        time_budget=None if time_budget is None else parse_duration(time_budget),
+        processes=processes or min(threads, MOST_PROCESSES),
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:

@@ -15,12 +15,12 @@ from search import job, overhead
 from search import task as tasks
 from search.database import Database
 from search.end_to_end import Timings
+from search.evaluations import Found
 from search.job import Inputs, Kept, Measured, Settings, prunable_layers
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
 from search.pruning.build import recipe
 from search.sessions import Session
-from search.spdy import Found
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.shapes import Shape
@@ -93,13 +93,14 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
     }
     for layer, (pattern, sparsity) in wanted.items():
         set_weight_matrix(dense.get_submodule(layer), database.get(layer, pattern, sparsity).weight)
-    with torch.no_grad():
-        assert judge(choice) == pytest.approx(float(dense(*inputs.task.example()).square().mean()), rel=1e-5)
+    with torch.no_grad(), judge:
+        [loss] = judge.losses([choice], judge.batches)
+        assert loss == pytest.approx(float(dense(*inputs.task.example()).square().mean()), rel=1e-5)
     outputs = [database.error(layer, *option) for layer, option in wanted.items()]
     assert problem.layers[0].errors[2] == pytest.approx(sum(outputs[:2]))
 
     measured = Measured(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
-    kept = Kept(problem, Found(choice, 0.5, "draw", ()), 0.1, measured)
+    kept = Kept(problem, Found(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
     found = job._profile(inputs, "digest", SETTINGS, kept, (0.1, 0.0))
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])

@@ -143,6 +143,7 @@ def test_a_missed_verification_is_fed_back_and_stays_known(inputs: Inputs, machi
     inputs.feed_back(verification(inputs, machine, again, tmp_path / "again"), SETTINGS)
     third = job.search(inputs, SETTINGS)
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
+    assert third.loss <= again.loss
 
 
 def test_options_that_a_verification_had_need_not_be_there(
