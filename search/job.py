@@ -6,8 +6,8 @@ the layer's own, taken inside the network (`latbench layers`): there a layer's p
 1. The pruned model is timed whole at a few profiles, beside the dense engines (kept for the next search).
 2. Every option that may pay is pruned into the layer database (kept, too).
 3. The profile of least summed error that should fit is timed end to end, and the prediction corrected by that.
-4. The coefficient search finds the profile of least calibration loss whose predicted seconds fit. Where it looked at
-   part of the calibration data only, the best it found are judged by all of it.
+4. The search finds the profile of least calibration loss whose predicted seconds fit. Where it looked at part of the
+   calibration data only, the best it found are judged by all of it. What was judged is kept.
 5. That very profile is timed end to end against dense, beside those before it, which are thus timed again. If the
    promise does not hold there, or holds with much to spare, the prediction is corrected once more and the search
    goes again, a few rounds. Only a profile that was measured to keep the promise, with the room that `risk` asks for,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.additive import AdditiveLoss, levelled
+from search.additive import AdditiveLoss, Prior
 from search.evaluations import Choice, Evaluations
 from search.solve import Floats, solve
 
@@ -34,7 +34,7 @@ TRIES = 60
 def staged_search(
     evaluations: Evaluations,
     seconds: Sequence[Floats],
-    errors: Sequence[Floats],
+    priors: Sequence[Prior],
     budget: float,
     rng: np.random.Generator,
     *,
@@ -42,19 +42,19 @@ def staged_search(
 ) -> None:
     """Search profiles within `budget` seconds until no new one comes up; `evaluations` keeps what was found.
 
-    `seconds` and `errors` hold an array a layer. `starts` keep the budget, and are judged in full, as what the solver
-    says of the errors alone is: the result is no worse than any of them. The same `rng` state gives the same search.
-    Raises Enough when `evaluations` are used up before, and what `solve` raises.
+    `seconds` hold an array a layer; `priors` are what options may add to the loss, the measured errors first. What
+    the solver makes of each prior alone, and the `starts`, which keep the budget, are judged in full: the result is
+    no worse than any of them. The same `rng` state gives the same search. Raises Enough when `evaluations` are used
+    up before, and what `solve` raises.
     """
-    least = tuple(int(np.argmin(e)) for e in errors)
-    added = [e - e.min() for e in errors]
-    for prior in (errors, levelled(errors)):
+    least = tuple(int(np.argmin(e)) for e in priors[0])
+    for prior in priors:
         evaluations.losses([solve(seconds, prior, budget).choice], found_by="solve once")
     evaluations.losses(starts, found_by="uniform")
     few = max(1, evaluations.batches // STAGES[0])
     evaluations.losses([least], few)
     while evaluations.best.choice != least:
-        model = _learnt(evaluations, added, least, few)
+        model = _learnt(evaluations, priors, least, few)
         candidates: list[Choice] = []
         temperature = 0.0
         for _ in range(TRIES):
@@ -82,7 +82,7 @@ def _race(evaluations: Evaluations, candidates: Sequence[Choice]) -> None:
         pool = [choice for _, choice in sorted(zip(losses, pool, strict=True), key=lambda one: one[0])]
 
 
-def _learnt(evaluations: Evaluations, errors: Sequence[Floats], base: Choice, few: int) -> AdditiveLoss:
+def _learnt(evaluations: Evaluations, priors: Sequence[Prior], base: Choice, few: int) -> AdditiveLoss:
     """The model of what profiles add to the loss of `base`, by what was judged so far."""
     best = evaluations.best.choice
     (of_base,), (of_best,) = evaluations.losses([base], few), evaluations.losses([best], few)
@@ -95,4 +95,4 @@ def _learnt(evaluations: Evaluations, errors: Sequence[Floats], base: Choice, fe
     worst = max((one for one in added.values() if math.isfinite(one)), default=1.0)
     added = {choice: one if math.isfinite(one) else worst for choice, one in added.items()}
     nearest = sorted(added, key=added.__getitem__)[:LEARNT_FROM]
-    return AdditiveLoss(errors, nearest, [added[choice] for choice in nearest])
+    return AdditiveLoss(priors, nearest, [added[choice] for choice in nearest])

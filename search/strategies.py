@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from search.additive import layer_priors
 from search.end_to_end import Progress
 from search.evaluations import Enough, Evaluations, Found, Judging
 from search.problem import Problem, every_option
@@ -67,7 +68,9 @@ def find(
             spdy_search(account, problem.safe_seconds, quadratic_priors(problem), budget, rng)
         else:
             starts = problem.uniforms(target)[:STARTS]
-            staged_search(account, problem.safe_seconds, problem.errors, budget, rng, starts=starts)
+            sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
+            priors = layer_priors(problem.errors, sparsities)
+            staged_search(account, problem.safe_seconds, priors, budget, rng, starts=starts)
     found = account.found
     if account.batches == judge.batches:
         return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from search.additive import AdditiveLoss
+from search.additive import AdditiveLoss, layer_priors
 from search.evaluations import AT_ONCE, Enough, Evaluations, Found
 from search.solve import BadProblem, Infeasible, solve
 from search.spdy import spdy_search
@@ -18,6 +18,7 @@ Choice = tuple[int, ...]
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]
 ERRORS = [np.array([0.0, 0.1, 0.3, 1.0])] * LAYERS
+PRIORS = layer_priors(ERRORS, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
 BUDGET = 12.0
 PROFILES = [
     choice
@@ -51,7 +52,7 @@ class Judge:
 def search(judge: Judge, seed: int = 0, allowed: int = 60, **options: Sequence[Choice]) -> Found:
     evaluations = Evaluations(judge, allowed)
     with contextlib.suppress(Enough):
-        staged_search(evaluations, SECONDS, ERRORS, BUDGET, np.random.default_rng(seed), **options)
+        staged_search(evaluations, SECONDS, PRIORS, BUDGET, np.random.default_rng(seed), **options)
     return evaluations.found
 
 
@@ -137,13 +138,14 @@ def test_small_problems_end_by_themselves(
     seconds: list[np.ndarray], errors: list[np.ndarray], expected: Choice, rng: np.random.Generator
 ) -> None:
     evaluations = Evaluations(Judge(lambda choice: 1.0), 1000)
-    staged_search(evaluations, seconds, errors, 3.0 if len(seconds) > 1 else 1.5, rng)
+    priors = layer_priors(errors, errors)
+    staged_search(evaluations, seconds, priors, 3.0 if len(seconds) > 1 else 1.5, rng)
     assert evaluations.found.choice == expected
 
 
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
     with pytest.raises(Infeasible):
-        staged_search(Evaluations(Judge(), 5), SECONDS, ERRORS, 0.1, rng)
+        staged_search(Evaluations(Judge(), 5), SECONDS, PRIORS, 0.1, rng)
 
 
 # What is learnt ----------------------------------------------------------------------------------------------------
@@ -152,7 +154,7 @@ def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
 def test_a_sum_over_layers_is_learnt_from_about_as_many_profiles_as_layers(rng: np.random.Generator) -> None:
     truth = [e * factor for e, factor in zip(ERRORS, rng.uniform(0.2, 3, LAYERS), strict=True)]
     choices = [tuple(rng.integers(0, OPTIONS, LAYERS).tolist()) for _ in range(3 * LAYERS)]
-    model = AdditiveLoss(ERRORS, choices, [sum(e[j] for e, j in zip(truth, c, strict=True)) for c in choices])
+    model = AdditiveLoss([ERRORS], choices, [sum(e[j] for e, j in zip(truth, c, strict=True)) for c in choices])
     learnt = model.draw(rng, 0.0)
     far = np.abs(np.concatenate(ERRORS) - np.concatenate(truth)).max()
     assert np.abs(np.concatenate(learnt) - np.concatenate(truth)).max() < 0.35 * far
@@ -163,12 +165,36 @@ def test_draws_scatter_about_the_likeliest_and_the_less_the_more_is_known(rng: n
     added = [sum(e[j] for e, j in zip(ERRORS, c, strict=True)) for c in choices]
 
     def spread(count: int) -> float:
-        model = AdditiveLoss(ERRORS, choices[:count], added[:count])
+        model = AdditiveLoss([ERRORS], choices[:count], added[:count])
         draws = np.array([np.concatenate(model.draw(rng)) for _ in range(100)])
         assert (draws >= 0).all()
         return float(draws.std(axis=0).sum())
 
     assert spread(40) < 0.7 * spread(2)
+
+
+def test_priors_are_of_one_size_and_nothing_adds_nothing() -> None:
+    errors = [np.array([0.1, 0.3, 0.5]), np.array([0.0, 0.002]), np.array([0.7])]
+    as_measured, levelled, squared = layer_priors(
+        errors, [np.array([0.0, 0.5, 0.9]), np.array([0.5, 0.9]), np.zeros(1)]
+    )
+    level = (0.4 + 0.002 + 0.0) / 3
+    assert [e.tolist() for e in as_measured] == [pytest.approx(e) for e in ([0, 0.2, 0.4], [0, 0.002], [0])]
+    assert [e.tolist() for e in levelled] == [pytest.approx(e) for e in ([0, level / 2, level], [0, level], [0])]
+    assert [e.tolist() for e in squared] == [
+        pytest.approx(e) for e in ([0, level * 0.25 / 0.81, level], [0, level], [0])
+    ]
+
+
+def test_what_measured_errors_hide_is_found() -> None:
+    # The first layer's errors are tiny, and yet it matters most.
+    errors = [ERRORS[0] / 1000, *ERRORS[1:]]
+    evaluations = Evaluations(Judge(), 60)
+    priors = layer_priors(errors, [np.array([0.0, 0.5, 0.75, 0.9])] * LAYERS)
+    with contextlib.suppress(Enough):
+        staged_search(evaluations, SECONDS, priors, BUDGET, np.random.default_rng(0))
+    assert sensitive(solve(SECONDS, errors, BUDGET).choice) > 3 * min(map(sensitive, PROFILES))
+    assert evaluations.found.loss < 1.05 * min(map(sensitive, PROFILES))
 
 
 # The account -------------------------------------------------------------------------------------------------------
