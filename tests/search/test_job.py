@@ -11,8 +11,9 @@ from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
 from search.end_to_end import Timings
-from search.job import Measured, Settings, keep_promise, measured, prunable_layers
+from search.job import Settings, prunable_layers
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
+from search.promise import Measured, keep_promise, measured
 from search.sessions import Session
 from search.solve import Infeasible
 from search.strategies import STRATEGIES

@@ -16,9 +16,10 @@ from search import task as tasks
 from search.database import Database
 from search.end_to_end import Timings
 from search.evaluations import Found
-from search.job import Inputs, Kept, Measured, Settings, prunable_layers
+from search.job import Inputs, Settings, prunable_layers
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
+from search.promise import Kept, Measured
 from search.pruning.build import recipe
 from search.sessions import Session
 from search.task import Task

@@ -17,7 +17,7 @@ from latbench.backends import deepsparse, deepsparse_environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData
-from search import engines, job, overhead
+from search import engines, job, overhead, promise
 from search import task as tasks
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Timings
@@ -133,7 +133,7 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     timings = job.time_profiles(inputs, settings, profiles, {}, lambda *_: None)
     assert asked["pruned"].function == "search.engines:database_pruned"
     assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
-    found = job.measured([Session(profiles, timings)], "pruned", 0.9)
+    found = promise.measured([Session(profiles, timings)], "pruned", 0.9)
     fastest = "deepsparse" if backend == "deepsparse" else "torch"
     assert found.dense_engine == fastest
     assert found.speedup.value == pytest.approx(2.0 if backend == "deepsparse" else 3.0)
