@@ -134,24 +134,40 @@ class Boosted(RegressorMixin, BaseEstimator):
         used = (self.fold_ != without_fold) & ~np.isnan(self.held_out_errors_)
         return quantile(np.abs(self.held_out_errors_[used]), coverage, groups=self.shapes_[used])
 
-    def _check(self, X: pd.DataFrame) -> None:
-        """Raises Unanchored, naming the row, for what was not seen, ValueError for a column that X lacks."""
+    def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
+        """Whether each row of X, (rows,), is like those measured: predicted without extrapolating."""
+        check_is_fitted(self)
+        known = self._known(X)
+        rows = zip(with_structure(X).to_dict("records"), sparsities(X), strict=True)
+        sized = X[list(SIZES)].notna().all(axis=1).to_numpy()
+        seen = [self._unseen(row, float(sparsity), known, extrapolate=False) is None for row, sparsity in rows]
+        return np.asarray(sized & np.array(seen, bool))
+
+    def _known(self, X: pd.DataFrame) -> dict[str, set[str]]:
+        """The values seen of each column that has categories. Raises ValueError for a column that X lacks."""
         known = {name: {value} for name, value in self.mode_.items()} | self.encoder_.levels
         needed = {*known, *self.encoder_.numbers, *SIZES, "pattern"} - {"format", "unit_rows", "unit_columns"}
         if missing := needed - set(X.columns):
             raise ValueError(f"X has no column {', '.join(sorted(missing))}")
+        return known
+
+    def _check(self, X: pd.DataFrame) -> None:
+        """Raises Unanchored, naming the row, for what was not seen, ValueError for a column that X lacks."""
+        known = self._known(X)
         _check_shapes(X)
         for row, sparsity in zip(with_structure(X).to_dict("records"), sparsities(X), strict=True):
-            problem = self._unseen(row, float(sparsity), known)
+            problem = self._unseen(row, float(sparsity), known, self.allow_extrapolation)
             if problem:
                 raise Unanchored(f"cannot predict {describe(row)}: {problem}")
 
-    def _unseen(self, row: dict[Hashable, Any], sparsity: float, known: dict[str, set[str]]) -> str | None:
+    def _unseen(
+        self, row: dict[Hashable, Any], sparsity: float, known: dict[str, set[str]], extrapolate: bool
+    ) -> str | None:
         """Why the row is unlike what was measured, or None."""
         for name, values in known.items():
             if values and row[name] not in values:
                 return f"{name} {row[name]} was not measured, only {', '.join(sorted(values))}"
-        if self.allow_extrapolation:
+        if extrapolate:
             return None
         for name, (low, high) in self.ranges_.items():
             value = float(row[name])

@@ -144,8 +144,22 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         scale = self.curve_scales_.get(curve.key, max(self.curve_scales_.values(), default=np.nan))
         return np.where(np.isnan(noise), quantile(self.scores_, coverage) * scale, noise)
 
+    def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
+        """Whether each row of X, (rows,), lies on one measured curve, between measured sparsities."""
+        covered = np.zeros(len(X), bool)
+        for _, curves, rows, sparsity in self._matching(X):
+            if len(curves) == 1:
+                covered[rows] = (sparsity >= curves[0].sparsity[0]) & (sparsity <= curves[0].sparsity[-1])
+        return covered
+
     def _by_curve(self, X: pd.DataFrame) -> list[tuple[_Curve, npt.NDArray[np.int64], Array]]:
         """The rows of X gathered by the curve that anchors them: curve, row numbers, sparsities."""
+        return [(self._one(key, curves), rows, sparsity) for key, curves, rows, sparsity in self._matching(X)]
+
+    def _matching(
+        self, X: pd.DataFrame
+    ) -> list[tuple[dict[str, Hashable], list[_Curve], npt.NDArray[np.int64], Array]]:
+        """The rows of X gathered by key: that key, the curves that match it, row numbers, sparsities."""
         check_is_fitted(self)
         asked = [name for name in self.columns_ if name in X.columns]
         places = [self.columns_.index(name) for name in asked]
@@ -158,9 +172,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         sparsity = sparsities(X)
         gathered = []
         for key, numbers in rows.items():
-            curve = self._one(dict(zip(asked, key, strict=True)), matching.get(key, []))
             index = np.array(numbers)
-            gathered.append((curve, index, sparsity[index]))
+            gathered.append((dict(zip(asked, key, strict=True)), matching.get(key, []), index, sparsity[index]))
         return gathered
 
     def _one(self, asked: dict[str, Hashable], found: list[_Curve]) -> _Curve:

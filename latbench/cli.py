@@ -22,7 +22,7 @@ _Misused: type[Exception] = typer.BadParameter.__mro__[1]
 # In the order a user meets them: the job's verbs, then what helps with tables and machines.
 VERBS = [
     "trace", "plan", "sweep", "fit", "predict", "search", "prune", "verify", "report",
-    "compare", "validate", "merge", "import_", "layers", "doctor", "setup",
+    "solve", "compare", "validate", "merge", "import_", "layers", "doctor", "setup",
 ]  # fmt: skip
 
 

@@ -227,6 +227,13 @@ def parse_sparsities(texts: Sequence[str]) -> list[float]:
     return values
 
 
+def wanted_sparsities(texts: Sequence[str] | None) -> tuple[float, ...] | None:
+    """Sparsities as `parse_sparsities` reads them, or for `fine` all that an adaptive sweep may choose from."""
+    if not texts:
+        return None
+    return FINE_SPARSITIES if list(texts) == ["fine"] else tuple(parse_sparsities(texts))
+
+
 def blocks(wanted: Iterable[Point], seed: int, least: int = 1) -> list[list[Point]]:
     """Points by layer shape, shapes in a random order: neighbours in time share nothing but the machine's mood.
 

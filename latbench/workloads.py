@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from latbench import strict_yaml
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.files import write_text_atomically
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -213,27 +214,9 @@ _OPS: dict[str, tuple[Callable[..., Shape], set[str], set[str]]] = {
 }
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a key given twice is an error; PyYAML would keep the last one in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def _read(path: Path) -> Workload:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise BadData(f"{path}{line}: no YAML that can be read: {error.problem}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise BadData(f"{path}: no YAML that can be read: {error}") from error
-    try:
-        return _workload(document)
+        return _workload(strict_yaml.read(path))
     except _Malformed as error:
         raise BadData(f"{path}: {error}") from error
 

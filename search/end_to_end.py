@@ -8,9 +8,8 @@ own time alone, and the pruned model never by what was predicted for it. Rounds 
 share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a
 speedup's from resampling the same rounds of both engines.
 
-The same model built twice differs by some per cent as long as its process lives: its memory lies elsewhere (Kalibera
-and Jones 2013, "Rigorous benchmarking in reasonable time"). So each engine is built anew a few times. That is too few
-for an interval; who makes a promise leaves room for it (`unseen`).
+The same model built twice differs by some per cent as long as its process lives, so each engine is built anew a few
+times. That is too few for an interval; what it means for a promise is `risk`'s matter.
 """
 
 from __future__ import annotations
@@ -45,13 +44,10 @@ ROUNDS = 18
 ROUND_SECONDS = 0.12
 MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use: a minute
 SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
-FEWEST_QUIET = 5
+FEWEST_QUIET = 3  # rounds of a building
 PREPARE_SECONDS = 600.0
 SAMPLE_SECONDS = 300.0
 RESAMPLES = 1000
-
-# Speedups of the same model built anew: one and a third standard deviations, which nine of ten do not pass downwards.
-BETWEEN_PROCESSES = 0.03
 
 
 def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
@@ -77,10 +73,14 @@ class Engine:
 
 @dataclass(frozen=True)
 class Timings:
-    """Samples of every engine by round, equally many rounds each, and why engines were left out."""
+    """Samples of every engine by round, equally many rounds each, and why engines were left out.
+
+    `built` says for each round which building of the engines it timed; empty if they were built once.
+    """
 
     blocks: Mapping[str, Blocks]
     left_out: Mapping[str, str]
+    built: Sequence[int] = ()
 
     def seconds(self, engine: str, coverage: float) -> Interval:
         """The median call, and the interval that holds it with probability `coverage`."""
@@ -88,10 +88,20 @@ class Timings:
         return _interval(_median(self.blocks[engine]), medians, coverage)
 
     def speedup(self, engine: str, over: str, coverage: float) -> Interval:
-        """Median of `over` by median of `engine`, resampled in pairs."""
-        medians = _resampled_medians(self.blocks[over]), _resampled_medians(self.blocks[engine])
-        value = _median(self.blocks[over]) / _median(self.blocks[engine])
-        return _interval(value, medians[0] / medians[1], coverage)
+        """The geometric mean of `speedups`; for its interval the rounds of each building are resampled in pairs."""
+        value = math.exp(float(np.log(self.speedups(engine, over)).mean()))
+        resampled = [np.log(_resampled_medians(b) / _resampled_medians(a)) for a, b in self._buildings(engine, over)]
+        return _interval(value, np.exp(np.mean(resampled, axis=0)), coverage)
+
+    def speedups(self, engine: str, over: str) -> list[float]:
+        """Median of `over` by median of `engine` in each building."""
+        return [_median(b) / _median(a) for a, b in self._buildings(engine, over)]
+
+    def _buildings(self, *engines: str) -> list[list[Blocks]]:
+        """The rounds of these engines, building by building."""
+        built = np.asarray(self.built or [0] * len(self.blocks[engines[0]]))
+        rounds = [np.flatnonzero(built == number).tolist() for number in np.unique(built)]
+        return [[[self.blocks[engine][i] for i in own] for engine in engines] for own in rounds]
 
     def fastest(self, engines: Sequence[str]) -> str:
         """The engine with the least median among those that ran."""
@@ -118,7 +128,8 @@ def time_engines(
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
     taken: list[Round] = []
-    quiet: list[Round] = []
+    built: list[int] = []
+    wanted = math.ceil(rounds / processes)
     for number in range(1, processes + 1):
         names = dict.fromkeys(engine.worker for engine in engines.values())
         with ExitStack() as stack:
@@ -132,8 +143,12 @@ def time_engines(
                     raise LatbenchError(f"{name} cannot run this model: {error}") from error
                 left_out[name] = " ".join(str(error).split())
             engines = {name: engines[name] for name in prepared}
-            while len(quiet) < number * rounds / processes and len(taken) < MOST_TRIES * number * rounds / processes:
-                progress("timing whole models in turns", len(quiet), rounds)
+            first = len(taken)
+            while len(taken) - first < MOST_TRIES * wanted:
+                quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
+                if quiet >= wanted:
+                    break
+                progress("timing whole models in turns", (number - 1) * wanted + quiet, processes * wanted)
                 turn = list(prepared)
                 order.shuffle(turn)
                 drawn = {
@@ -141,12 +156,25 @@ def time_engines(
                     for name in turn
                 }
                 taken.append({name: drawn[name] for name in prepared})
-                quiet = quiet_rounds(taken, known)
-    # Where it never was as quiet as it was known to be, the quietest there was has to do.
-    choices = (quiet, quiet_rounds(taken, {}), taken)
-    counted = next(it for it in choices if len(it) >= min(FEWEST_QUIET, len(taken)))
-    blocks = {name: [bursts[name].samples for bursts in counted] for name in engines}
-    return Timings(blocks, left_out)
+                built.append(number)
+    counted = [i for number in range(1, processes + 1) for i in counted_rounds(taken, built, number, known)]
+    blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
+    return Timings(blocks, left_out, [built[i] for i in counted])
+
+
+def counted_rounds(
+    taken: Sequence[Round], built: Sequence[int], number: int, known: Mapping[str, float]
+) -> list[int]:
+    """Which rounds of building `number` count: the quiet ones.
+
+    Where it never was as quiet as it was known to be, the quietest there was has to do: no building goes uncounted.
+    """
+    own = [i for i, it in enumerate(built) if it == number]
+    for slow in (slowness(taken, known), slowness(taken, {})):
+        quiet = [i for i in own if slow[i] <= SLOW]
+        if len(quiet) >= min(FEWEST_QUIET, len(own)):
+            return quiet
+    return sorted(sorted(own, key=lambda i: float(slow[i]))[:FEWEST_QUIET])
 
 
 def _prepare(
@@ -169,35 +197,21 @@ def _prepare(
     return {name: prepared[name] for name in engines if name in prepared}, failed
 
 
-def quiet_rounds(taken: Sequence[Round], known: Mapping[str, float]) -> list[Round]:
-    """The rounds in which nothing else ran, as far as the samples tell.
+def slowness(taken: Sequence[Round], known: Mapping[str, float]) -> np.ndarray:
+    """How much slower than in the fastest rounds the engines together were in each, as a logarithm.
 
-    Not preempted, not slow all together, and engines with `known` seconds not slow against those.
+    Or than engines with `known` seconds are known to be, if that is more; infinite where others took the cores.
     """
     if not taken:
-        return []
+        return np.zeros(0)
     names = list(taken[0])
     medians = np.array([[np.median(bursts[name].samples) for name in names] for bursts in taken])
-    slowness = np.log(medians / medians.min(axis=0)).mean(axis=1)
+    slow = np.log(medians / medians.min(axis=0)).mean(axis=1)
     if before := [(names.index(name), seconds) for name, seconds in known.items() if name in names]:
         columns, seconds = zip(*before, strict=True)
-        slowness = np.maximum(slowness, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
-    return [
-        bursts
-        for bursts, slow in zip(taken, slowness, strict=True)
-        if slow <= SLOW and not any(burst.preempted for burst in bursts.values())
-    ]
-
-
-def unseen(processes: int) -> float:
-    """How much lower than in `processes` processes a speedup may be when it is verified, as a share of it."""
-    return BETWEEN_PROCESSES * math.sqrt(1 / processes + 1 / PROCESSES)
-
-
-def pooled(sessions: Sequence[Timings], engines: Sequence[str]) -> Timings:
-    """The rounds of all sessions in which all of `engines` were timed, as if they were one session's."""
-    together = [session.blocks for session in sessions if set(engines) <= set(session.blocks)]
-    return Timings({name: [block for blocks in together for block in blocks[name]] for name in engines}, {})
+        slow = np.maximum(slow, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
+    slow[[any(burst.preempted for burst in bursts.values()) for bursts in taken]] = np.inf
+    return slow
 
 
 def _median(blocks: Blocks) -> float:

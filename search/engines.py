@@ -2,8 +2,9 @@
 
 A builder gets the task's reference and the number of threads, and returns a callable that runs the model once on the
 task's example inputs. Dense engines are what a pruned model must beat: torch as it is, torch with every Linear and
-Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, OpenVINO where it is installed, and DeepSparse
-where the pruned model runs there. Imports torch: only for worker processes and functions that need it anyway.
+Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, OpenVINO where it is installed, latbench's own
+kernels with nothing pruned, and DeepSparse where the pruned model runs there. Imports torch: only for worker
+processes and functions that need it anyway.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from latbench import workloads
 from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
 from search.database import Database
 from search.onnx_export import export
@@ -44,6 +46,7 @@ DENSE_ENGINES = {
     "torch-mkldnn": "search.engines:dense_mkldnn",
     "onnxruntime": "search.engines:dense_onnxruntime",
     "openvino": "search.engines:dense_openvino",
+    "numba": "search.engines:dense_numba",
     "deepsparse": "search.engines:dense_deepsparse",
 }
 BACKENDS = ("numba", "deepsparse")
@@ -120,6 +123,15 @@ def dense_openvino(reference: str, threads: int) -> Run:
     with torch.inference_mode():
         check_outputs(run(), tensors(model(*inputs)), "OpenVINO")
     return run
+
+
+def dense_numba(reference: str, threads: int) -> Run:
+    """The model converted as a pruned one is, with every layer dense."""
+    task = load(reference)
+    model, inputs = task.model(), task.example()
+    traced, _ = workloads.trace(model, inputs)
+    converted = convert(model, {layer.name: Choice(Dense()) for layer in traced.layers}, inputs)
+    return _inference(converted, inputs, threads)
 
 
 @dataclass(frozen=True)

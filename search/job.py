@@ -5,59 +5,49 @@ the layer's own, taken inside the network (`latbench layers`): there a layer's p
 
 1. The pruned model is timed whole at a few profiles, beside the dense engines (kept for the next search).
 2. Every option that may pay is pruned into the layer database (kept, too).
-3. The profile of least summed error that should fit is timed end to end, and the prediction corrected by that.
-4. The coefficient search finds the profile of least calibration loss whose predicted seconds fit. Where it looked at
-   part of the calibration data only, the best it found are judged by all of it.
-5. That very profile is timed end to end against dense, beside those before it, which are thus timed again. If the
-   promise does not hold there, or holds with much to spare, the prediction is corrected once more and the search
-   goes again, a few rounds. Only a profile that was measured to keep the promise is returned: the guarantee is
-   measured, or it is not given.
+3. Profiles are searched, timed end to end against the dense engines, and searched again, until one was measured to
+   keep the promise (`search.promise`): the guarantee is measured, or it is not given. What was judged is kept.
+
+What was timed is kept beside the database: the same search again, or one that was interrupted, takes it from there.
+So is what verifications found that were fed back (`feed_back`): all later searches under the same conditions know it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import cost_models
 from latbench import devices, tables, workloads
-from latbench.errors import PromiseMissed, UsageError
+from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
-from search import overhead
+from search import chance, layer_errors, overhead, risk, sessions
 from search.database import Database, model_hash
-from search.end_to_end import PROCESSES, Engine, Progress, Timings, cpu_lock, pooled, time_engines, unseen
-from search.engines import DENSE_ENGINES
-from search.judge import Judge
-from search.problem import (
-    DENSE,
-    Choice,
-    Interval,
-    Layer,
-    Option,
-    Problem,
-    in_network,
-    measured_layers,
-    predicted_layers,
-    swept_rows,
-)
+from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
+from search.judges import Judges
+from search.options import in_network, measured_layers, predicted_layers, swept_rows
+from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
+from search.promise import Kept, Measured, corrected, keep_promise, measured
 from search.pruning.build import build_database, recipe
-from search.solve import Infeasible, sum_in_order
-from search.spdy import Evaluation, Found
-from search.strategies import FOUND_BY, find
+from search.sessions import Chosen, Session
+from search.solve import sum_in_order
 from search.task import Task
+from search.trials import Trials, key_of
+from search.verify import SESSION
 from sparse_kernels.shapes import Shape
 
-# A profile that is faster than it has to be by more than this gave away accuracy for nothing.
-TO_SPARE = 0.03
-ROUNDS = 3
+VERIFIED = 2
+"""So many profiles that were verified and fed back are timed beside what a search finds."""
 
 # A dense engine that took so many times as long as the fastest is no rival while profiles are compared.
 HOPELESS = 1.3
@@ -68,7 +58,11 @@ class Settings:
     """What a user may choose.
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
-    them are judged by all. `risk` is the coverage of the intervals whose unfavourable ends keep the promise.
+    them are judged by all. `risk` is how likely the promise shall be met when it is verified.
+    `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
+    of their outputs, of their weights, or in a file (`search.layer_errors`).
+    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles, which changes nothing
+    in what is found.
     """
 
     target: float
@@ -78,8 +72,12 @@ class Settings:
     evaluations: int = 200
     batches: int | None = None
     risk: float = 0.9
-    strategy: str = "spdy"
+    strategy: str = "staged"
     backend: str = "numba"
+    sparsities: tuple[float, ...] | None = None
+    errors: str = "output"
+    time_budget: float | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,20 +96,61 @@ class Inputs:
     table_hash: str
     recipe: str
 
+    def conditions(self, settings: Settings) -> dict[str, Any]:
+        """What whole-model times depend on, whatever the layers become."""
+        return overhead.conditions(self.task, self.model_hash, settings.threads, settings.backend)
+
     def key(self, settings: Settings) -> dict[str, Any]:
-        """What the whole-model times depend on."""
+        """What the choice of profiles that are timed first depends on, too."""
         return {
-            "model_hash": self.model_hash, "table_hash": self.table_hash,
+            **self.conditions(settings), "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
-            "device": devices.cpu_device(), "inputs": [list(x.shape) for x in self.task.example()],
-            "threads": settings.threads, "backend": settings.backend, "risk": settings.risk,
-            "patterns": list(settings.patterns) if settings.patterns else None, "excluded": list(self.task.excluded),
+            "patterns": list(settings.patterns) if settings.patterns else None,
+            "excluded": [*self.task.excluded, *self.task.limits.excluded],
+            "sparsities": list(settings.sparsities) if settings.sparsities else None,
         }  # fmt: skip
 
     def digest(self, settings: Settings) -> str:
-        """What the profile depends on."""
-        parts = [self.key(settings), asdict(settings), self.recipe]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        """What the profile depends on: also what was timed before it is searched."""
+        timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
+        errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
+        asked = {**asdict(settings), "processes": 0}  # which change nothing
+        parts = [self.key(settings), asked, self.recipe, asdict(self.task.limits), errors]
+        return _hash([*parts, [sessions.digest(one) for one in timed]])
+
+    def probes(self, settings: Settings) -> Path:
+        """Where the timings of whole models are kept that a search begins with."""
+        return self.database / f"whole_model-{_hash(self.key(settings))}.json"
+
+    def verified(self, settings: Settings) -> list[Session]:
+        """The verifications under the same conditions that were fed back."""
+        return sessions.read(self._verified(settings), self.conditions(settings))
+
+    def feed_back(self, folder: Path, settings: Settings) -> None:
+        """Keep what the verification in `folder` timed, for all searches under the same conditions.
+
+        Raises BadData for a folder that has none, or one of other conditions.
+        """
+        found = sessions.load(folder / SESSION)
+        if found is None:
+            raise BadData(f"{folder} holds no {SESSION}, which `latbench verify` writes there")
+        key, [session] = found
+        wanted = json.loads(json.dumps(self.conditions(settings)))
+        if other := [name for name in wanted if key.get(name) != wanted[name]]:
+            raise BadData(
+                f"the verification in {folder} does not go with this search: its {other[0]} is "
+                f"{key.get(other[0])}, not {wanted[other[0]]}"
+            )
+        known = self.verified(settings)
+        if sessions.digest(session) not in map(sessions.digest, known):
+            sessions.write([*known, session], wanted, self._verified(settings))
+
+    def _verified(self, settings: Settings) -> Path:
+        return self.database / f"verified-{_hash(self.conditions(settings))}.json"
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
@@ -131,16 +170,67 @@ def search(
 
     Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
     """
-    problem, judge, whole = prepare(inputs, settings, remeasure=remeasure, progress=progress)
-    sessions: list[Timings] = []
-    known = {engine: seconds.value for engine, seconds in whole.dense.items()}
+    ready = prepare(inputs, settings, remeasure=remeasure, progress=progress)
+    problem, judge = ready.problem, ready.judge
+    known = {engine: seconds.value for engine, seconds in ready.whole.dense.items()}
+    digest, verified = inputs.digest(settings), inputs.verified(settings)
+    path, key = inputs.database / f"sessions-{digest}.json", inputs.key(settings)
+    kept_before = sessions.read(path, key)
+    taken: list[Session] = []
 
     def measure(choices: Sequence[Choice]) -> list[Measured]:
-        sessions.append(time_profiles(inputs, settings, problem.layers, choices, known, progress))
-        return [measured(sessions, choice, settings.risk) for choice in choices]
+        chosen = [overhead.by_name(problem.layers, choice) for choice in choices]
+        wanted = {sessions.profile_name(one): one for one in chosen}
+        if len(taken) < len(kept_before) and set(kept_before[len(taken)].profiles) == set(wanted):
+            taken.append(kept_before[len(taken)])
+        else:
+            timings = time_profiles(inputs, settings, wanted, known, progress)
+            taken.append(Session(wanted, timings))
+            sessions.write(taken, key, path)
+        return [measured([*verified, *taken], name, settings.risk) for name in wanted]
 
-    kept = keep_promise(problem, judge, measure, settings, progress, quick=judge.quick)
-    return _profile(inputs, settings, kept)
+    try:
+        with judge:
+            kept = keep_promise(problem, judge, measure, settings, progress, before=_choices(problem, verified))
+    except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
+        path.unlink(missing_ok=True)
+        raise
+    return _profile(inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
+
+
+def _choices(problem: Problem, verified: Sequence[Session]) -> list[Choice]:
+    """The profiles that were verified last, as far as the problem has their options."""
+    found = []
+    for session in verified[-VERIFIED:]:
+        for chosen in session.profiles.values():
+            with contextlib.suppress(UsageError):
+                found.append(problem.selection({name: Option(*it) for name, it in chosen.items()}).choice)
+    return found
+
+
+def additivity(layers: Sequence[Layer], timed: Sequence[Session]) -> tuple[float, float]:
+    """`overhead.additivity` over all profiles that were timed whole; `layers` are as predicted, each on its own."""
+    whole: dict[str, list[float]] = {}
+    alone: dict[str, float] = {}
+    for session in timed:
+        for name, chosen in session.profiles.items():
+            alone[name] = overhead.seconds_of(layers, overhead.choice_of(layers, chosen))
+            whole.setdefault(name, []).append(session.timings.seconds(name, 0.5).value)
+    return overhead.additivity(list(alone.values()), [float(np.median(whole[name])) for name in alone])
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What a search begins with: the problem with its errors, and who judges profiles.
+
+    Also `layers` as predicted, each on its own, the session in which whole models were timed, and its line.
+    """
+
+    problem: Problem
+    judge: Judges
+    layers: tuple[Layer, ...]
+    probes: Session
+    whole: overhead.WholeModel
 
 
 def prepare(
@@ -149,33 +239,57 @@ def prepare(
     *,
     remeasure: bool = False,
     progress: Progress = lambda what, done, total: None,
-) -> tuple[Problem, Judge, overhead.WholeModel]:
-    """What a search begins with: the problem with its errors, who judges profiles, and what whole models take.
-
-    Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does.
-    """
+) -> Ready:
+    """Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does."""
     task = inputs.task
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
         task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
+    given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
+    task.limits.narrow(layers)  # what they contradict is said before anything is timed
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
-    whole = _whole_model(inputs, settings, layers, remeasure, progress)
-    problem = whole.problem(layers)
+    probes = _whole_model(inputs, settings, layers, remeasure, progress)
+    whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
+    problem = _as_verified(whole.problem(layers), inputs.verified(settings), settings.risk)
+    problem = replace(problem, layers=task.limits.narrow(problem.layers))
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
-        layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in problem.layers
+        part.name: [(option.pattern, option.sparsity) for option in part.options]
+        for layer in problem.layers
+        for part in layer.parts
     }
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
     )  # fmt: skip
-    problem = problem.with_errors(_errors(problem, database))
-    return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole
+    if settings.errors == "output":
+        given = layer_errors.output_errors(problem, database)
+    elif settings.errors == "weight":
+        given = layer_errors.weight_errors(problem, database, inputs.model)
+    problem = problem.with_errors(given or {})
+    if not inputs.verified(settings):  # which moved all layers together
+        problem = chance.apart(problem, settings.target)
+    names = [part.name for layer in problem.layers for part in layer.parts]
+    trials = Trials(names, inputs.database / "trials.jsonl", key_of(task, inputs.model_hash, inputs.recipe))
+    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=settings.processes)
+    return Ready(problem, judge, layers, probes, whole)
+
+
+def _as_verified(problem: Problem, verified: Sequence[Session], probability: float) -> Problem:
+    """The problem corrected by the last verification of a profile that its layers can have."""
+    for session in reversed(verified):
+        [(name, chosen)] = session.profiles.items()
+        try:
+            choice = overhead.choice_of(problem.layers, chosen)
+        except BadData:  # what it says of other profiles counts all the same, when they are measured
+            continue
+        return corrected(problem, choice, measured(verified, name, probability))
+    return problem
 
 
 def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
@@ -183,140 +297,31 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
     if inputs.cost_model is None:
         return measured_layers(
             in_network(inputs.table, threads=settings.threads), inputs.task.name, shapes,
-            threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=settings.risk,
+            threads=settings.threads, batch=len(inputs.task.example()[0]), coverage=risk.coverage(settings.risk),
         )  # fmt: skip
     rows = swept_rows(inputs.table, set(shapes.values()), threads=settings.threads, backend=settings.backend)
     return predicted_layers(
         cost_models.load(inputs.cost_model, inputs.table), rows, shapes,
-        threads=settings.threads, backend=settings.backend, patterns=settings.patterns, coverage=settings.risk,
+        threads=settings.threads, backend=settings.backend, patterns=settings.patterns,
+        sparsities=settings.sparsities, coverage=risk.coverage(settings.risk),
     )  # fmt: skip
 
 
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
-    """The layers to choose for, by name: what can be pruned, but for the task's `excluded`. Raises UsageError."""
+    """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
     traced, skipped = workloads.trace(model, task.example())
     known = {layer.name for layer in traced.layers} | {name for name, _ in skipped}
     if unknown := [name for name in task.excluded if name not in known]:
         raise UsageError(f"task {task.name} excludes {', '.join(unknown)}, which its model does not have")
     shapes = {layer.name: layer.shape for layer in traced.layers if layer.name not in task.excluded}
+    shapes = {name: shapes[name] for name in task.limits.without(list(shapes))}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A profile timed end to end: its speedup over `dense_engine`, whose seconds are of the same rounds."""
-
-    speedup: Interval
-    dense: Interval
-    dense_engine: str
-
-    @property
-    def seconds(self) -> Interval:
-        """The pruned model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
-        dense = self.dense.value
-        return Interval(dense / self.speedup.value, dense / self.speedup.high, dense / self.speedup.low)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A profile that a search found, and the least error that its budget allowed."""
-
-    found: Found
-    bound: float
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A profile that was measured to keep the promise, and the problem that predicts just that for it."""
-
-    problem: Problem
-    found: Found
-    bound: float
-    measured: Measured
-
-
-def keep_promise(
-    problem: Problem,
-    judge: Callable[[Choice], float],
-    measure: Callable[[Sequence[Choice]], list[Measured]],
-    settings: Settings,
-    progress: Progress,
-    *,
-    quick: Callable[[Choice], float] | None = None,
-) -> Kept:
-    """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
-
-    The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
-    `judge` is the loss of a profile, `quick` a cheaper stand-in for it while many are tried; `measure` times profiles
-    side by side and answers with all that it knows of each by then. Raises Infeasible or PromiseMissed if none held
-    after a few rounds.
-    """
-    tried: dict[Choice, Tried] = {}
-    times: dict[Choice, Measured] = {}
-    if not _fits(problem, settings.target):
-        # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
-        problem = problem.certain()
-    for number in range(1 + ROUNDS):
-        try:
-            solution = problem.solve(settings.target)
-            if number == 0 and settings.strategy == "spdy":
-                loss = judge(solution.choice)
-                found = Found(solution.choice, loss, "equal", (Evaluation(solution.choice, loss, "equal"),))
-            else:
-                found = find(
-                    settings.strategy, problem, settings.target, judge, quick or judge,
-                    seed=settings.seed, evaluations=settings.evaluations, progress=_round(progress, number),
-                )  # fmt: skip
-        except Infeasible:
-            if not any(one.speedup.low >= settings.target for one in times.values()):
-                raise
-            break
-        if found.choice in tried:
-            break
-        tried[found.choice] = Tried(found, solution.bound)  # the bound of the budget that this round had
-        times = dict(zip(tried, measure(list(tried)), strict=True))
-        latest = times[found.choice]
-        if number > 0 and settings.target <= latest.speedup.low <= settings.target * (1 + TO_SPARE):
-            break
-        problem = _corrected(problem, found.choice, latest)
-    held = [choice for choice, one in times.items() if one.speedup.low >= settings.target]
-    if not held:
-        fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
-        raise PromiseMissed(
-            f"{settings.target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
-            f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
-            "search again with --remeasure when the machine is quiet"
-        )
-    best = min(held, key=lambda choice: tried[choice].found.loss)
-    return Kept(_corrected(problem, best, times[best]), tried[best].found, tried[best].bound, times[best])
-
-
-def _corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
-    return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
-
-
-def _round(progress: Progress, number: int) -> Progress:
-    """Progress of a search that goes again."""
-    return progress if number < 2 else lambda what, done, total: progress(f"{what}, round {number}", done, total)
-
-
-def _fits(problem: Problem, target: float) -> bool:
-    try:
-        problem.budget(target)
-    except Infeasible:
-        return False
-    return True
-
-
 def time_profiles(
-    inputs: Inputs,
-    settings: Settings,
-    layers: Sequence[Layer],
-    choices: Sequence[Choice],
-    known: Mapping[str, float],
-    progress: Progress,
+    inputs: Inputs, settings: Settings, profiles: Mapping[str, Chosen], known: Mapping[str, float], progress: Progress
 ) -> Timings:
     """Time the model with these options of the database against the dense engines, as `verify` will.
 
@@ -329,62 +334,38 @@ def time_profiles(
         if name not in known or known[name] <= HOPELESS * known[fastest]
     }
     database = str(inputs.database.resolve())
-    for choice in choices:
-        chosen = overhead.by_name(layers, choice)
+    for name, chosen in profiles.items():
         arguments = (task.reference, settings.threads, settings.backend, database, inputs.model_hash, chosen)
-        engines[str(choice)] = Engine("pruned", "search.engines:database_pruned", arguments)
+        engines[name] = Engine("pruned", "search.engines:database_pruned", arguments)
     with cpu_lock(progress):
-        required = [fastest, *map(str, choices)]
+        required = [fastest, *profiles]
         return time_engines(engines, threads=settings.threads, required=required, known=known, progress=progress)
-
-
-def measured(sessions: Sequence[Timings], choice: Choice, coverage: float) -> Measured:
-    """What all the sessions that timed this profile say of it."""
-    own = [session for session in sessions if str(choice) in session.blocks]
-    dense = own[-1].fastest(list(DENSE_ENGINES))
-    together = pooled(own, [dense, str(choice)])
-    speedup = together.speedup(str(choice), dense, coverage)
-    room = unseen(PROCESSES * len(own))
-    wider = Interval(speedup.value, speedup.low * (1 - room), speedup.high * (1 + room))
-    return Measured(wider, together.seconds(dense, coverage), dense)
 
 
 def _whole_model(
     inputs: Inputs, settings: Settings, layers: Sequence[Layer], remeasure: bool, progress: Progress
-) -> overhead.WholeModel:
-    path = inputs.database / "whole_model.json"
-    known = None if remeasure else overhead.load(path, inputs.key(settings))
-    if known is not None:
-        return known
+) -> Session:
+    key = inputs.key(settings)
+    if not remeasure and (known := sessions.read(inputs.probes(settings), key)):
+        return known[0]
     with cpu_lock(progress):
-        whole = overhead.measure_whole_model(
-            inputs.task, layers,
-            threads=settings.threads, backend=settings.backend, coverage=settings.risk, progress=progress,
-        )  # fmt: skip
-    overhead.save(whole, inputs.key(settings), path)
-    return whole
+        session = overhead.measure_whole_model(
+            inputs.task, layers, threads=settings.threads, backend=settings.backend, progress=progress
+        )
+    sessions.write([session], key, inputs.probes(settings))
+    return session
 
 
-def _errors(problem: Problem, database: Database) -> dict[str, dict[Option, float]]:
-    return {
-        layer.name: {
-            option: database.error(layer.name, option.pattern, option.sparsity)
-            for option in layer.options
-            if option.pattern != DENSE
-        }
-        for layer in problem.layers
-    }
-
-
-def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
+def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
-        layer.name: LayerChoice(
-            layer.options[j].pattern, layer.options[j].sparsity,
-            float(layer.seconds[j]), float(layer.low[j]), float(layer.high[j]), float(layer.errors[j]),
+        part.name: LayerChoice(
+            part.options[j].pattern, part.options[j].sparsity,
+            float(part.seconds[j]), float(part.low[j]), float(part.high[j]), float(part.errors[j]),
         )
         for layer, j in zip(problem.layers, found.choice, strict=True)
+        for part in layer.parts
     }  # fmt: skip
     return Profile(
         task=inputs.task.name,
@@ -394,6 +375,7 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         batch=int(inputs.task.example()[0].shape[0]),
         device=devices.cpu_device(),
         target=settings.target,
+        risk=settings.risk,
         dense_engine=kept.measured.dense_engine,
         dense_seconds=kept.measured.dense.value,
         dense_seconds_low=kept.measured.dense.low,
@@ -408,9 +390,11 @@ def _profile(inputs: Inputs, settings: Settings, kept: Kept) -> Profile:
         error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
         ceiling=problem.ceiling,
-        strategy=FOUND_BY[found.found_by],
+        additivity_before=additive[0],
+        additivity_after=additive[1],
+        strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=settings.seed,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
-        inputs=inputs.digest(settings),
+        inputs=digest,
     )

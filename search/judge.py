@@ -1,69 +1,99 @@
 """What a profile costs in loss: the database's weights swapped into one model in place, and the calibration loss.
 
 Pruning moves the means and variances of activations, and pruned models get their batch norms tuned to that. So norms
-take the statistics of each calibration batch here: about what tuning gives, for nothing.
+take the statistics of each calibration batch here: about what tuning gives, for nothing. Batches are thus judged
+apart: a batch's loss is the same whichever others are judged with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from search.database import Database
-from search.problem import DENSE, Choice, Layer
+from search.layers import DENSE
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 
+Held = tuple[tuple[str, float], ...]
+"""(pattern, sparsity) of each layer: how a profile holds it."""
+
+THREADS = 1
+"""Of a judge. Sums in floats depend on how many threads share them, so it is the same number for every judge: losses
+do not depend on how many judges there are."""
+
+MEMORY_BYTES = 2 << 30
+"""For weights read from the database, all judges together."""
+
 
 class Judge:
-    """Called with a choice, answers the mean loss over the task's calibration batches; remembers what it answered.
+    """Answers the losses of profiles on single batches of the task's calibration data.
 
-    `quick` takes only the first `batches` of them: a search asks hundreds of times. `model` is changed in place: only
-    the layers that differ from the profile before are swapped.
+    `model` is changed in place: only the layers that differ from the profile before are swapped. Up to `memory_bytes`
+    of the database's weights are kept as they are swapped in, those used last.
     """
 
     def __init__(
-        self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database,
-        batches: int | None = None,
+        self, task: Task, model: torch.nn.Module, layers: Sequence[str], database: Database,
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:  # fmt: skip
-        self._task, self._model, self._layers, self._database = task, model, layers, database
+        self._task, self._model, self._names, self._database = task, model, tuple(layers), database
         self._batches = task.calibration()
-        self._few = len(self._batches[:batches])
         for norm in model.modules():
             if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                 norm.train()
                 norm.momentum = 0.0  # its own statistics stay as they are
         # Convolutions of many images are 1.5 times as fast in torch; its stubs do not know the argument.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self._modules = [model.get_submodule(layer.name) for layer in layers]
+        self._modules = [model.get_submodule(name) for name in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
-        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(layers)
-        self._known: dict[tuple[tuple[str, float], ...], list[float]] = {}
+        self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
+        self._kept: OrderedDict[tuple[int, str, float], Tensor] = OrderedDict()
+        self._room = memory_bytes
 
-    def __call__(self, choice: Choice) -> float:
-        """The loss of the model that `choice` gives."""
-        return self._loss(choice, len(self._batches))
+    @property
+    def batches(self) -> int:
+        """How many batches the calibration data are."""
+        return len(self._batches)
 
-    def quick(self, choice: Choice) -> float:
-        """The same on the first batches."""
-        return self._loss(choice, self._few)
+    def losses(self, held: Held, batches: range) -> list[float]:
+        """The loss of the model on each of these batches, with its layers held so."""
+        with _threads(THREADS), torch.inference_mode():
+            self._swap(held)
+            return [float(self._task.loss(self._model, self._batches[number])) for number in batches]
 
-    def _loss(self, choice: Choice, count: int) -> float:
-        wanted = [layer.options[j] for layer, j in zip(self._layers, choice, strict=True)]
-        key = tuple((option.pattern, option.sparsity) for option in wanted)
-        losses = self._known.setdefault(key, [])
-        if len(losses) < count:
-            self._swap(key)
-            with torch.inference_mode():
-                losses += [float(self._task.loss(self._model, it)) for it in self._batches[len(losses) : count]]
-        return sum(losses[:count]) / count
+    def _swap(self, held: Held) -> None:
+        for i, wanted in enumerate(held):
+            if self._now[i] != wanted:
+                set_weight_matrix(self._modules[i], self._weight(i, *wanted))
+                self._now[i] = wanted
 
-    def _swap(self, wanted: Sequence[tuple[str, float]]) -> None:
-        for i, (layer, (pattern, sparsity)) in enumerate(zip(self._layers, wanted, strict=True)):
-            if self._now[i] != (pattern, sparsity):
-                dense = pattern == DENSE
-                weight = self._dense[i] if dense else self._database.get(layer.name, pattern, sparsity).weight
-                set_weight_matrix(self._modules[i], weight)
-                self._now[i] = (pattern, sparsity)
+    def _weight(self, i: int, pattern: str, sparsity: float) -> Tensor:
+        if pattern == DENSE:
+            return self._dense[i]
+        key = i, pattern, sparsity
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        weight = self._database.get(self._names[i], pattern, sparsity).weight
+        self._kept[key] = weight
+        self._room -= weight.nbytes
+        while self._room < 0:
+            _, oldest = self._kept.popitem(last=False)
+            self._room += oldest.nbytes
+        return weight
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -28,7 +28,7 @@ from latbench.plan import shape_columns
 from search.end_to_end import Progress, cpu_lock
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values
-from search.problem import in_network, network_rows
+from search.options import in_network, network_rows
 from search.task import Task
 from sparse_kernels.shapes import Shape
 

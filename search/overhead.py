@@ -7,26 +7,27 @@ are shared. So the pruned model is timed at profiles of very unlike speed, all d
     seconds of the model = fixed + scale * sum of the layers' predicted seconds
 
 is fitted. What the line leaves unexplained widens the interval of `fixed`. The dense engines are timed in the same
-rounds.
+rounds. How far a sum of layers is from the whole, with this line and without it, is the profile's `additivity`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from latbench import backends, devices
 from latbench.errors import BadData
-from latbench.files import write_text_atomically
-from search.end_to_end import Engine, Progress, Timings, time_engines
+from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES
-from search.problem import DENSE, Choice, Interval, Layer, Problem, every_option, uniform_choice
+from search.layers import options_of
+from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
+from search.sessions import Chosen, Session, profile_name
 from search.solve import sum_in_order
 from search.task import Task
+from sparse_kernels.cpu import target
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,16 @@ def measure_whole_model(
     *,
     threads: int,
     backend: str,
-    coverage: float,
     progress: Progress = lambda what, done, total: None,
-) -> WholeModel:
-    """Time the dense engines and the pruned model on `backend` at a few profiles, and fit `fixed` and `scale`."""
-    profiles = {f"pruned, {label}": choice for label, choice in probe_profiles(layers).items()}
+) -> Session:
+    """Time the dense engines, and the pruned model on `backend` at a few profiles with random masks."""
+    chosen = [by_name(layers, choice) for choice in probe_profiles(layers).values()]
+    profiles = {profile_name(one): one for one in chosen}
     engines = dense_engines(task, threads, backend)
-    for name, choice in profiles.items():
-        arguments = (task.reference, threads, backend, by_name(layers, choice))
-        engines[name] = Engine("pruned", "search.engines:random_pruned", arguments)
+    for name, one in profiles.items():
+        engines[name] = Engine("pruned", "search.engines:random_pruned", (task.reference, threads, backend, one))
     timings = time_engines(engines, threads=threads, required=["torch", *profiles], progress=progress)
-    return whole_model(layers, profiles, timings, coverage)
+    return Session(profiles, timings)
 
 
 def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
@@ -80,10 +80,31 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
     }
 
 
+def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
+    """What whole-model times depend on, whatever the layers become."""
+    versions = {name: backends.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    return {
+        "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
+        "threads": threads, "backend": backend, "engines": {"kernels": str(target.VERSION), **versions},
+    }  # fmt: skip
+
+
 def by_name(layers: Sequence[Layer], choice: Choice) -> dict[str, tuple[str, float]]:
-    """Layer name -> (pattern, sparsity)."""
-    options = {layer.name: layer.options[j] for layer, j in zip(layers, choice, strict=True)}
-    return {name: (option.pattern, option.sparsity) for name, option in options.items()}
+    """Layer name -> (pattern, sparsity); tied layers one by one."""
+    return {name: (it.pattern, it.sparsity) for name, it in options_of(layers, choice).items()}
+
+
+def choice_of(layers: Sequence[Layer], chosen: Chosen) -> Choice:
+    """`by_name` the other way round. Raises BadData for a layer or an option that there is not."""
+    if missing := {layer.name for layer in layers} ^ set(chosen):
+        raise BadData(f"a profile of other layers than are searched: {', '.join(sorted(missing)[:3])}")
+    places = []
+    for layer in layers:
+        option = Option(*chosen[layer.name])
+        if option not in layer.options:
+            raise BadData(f"layer {layer.name} cannot be {option.pattern} at {option.sparsity:g} in this search")
+        places.append(layer.options.index(option))
+    return tuple(places)
 
 
 def probe_profiles(layers: Sequence[Layer]) -> dict[str, Choice]:
@@ -103,12 +124,11 @@ def seconds_of(layers: Sequence[Layer], choice: Choice) -> float:
     return sum_in_order(layer.seconds[j] for layer, j in zip(layers, choice, strict=True))
 
 
-def whole_model(
-    layers: Sequence[Layer], profiles: Mapping[str, Choice], timings: Timings, coverage: float
-) -> WholeModel:
-    """Fit the timings of the pruned model at `profiles` (names in `timings`)."""
-    measured = [timings.seconds(name, coverage) for name in profiles]
-    alone = [seconds_of(layers, choice) for choice in profiles.values()]
+def whole_model(layers: Sequence[Layer], session: Session, coverage: float) -> WholeModel:
+    """Fit the timings of the pruned model at the session's profiles. Raises BadData for options `layers` lack."""
+    timings = session.timings
+    measured = [timings.seconds(name, coverage) for name in session.profiles]
+    alone = [seconds_of(layers, choice_of(layers, chosen)) for chosen in session.profiles.values()]
     fixed, scale = fit_line(alone, [interval.value for interval in measured])
     # The worst of: a profile off the line, and the noise of its own timing.
     below = max(fixed + scale * x - interval.low for x, interval in zip(alone, measured, strict=True))
@@ -119,6 +139,22 @@ def whole_model(
         scale=scale,
         left_out=dict(timings.left_out),
     )
+
+
+def additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
+    """How far sums of layers' seconds are from the whole model's: the median share of it, (before, after) the line.
+
+    After: each profile by the line through the others; as before where there are too few for one.
+    """
+    sums, whole = np.asarray(alone, np.float64), np.asarray(measured, np.float64)
+    before = float(np.median(np.abs(sums / whole - 1)))
+    if len(sums) < 3:
+        return before, before
+    left_out = []
+    for i in range(len(sums)):
+        fixed, scale = fit_line(np.delete(sums, i).tolist(), np.delete(whole, i).tolist())
+        left_out.append(abs((fixed + scale * sums[i]) / whole[i] - 1))
+    return before, float(np.median(left_out))
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -135,29 +171,3 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
         ratio = at / seconds
         return 0.0, float(ratio.sum() / (ratio @ ratio))
     return float(fixed), float(max(scale, 0.0))
-
-
-# Kept beside the layer database, because it takes a minute and depends on the same model ---------------------------
-
-
-def save(whole: WholeModel, key: Mapping[str, Any], path: Path) -> None:
-    """Write what was measured for `key` (hashes and settings) to `path`."""
-    write_text_atomically(path, json.dumps({"key": dict(key), **asdict(whole)}, indent=2) + "\n")
-
-
-def load(path: Path, key: Mapping[str, Any]) -> WholeModel | None:
-    """What was measured for the same `key`, or None. Raises BadData for a file that is none of ours."""
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["key"] != dict(key):
-            return None
-        return WholeModel(
-            dense={name: Interval(**interval) for name, interval in content["dense"].items()},
-            fixed=Interval(**content["fixed"]),
-            scale=float(content["scale"]),
-            left_out=dict(content["left_out"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadData(f"{path}: damaged; delete it, or measure again with --remeasure") from error

@@ -4,82 +4,65 @@ The seconds of a converted model are `fixed` plus the sum over its searched laye
 most dense / target. Every number is an interval, and it is the unfavourable ends that must keep the promise: the
 upper ends of the layers and of `fixed` against the lower end of dense. Errors of several layers are not taken to
 cancel, because what makes predictions wrong (a machine that runs slower than when the table was made) moves all of
-them the same way.
+them the same way; where whole models were timed and that is known, `chance.apart` lets them cancel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from latbench import devices, tables
-from latbench.errors import BadData
-from latbench.places import Place
-from latbench.plan import describe, shape_columns
-from search.solve import Floats, Infeasible, Solution, solve, sum_in_order
-from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
-from sparse_kernels.shapes import Shape
+from latbench.errors import BadData, UsageError
+from latbench.interchange import write_spdy
+from search.layers import (
+    DENSE,
+    DENSE_OPTION,
+    Choice,
+    Interval,
+    Layer,
+    Option,
+    as_free,
+    every_option,
+    listed,
+    place_of,
+    uniform_choice,
+)
+from search.selection import Selection, TradeOffs
+from search.solve import Floats, Infeasible, solve, sum_in_order
+from search.spdy import quadratic_prior
+from search.two import solve_two
 
-Choice = tuple[int, ...]
+if TYPE_CHECKING:
+    import pandas as pd
 
-DENSE = "dense"
+    from latbench.places import Place
+    from search.limits import Limits
+    from sparse_kernels.shapes import Shape
 
-
-class CostModel(Protocol):
-    """What a problem asks of a cost model: X is a frame with the table's columns, the answers are seconds."""
-
-    def predict(self, X: pd.DataFrame) -> Floats:
-        """Seconds of every row."""
-
-    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[Floats, Floats]:
-        """Seconds (low, high) that hold a measurement with probability `coverage`."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value and its interval."""
-
-    value: float
-    low: float
-    high: float
+SLOWEST = 3
+"""So many layers are named where a target is infeasible."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """One way to hold a layer."""
+class Also:
+    """A second budget: what each option of each layer of the model takes of it, and how much there is.
 
-    pattern: str
-    sparsity: float
+    Any unit: bytes of weights, seconds on another device (`Problem.within`). `what` names it in sentences; `order`
+    says which layers must add up in which order, tied ones together, where the last bit counts.
+    """
 
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors."""
-
-    name: str
-    options: tuple[Option, ...]
-    seconds: Floats
-    low: Floats
-    high: Floats
-    errors: Floats
-
-    def take(self, places: Sequence[int]) -> Layer:
-        """The layer with only these options."""
-        index = np.asarray(places, np.intp)
-        return Layer(
-            self.name, tuple(self.options[i] for i in places),
-            self.seconds[index], self.low[index], self.high[index], self.errors[index],
-        )  # fmt: skip
+    costs: Mapping[str, Mapping[Option, float]]
+    budget: float
+    what: str = "the second budget"
+    order: tuple[tuple[str, ...], ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """Layers to choose for, what the converted model takes beyond them, and the fastest dense model, in seconds.
 
@@ -90,6 +73,13 @@ class Problem:
     fixed: Interval
     dense: Interval
     dense_engine: str
+
+    def __repr__(self) -> str:
+        options = sum(len(layer.options) for layer in self.layers)
+        return (
+            f"<Problem of {len(self.layers)} layers with {options:,} options: {self.dense.value:.4g} s dense, "
+            f"{self.fixed.value:.4g} s of them not searched>"
+        )
 
     def predict(self, choice: Choice) -> Interval:
         """Seconds of the converted model with these options."""
@@ -127,32 +117,141 @@ class Problem:
     def budget(self, target: float) -> float:
         """The seconds that the layers may take together for a speedup of `target`. Raises Infeasible if too few.
 
-        What `predict` and `speedup` say of a profile within it, rounding included, is `target` at least.
+        A profile is within it just where `predict` and `speedup`, rounding included, say that it reaches `target`.
         """
-        budget = self.dense.low / target - self.fixed.high
-        while budget + self.fixed.high > 0 and self.dense.low / (budget + self.fixed.high) < target:
+        if not 0 < target < math.inf:
+            raise UsageError(f"a target is a speedup such as 2, not {target:g}")
+        whole = self.dense.low / target
+        while self.dense.low / whole < target:
+            whole = math.nextafter(whole, 0.0)
+        while self.dense.low / math.nextafter(whole, math.inf) >= target:
+            whole = math.nextafter(whole, math.inf)
+        budget = whole - self.fixed.high + math.ulp(whole) / 2  # sums up to there round to `whole`, about
+        while budget + self.fixed.high > whole:
             budget = math.nextafter(budget, -math.inf)
+        while math.nextafter(budget, math.inf) + self.fixed.high <= whole:
+            budget = math.nextafter(budget, math.inf)
         fastest = sum_in_order(layer.high.min() for layer in self.layers)
         if budget < fastest:
             raise Infeasible(budget, fastest, self._infeasible(target))
         return budget
 
     def _infeasible(self, target: float) -> str:
-        fastest = self.predict(tuple(int(np.argmin(layer.high)) for layer in self.layers))
-        best = self.speedup(fastest)
-        sentence = (
-            f"target {target:g}x is infeasible: the best is {best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
-        )
+        """What the best is, and where its time goes, in shares of the dense time."""
+        choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
+        best = self.speedup(self.predict(choice))
+        width = f" ({best.low:.2f}-{best.high:.2f}x)" if best.low < best.high else ""
+        sentence = f"target {target:g}x is infeasible: the best is {best.value:.2f}x{width}"
         share = self.fixed.value / self.dense.value
         if target <= best.value:
             sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+        if self.ceiling is not None and target > self.ceiling:
+            sentence += f", and {self.ceiling:.2f}x if all layers took no time"
         if share > 0:
             sentence += f"; {share:.0%} of the time is in layers that cannot be pruned"
+        left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
+        slowest = sorted(left, key=lambda one: -one[0])[:SLOWEST]
+        if rest := sum(part for part, _, _ in left):
+            named = ", ".join(f"{part:.0%} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
+            sentence += f"; {rest:.0%} is left in the others at their fastest: {named}"
         return sentence + "."
 
-    def solve(self, target: float) -> Solution:
-        """The profile of least total error that keeps the promise. Raises Infeasible."""
-        return solve(self.safe_seconds, self.errors, self.budget(target))
+    def solve(self, target: float, *, also: Also | None = None) -> Selection:
+        """The profile of least total error that keeps the promise, and `also` a second budget. Raises Infeasible."""
+        self._check_errors()
+        budget = self.budget(target)
+        if also is None:
+            solution = solve(self.safe_seconds, self.errors, budget)
+        else:
+            costs = self._costs(also)
+            try:
+                solution = solve_two(self.safe_seconds, self.errors, budget, costs, also.budget)
+            except Infeasible as error:
+                raise Infeasible(
+                    error.budget, error.fastest_seconds,
+                    f"no profile that reaches {target:g}x keeps {also.what}, {also.budget:.6g}: "
+                    f"the least that one takes is {solve(self.safe_seconds, costs, budget).error:.6g}",
+                ) from error  # fmt: skip
+        return Selection(self, solution.choice, solution.bound)
+
+    def frontier(self) -> TradeOffs:
+        """Every efficient trade-off between speedup and total error, profiles on demand."""
+        self._check_errors()
+        return TradeOffs.of(self)
+
+    def within(self, target: float) -> Also:
+        """The second budget of another problem: reach `target` here, too, on this device or at this batch.
+
+        Both must have the same layers in the same order, tied alike. Raises Infeasible.
+        """
+        costs = {
+            part.name: dict(zip(part.options, part.high.tolist(), strict=True))
+            for layer in self.layers
+            for part in layer.parts
+        }
+        return Also(costs, self.budget(target), f"the seconds for {target:g}x in the other problem", self._order)
+
+    def bytes_within(self, budget: float, shapes: Mapping[str, Shape]) -> Also:
+        """The second budget of packed weights, in bytes; `shapes` are of the layers of the model, by name."""
+        from search import weight_bytes
+
+        return Also(weight_bytes.of_layers(self.layers, shapes), budget, "bytes of weights", self._order)
+
+    def limited(self, limits: Limits | str | Path | None = None, **stated: Any) -> Problem:
+        """The problem under limits: of a YAML file, or stated with the same keys (see `search.limits`).
+
+        problem.limited(excluded=["fc"], tied_in_each=[["*.q", "*.k", "*.v"]], minimum={"*": 0.5})
+        """
+        from search import limits as limiting
+
+        given = limiting.read(Path(limits)) if isinstance(limits, str | Path) else limits or limiting.Limits()
+        return (given + limiting.of(stated, "limits")).on(self)
+
+    @property
+    def _order(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(part.name for part in layer.parts) for layer in self.layers)
+
+    def _costs(self, also: Also) -> list[Floats]:
+        """What the options take of the second budget, an array a layer. Raises UsageError for what it leaves out."""
+        if also.order not in ((), self._order):
+            raise UsageError(
+                f"{also.what}: it has other layers, or they are tied otherwise; set both the same limits"
+            )
+
+        def costs(part: Layer) -> Layer:
+            known = also.costs.get(part.name, {})
+            if missing := [option for option in part.options if option not in known]:
+                raise UsageError(f"{also.what}: nothing says what layer {part.name} takes as {missing[0]}")
+            return replace(part, errors=np.array([known[option] for option in part.options]))
+
+        return [layer.changed(costs).errors for layer in self.layers]
+
+    @property
+    def errors_known(self) -> bool:
+        """Whether every option has an error."""
+        return not any(np.isnan(errors).any() for errors in self.errors)
+
+    def _check_errors(self) -> None:
+        if not self.errors_known:
+            raise UsageError("errors are not known yet: give them by `with_errors`, or take SPDY's, `with_prior`")
+
+    def selection(self, profile: Mapping[str, Option | float]) -> Selection:
+        """The profile that gives each layer of the model an option, or an option by its sparsity alone.
+
+        A layer that it does not name stays dense. Raises UsageError for a layer or an option that is not there, for
+        a sparsity that several patterns have, and for tied layers with unlike options.
+        """
+        known = [part.name for layer in self.layers for part in layer.parts]
+        if unknown := [name for name in profile if name not in known]:
+            raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {listed(known)}")
+
+        def place(layer: Layer) -> int:
+            places = {place_of(part, profile.get(part.name, DENSE_OPTION)) for part in layer.parts}
+            if len(places) > 1:
+                raise UsageError(f"{', '.join(part.name for part in layer.parts)} are tied: they have one option")
+            return places.pop()
+
+        return Selection(self, tuple(map(place, self.layers)), -math.inf)
 
     def uniforms(self, target: float, pattern: str | None = None) -> list[Choice]:
         """For each pattern (or only `pattern`) the mildest sparsity that keeps the promise when all layers have it.
@@ -196,7 +295,9 @@ class Problem:
         value, low, high = ((end - fixed) / layers for end in (measured.value, measured.low, measured.high))
         return Problem(
             tuple(
-                replace(layer, seconds=layer.seconds * value, low=layer.seconds * low, high=layer.seconds * high)
+                layer.changed(
+                    lambda it: replace(it, seconds=it.seconds * value, low=it.seconds * low, high=it.seconds * high)
+                )
                 for layer in self.layers
             ),
             Interval(fixed, fixed, fixed),
@@ -209,7 +310,9 @@ class Problem:
         fixed, dense = self.fixed.value, self.dense.value
         return replace(
             self,
-            layers=tuple(replace(layer, low=layer.seconds, high=layer.seconds) for layer in self.layers),
+            layers=tuple(
+                layer.changed(lambda it: replace(it, low=it.seconds, high=it.seconds)) for layer in self.layers
+            ),
             fixed=Interval(fixed, fixed, fixed),
             dense=Interval(dense, dense, dense),
         )
@@ -217,7 +320,9 @@ class Problem:
     def scaled(self, factor: float) -> Problem:
         """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
         return replace(self, layers=tuple(
-            replace(layer, seconds=layer.seconds * factor, low=layer.low * factor, high=layer.high * factor)
+            layer.changed(lambda it: replace(
+                it, seconds=it.seconds * factor, low=it.low * factor, high=it.high * factor
+            ))
             for layer in self.layers
         ))  # fmt: skip
 
@@ -228,208 +333,108 @@ class Problem:
         stays.
         """
 
-        def hopeless(layer: Layer, j: int) -> bool:
-            option = layer.options[j]
-            return option.pattern != DENSE and any(
-                other != option
-                and other.sparsity <= option.sparsity
-                and at_least_as_free(parse(other.pattern), parse(option.pattern))
-                and layer.high[i] <= layer.high[j]
-                for i, other in enumerate(layer.options)
-            )
+        def hopeful(layer: Layer) -> list[int]:
+            patterns = [option.pattern for option in layer.options]
+            sparsity = np.array([option.sparsity for option in layer.options])
+            other = ~np.eye(len(patterns), dtype=bool)
+            freer = np.array([[as_free(a, b) for b in patterns] for a in patterns])
+            beaten = other & freer & (sparsity[:, None] <= sparsity) & (layer.high[:, None] <= layer.high)
+            return np.flatnonzero(~beaten.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
 
-        return replace(self, layers=tuple(
-            layer.take([j for j in range(len(layer.options)) if not hopeless(layer, j)]) for layer in self.layers
-        ))  # fmt: skip
+        return replace(self, layers=tuple(layer.take(hopeful(layer)) for layer in self.layers))
 
-    def with_errors(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
+    def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
         """The same problem with the options' errors; dense options have none, whatever is given.
 
-        Options whose error is not finite go: a layer whose outputs they ruin is not to be had.
+        A frame has the columns layer, pattern, sparsity and error.
+        Options whose error is not finite go: a layer whose outputs they ruin is not to be had. Raises BadData where
+        an option has no error.
         """
 
-        def known(layer: Layer) -> Layer:
-            found = np.array([0.0 if it.pattern == DENSE else errors[layer.name][it] for it in layer.options])
-            return replace(layer, errors=found).take(np.flatnonzero(np.isfinite(found)).tolist())
+        if not isinstance(errors, Mapping):
+            from search.layer_errors import of_frame
 
-        return replace(self, layers=tuple(map(known, self.layers)))
+            errors = of_frame(errors)
+        given: Mapping[str, Mapping[Option, float]] = errors
 
+        def known(part: Layer) -> Layer:
+            own = {DENSE_OPTION: 0.0, **given.get(part.name, {})}
+            if missing := [it for it in part.options if it.pattern != DENSE and it not in own]:
+                raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
+            return replace(part, errors=np.array([0.0 if it.pattern == DENSE else own[it] for it in part.options]))
 
-def at_least_as_free(a: Pattern, b: Pattern) -> bool:
-    """Whether every mask of `b` is one of `a` too, so that `a` need not damage a layer more at the same sparsity.
+        def finite(layer: Layer) -> Layer:
+            if not np.isfinite(layer.errors).any():
+                raise BadData(f"layer {layer.name} has no option whose error is finite")
+            return layer.take(np.flatnonzero(np.isfinite(layer.errors)).tolist())
 
-    Dense, which drops nothing, is the freest.
-    """
-    if a == b or isinstance(a, Dense | Unstructured):
-        return True
-    if isinstance(a, VectorNM):
-        return False
-    if isinstance(a, BlockWise) and isinstance(b, BlockWise):
-        return b.rows % a.rows == 0 and b.cols % a.cols == 0
-    if isinstance(a, VectorWise | ShflBW):
-        if isinstance(b, BlockWise):
-            return b.rows % a.v == 0
-        if isinstance(b, VectorWise) or (isinstance(a, ShflBW) and isinstance(b, ShflBW)):
-            return b.v % a.v == 0
-    return False
+        return replace(self, layers=tuple(finite(layer.changed(known)) for layer in self.layers))
 
+    def with_prior(self) -> Problem:
+        """The same problem with SPDY's guess for errors: the square of a sparsity's place in its layer."""
 
-def every_option(layers: Sequence[Layer]) -> list[Option]:
-    """The options that any layer has, by pattern and rising sparsity."""
-    every = {option for layer in layers for option in layer.options}
-    return sorted(every, key=lambda option: (option.pattern, option.sparsity))
+        def guessed(part: Layer) -> Layer:
+            return replace(part, errors=quadratic_prior([option.sparsity for option in part.options]))
 
+        return replace(self, layers=tuple(layer.changed(guessed) for layer in self.layers))
 
-def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
-    """This option in every layer that has it; elsewhere the fastest that drops no more and is at least as free.
+    def without(self, names: Collection[str]) -> Problem:
+        """The problem in which these layers stay dense: their time is counted among what is not searched.
 
-    That is dense where nothing else is, and what took the option's place in `without_hopeless`.
-    """
+        Raises UsageError for a name that no layer has, a layer without a dense option, and where none is left.
+        """
+        if unknown := set(names) - {layer.name for layer in self.layers}:
+            raise UsageError(f"no layer is called {min(unknown)}: there are {listed(it.name for it in self.layers)}")
+        kept = tuple(layer for layer in self.layers if layer.name not in names)
+        if not kept:
+            raise UsageError("every layer is excluded: nothing is left to prune")
+        value, low, high = self.fixed.value, self.fixed.low, self.fixed.high
+        for layer in self.layers:
+            if layer.name in names:
+                j = place_of(layer, DENSE_OPTION)
+                value, low, high = value + layer.seconds[j], low + layer.low[j], high + layer.high[j]
+        return replace(self, layers=kept, fixed=Interval(float(value), float(low), float(high)))
 
-    def place(layer: Layer) -> int:
-        if option in layer.options:
-            return layer.options.index(option)
-        free = [
-            i
-            for i, other in enumerate(layer.options)
-            if other.sparsity <= option.sparsity and at_least_as_free(parse(other.pattern), parse(option.pattern))
-        ]
-        return min(free, key=lambda i: float(layer.high[i]))
+    # In and out: `search.frames`, `search.plots` ------------------------------------------------------------------
 
-    return tuple(map(place, layers))
+    @staticmethod
+    def from_table(table: str | Path | Place | pd.DataFrame, layers: Any = None, **settings: Any) -> Problem:
+        """The problem of a table that latbench measured; see `search.frames.from_table`."""
+        from search import frames
 
+        return frames.from_table(table, layers, **settings)
 
-# What a search needs of a table.
-_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+    @staticmethod
+    def from_frame(frame: pd.DataFrame, **settings: Any) -> Problem:
+        """The problem of a frame with a row an option; see `search.frames.from_frame`."""
+        from search import frames
 
+        return frames.from_frame(frame, **settings)
 
-def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
-    """The rows of the table at a path or URI that `predicted_layers` looks at; all else is left unread as it comes.
+    @staticmethod
+    def from_spdy(path: str | Path, **settings: Any) -> Problem:
+        """The problem of a SPDY timing file, with SPDY's guess for errors; see `search.frames.from_spdy`."""
+        from search import frames
 
-    Memory grows with the rows of these shapes, not with the table's. Raises BadData as `tables.read` does.
-    """
-    sizes = {
-        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
-        for name in ("m", "k", "n")
-    }
+        return frames.from_spdy(path, **settings)
 
-    def wanted(piece: pa.Table) -> pa.Array:
-        mask = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
-        for name, values in sizes.items():
-            mask = pc.and_(mask, pc.is_in(piece[name], values))
-        return mask
+    def to_frame(self) -> pd.DataFrame:
+        """A row an option; `from_frame` reads it back."""
+        from search import frames
 
-    return tables.select(table, _COLUMNS, wanted)
+        return frames.of_problem(self)
 
+    def save_spdy(self, path: str | Path) -> None:
+        """Write SPDY's timing file, which knows no patterns, intervals, errors. Raises UsageError, BadData."""
+        from search import frames
 
-def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
-    """The rows of the table at a path or URI that `network_rows` looks at, with their samples. Raises BadData."""
+        write_spdy(frames.spdy_timings_of(self), Path(path))
 
-    def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
-        return pc.and_(ours, pc.equal(piece["threads"], threads))
+    def plot(self) -> Any:
+        """Seconds over sparsity, a line a layer and pattern: a plotly figure."""
+        from search import plots
 
-    return tables.select(table, tables.SCHEMA.names, wanted)
-
-
-def predicted_layers(
-    model: CostModel,
-    table: pd.DataFrame,
-    shapes: Mapping[str, Shape],
-    *,
-    threads: int,
-    backend: str = "numba",
-    patterns: Sequence[str] | None = None,
-    coverage: float = 0.9,
-) -> tuple[Layer, ...]:
-    """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
-
-    Rows of rounded weights are no options, because a profile does not ask for them. `patterns` narrows the rest.
-    Raises BadData where a layer has no dense time on this backend with so many threads.
-    """
-    rows = tables.timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
-    rows = rows[rows["dtype_w"] == rows["dtype_a"]]
-    known: dict[Shape, Layer] = {}
-    for name, shape in shapes.items():
-        if shape not in known:
-            known[shape] = _predicted(
-                model, _of_shape(rows, shape), name, shape, threads, backend, patterns, coverage
-            )
-    return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
-
-
-def network_rows(
-    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
-) -> pd.DataFrame:
-    """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
-    rows = tables.timed(table)
-    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
-    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
-    whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
-    layers = [_of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
-    return pd.concat([whole, *layers])
-
-
-def measured_layers(
-    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
-) -> tuple[Layer, ...]:
-    """Each layer with every sparsity that the table holds for it inside the network, dense first; errors are NaN yet.
-
-    Its seconds are measured, not predicted: a layer's place counts. Intervals hold one more run with probability
-    `coverage`, from how far each run of any layer was from the median of its others; without width where nothing was
-    run twice. Raises BadData where a layer has no dense time.
-    """
-    rows = network_rows(table, network, shapes, threads=threads, batch=batch)
-    again = [
-        samples[i] / np.median(np.delete(samples, i))
-        for samples in rows.loc[(rows["op"] != "model") & (rows["sample_count"] > 1), "samples_seconds"]
-        for i in range(len(samples))
-    ]
-    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
-    low, high = min(low, 1.0), max(high, 1.0)
-    found = []
-    for name in shapes:
-        own = rows[rows["model"] == f"{network}:{name}"]
-        if DENSE not in set(own["pattern"]):
-            raise BadData(
-                f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
-                f"threads and batch {batch}: `latbench layers` measures it; a layer that DeepSparse never runs by "
-                "itself must be one that the task excludes"
-            )
-        seconds = own["median_seconds"].to_numpy(float)
-        options = tuple(
-            Option(str(pattern), float(sparsity))
-            for pattern, sparsity in zip(own["pattern"], own["sparsity_target"], strict=True)
-        )
-        found.append(Layer(name, options, seconds, seconds * low, seconds * high, np.full(len(options), np.nan)))
-    return tuple(found)
-
-
-def _of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
-    for column, value in shape_columns(shape).items():
-        rows = rows[rows[column] == value]
-    rows = rows.sort_values(["sparsity_target", "pattern"], kind="stable")
-    return rows.drop_duplicates(["pattern", "sparsity_target"])
-
-
-def _predicted(
-    model: CostModel, rows: pd.DataFrame, name: str, shape: Shape, threads: int, backend: str,
-    patterns: Sequence[str] | None, coverage: float,
-) -> Layer:  # fmt: skip
-    if patterns is not None:
-        rows = rows[rows["pattern"].isin([DENSE, *patterns])]
-    if DENSE not in set(rows["pattern"]):
-        raise BadData(
-            f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with {threads} "
-            "threads: sweep its workload on this machine (latbench trace, then latbench sweep --workload)"
-        )
-    low, high = model.predict_interval(rows, coverage)
-    options = tuple(
-        Option(str(pattern), float(sparsity))
-        for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
-    )
-    return Layer(name, options, np.asarray(model.predict(rows)), low, high, np.full(len(options), np.nan))
+        return plots.of_problem(self)
 
 
 def _ratio(above: float, below: float) -> float:

@@ -1,6 +1,6 @@
 """A profile: which pattern at which sparsity in which layer, what that is predicted to take, and where it came from.
 
-It is written as JSON, version 1, and read strictly: what `latbench search` promised is what `prune` and `verify`
+It is written as JSON, version 2, and read strictly: what `latbench search` promised is what `prune` and `verify`
 hold.
 """
 
@@ -18,7 +18,7 @@ from latbench.files import write_text_atomically
 from latbench.interchange import write_spdy_profile
 from sparse_kernels.patterns import parse
 
-VERSION = 1
+VERSION = 2
 
 Record = TypeVar("Record")
 
@@ -42,6 +42,8 @@ class Profile:
     Seconds are of one call of the whole model on the task's example inputs. `fixed_seconds` is what the converted
     model takes beyond the searched layers, `ceiling` the speedup if those took no time (None: unbounded). `error` is
     the sum of the layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss.
+    The promise is met with the probability `risk` when it is verified. `additivity_before` and `additivity_after`: by
+    what share of it a sum of layers missed the whole model, without and with what was fitted around them (medians).
     `table_hash`, `model_hash` and `inputs` say what it was made from.
     """
 
@@ -52,6 +54,7 @@ class Profile:
     batch: int
     device: str
     target: float
+    risk: float
     dense_engine: str
     dense_seconds: float
     dense_seconds_low: float
@@ -66,6 +69,8 @@ class Profile:
     error: float
     bound: float
     ceiling: float | None
+    additivity_before: float
+    additivity_after: float
     strategy: str
     seed: int
     table_hash: str
@@ -74,12 +79,13 @@ class Profile:
 
     @property
     def speedup(self) -> tuple[float, float, float]:
-        """The predicted speedup over the fastest dense engine, and its interval."""
-        return (
-            self.dense_seconds / self.predicted_seconds,
-            self.dense_seconds_low / self.predicted_high,
-            self.dense_seconds_high / self.predicted_low,
-        )
+        """The predicted speedup over the fastest dense engine, and its interval.
+
+        The predicted seconds are beside dense ones of `dense_seconds`: the noise of their ratio is in them alone.
+        """
+        ends = (self.predicted_seconds, self.predicted_high, self.predicted_low)
+        value, low, high = (self.dense_seconds / seconds for seconds in ends)
+        return value, low, high
 
     def save(self, path: Path) -> None:
         """Write it to `path`, whole or not at all."""

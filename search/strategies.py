@@ -1,62 +1,89 @@
 """How the profile of least loss within the budget is looked for.
 
-spdy      every layer an option of its own: the coefficient search, begun with the uniform profiles
+staged    every layer an option of its own: learnt from the losses of profiles what each layer adds, in stages
+spdy      every layer an option of its own: SPDY's coefficient search as published, to compare with
+once      the profile of least summed error, solved for once: no loss is looked at
 uniform   one pattern and sparsity everywhere, to compare with
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
+from search.additive import layer_priors
 from search.end_to_end import Progress
-from search.problem import Choice, Problem
-from search.spdy import Evaluation, Found, spdy_search
+from search.evaluations import Enough, Evaluations, Found, Judging
+from search.problem import Problem, every_option
+from search.solve import Floats
+from search.spdy import quadratic_prior, spdy_search
+from search.staged import staged_search
 
-STRATEGIES = ("spdy", "uniform")
+STRATEGIES = ("staged", "spdy", "once", "uniform")
 
-FOUND_BY = {"equal": "solve once", "start": "uniform", "draw": "spdy", "neighbour": "spdy"}
-"""What a profile says of how it was found."""
+NOT_DRAWN = ("solve once", "uniform")
+"""What says of an evaluation that its profile was not chosen for its loss."""
 
 FINALISTS = 8
+
+STARTS = 2
+"""Uniform profiles that the staged search begins with."""
 
 
 def find(
     strategy: str,
     problem: Problem,
     target: float,
-    judge: Callable[[Choice], float],
-    quick: Callable[[Choice], float],
+    judge: Judging,
     *,
     seed: int,
     evaluations: int,
-    progress: Progress,
+    batches: int | None = None,
+    deadline: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Progress = lambda what, done, total: None,
 ) -> Found:
     """The profile of least loss that `strategy` finds for a speedup of `target`.
 
-    `judge` is the loss of a profile, `quick` a cheaper stand-in while many are tried. Raises Infeasible.
+    It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
+    are judged by all in the end), and begins none when `clock` has passed `deadline`. Raises Infeasible.
     """
-    uniforms = problem.uniforms(target)
-    if strategy == "uniform":
-        chosen = min(uniforms or [problem.uniform(target)], key=judge)
-        return Found(chosen, judge(chosen), "start", ())
 
-    done = 0
+    def tell(spent: float, best: float) -> None:
+        progress(f"searching: calibration loss {best:.4f}", int(spent), evaluations)
 
-    def tell(evaluation: Evaluation, best: float) -> None:
-        nonlocal done
-        done += 1
-        progress(f"searching: calibration loss {best:.4f}", done, evaluations)
-
-    found = spdy_search(
-        quick, problem.safe_seconds, problem.errors, problem.budget(target), np.random.default_rng(seed),
-        starts=uniforms, evaluations=evaluations, progress=tell,
-    )  # fmt: skip
+    account = Evaluations(judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell)
+    budget, rng = problem.budget(target), np.random.default_rng(seed)
+    with contextlib.suppress(Enough):
+        if strategy == "uniform":
+            account.losses(problem.uniforms(target) or [problem.uniform(target)], found_by="uniform")
+        elif strategy == "once":
+            account.losses([problem.solve(target).choice], found_by="solve once")
+        elif strategy == "spdy":
+            spdy_search(account, problem.safe_seconds, quadratic_priors(problem), budget, rng)
+        else:
+            starts = problem.uniforms(target)[:STARTS]
+            sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
+            priors = layer_priors(problem.errors, sparsities)
+            staged_search(account, problem.safe_seconds, priors, budget, rng, starts=starts)
+    found = account.found
+    if account.batches == judge.batches:
+        return found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
     ranked = sorted(found.trace, key=lambda one: one.loss)
-    finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in ("equal", "start"))]
+    finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]
     progress(f"judging the best {len(finalists)} by all calibration data", None, None)
-    best = min(finalists, key=lambda one: judge(one.choice))
-    return replace(found, choice=best.choice, loss=judge(best.choice), found_by=best.found_by)
+    losses = judge.losses([one.choice for one in finalists], judge.batches)
+    loss, place = min((math.inf if math.isnan(loss) else loss, i) for i, loss in enumerate(losses))
+    return replace(found, choice=finalists[place].choice, loss=loss, found_by=finalists[place].found_by)
+
+
+def quadratic_priors(problem: Problem) -> list[Floats]:
+    """The published priors, an array a layer: by the place of each sparsity among all that any layer has."""
+    grid = [option.sparsity for option in every_option(problem.layers)]
+    return [quadratic_prior([option.sparsity for option in layer.options], grid) for layer in problem.layers]

@@ -9,6 +9,7 @@ A user writes an object or a module with these members (batches are whatever `lo
     score(model) -> float                  on held-out data, higher is better
     train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
     excluded: tuple[str, ...]              optional: layers that are never pruned
+    limits: dict                           optional: tied and fixed layers and more, as in `search.limits`
     name, score_name: str                  optional: how reports call them
 
 `load` finds it and answers with a `Task`, which checks what the user's code returns and says what it raises.
@@ -22,12 +23,14 @@ import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latbench.errors import BadData, UsageError
+from search import limits
+from search.limits import Limits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +50,7 @@ class Task:
     score_name: str
     excluded: tuple[str, ...]
     implementation: Any
+    limits: Limits = field(default_factory=Limits)
 
     def model(self) -> torch.nn.Module:
         """A fresh model in eval mode. Raises BadData when a weight is not finite or not float32."""
@@ -141,6 +145,7 @@ def load(reference: str) -> Task:
         score_name=str(getattr(implementation, "score_name", "score")),
         excluded=tuple(getattr(implementation, "excluded", ())),
         implementation=implementation,
+        limits=limits.of(getattr(implementation, "limits", {}), f"task {reference}: limits"),
     )
 
 

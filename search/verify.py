@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,16 @@ from latbench.backends import deepsparse_environment
 from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from latbench.runners.local import TaskFailed, Worker
+from search import sessions
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
-from search.overhead import dense_engines
+from search.overhead import conditions, dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
 from search.pruning.folder import read_manifest
 from search.task import Task
 
 PRUNED = "pruned"
+SESSION = "session.json"
 COVERAGE = 0.95
 BUSY = 1.1
 
@@ -37,6 +39,7 @@ COLUMNS = {
     "torch-mkldnn": ("torch", "mkldnn"),
     "onnxruntime": ("onnxruntime", "auto"),
     "openvino": ("openvino", "auto"),
+    "numba": ("numba", "auto"),
     "deepsparse": ("deepsparse", "auto"),
 }
 
@@ -100,6 +103,8 @@ def verify(
 ) -> Verdict:
     """Time and score the pruned model in `folder`; write rows of purpose "verify" and verify.json to `output`.
 
+    Also session.json, from which a search can go on.
+
     It runs on `backend`, by default the one that it was searched for. On deepsparse the dense model is timed there
     too, and the pruned one is left in `output` as pruned.onnx. Raises BadData for a folder that is no pruned model of
     this task or an `output` that is damaged, UsageError when the task fails, and EnvironmentUnusable where `backend`
@@ -139,6 +144,9 @@ def verify(
     tables.write_environment(output, environment)
     found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
     tables.write_part(output, tables.after(newest, found))
+    chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
+    key = conditions(task, profile.model_hash, profile.threads, backend)
+    sessions.write([as_session(timings, chosen)], key, output / SESSION)
     write_text_atomically(output / "verify.json", json.dumps({"version": 1, **asdict(verdict)}, indent=2) + "\n")
     return verdict
 
@@ -179,6 +187,13 @@ def conclude(
         batch=profile.batch,
         inputs=inputs,
     )
+
+
+def as_session(timings: Timings, chosen: sessions.Chosen) -> sessions.Session:
+    """The timings with the pruned model called by its options, as a search calls it."""
+    name = sessions.profile_name(chosen)
+    blocks = {name if engine == PRUNED else engine: blocks for engine, blocks in timings.blocks.items()}
+    return sessions.Session({name: chosen}, replace(timings, blocks=blocks))
 
 
 def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str, Any]]:

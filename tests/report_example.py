@@ -123,7 +123,8 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         **promise, layers=layers, backend="numba", threads=2, batch=64, device="amd-epyc-example",
         dense_seconds=1.13e-3, dense_seconds_low=1.11e-3, dense_seconds_high=1.15e-3, fixed_seconds=4.0e-5,
         fixed_seconds_low=3.8e-5, fixed_seconds_high=4.2e-5, loss=0.11, error=0.15, bound=0.14, ceiling=28.3,
-        strategy="spdy", seed=0, table_hash=table_hash, model_hash="0123456789abcdef", inputs="fedcba9876543210",
+        risk=0.9, additivity_before=0.11, additivity_after=0.02, strategy="spdy", seed=0,
+        table_hash=table_hash, model_hash="0123456789abcdef", inputs="fedcba9876543210",
     )  # fmt: skip
     profile.save(example.profile)
     shapes = {"median": 0.052, "p90": 0.164, "mape": 0.081, "within_5": 0.48, "within_10": 0.77, "coverage": 0.91,

@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     from search.profile import Profile
 
+MOST_PROCESSES = 8  # unless asked for: each holds the model and the calibration data
+
 
 def search(
     task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
@@ -26,39 +28,87 @@ def search(
     patterns: Annotated[
         list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same coefficients.")] = 0,
+    sparsities: Annotated[
+        list[str] | None,
+        typer.Option(help="Only these, such as 0.6,0.7, or `fine`: as far as the cost model does not extrapolate."),
+    ] = None,
+    limits: Annotated[
+        Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
+    ] = None,
+    errors: Annotated[
+        str,
+        typer.Option(help="Of layers: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error."),
+    ] = "output",
+    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same profiles.")] = 0,
     evaluations: Annotated[
-        int, typer.Option(min=1, help="How many profiles are tried on the calibration data.")
+        int,
+        typer.Option(
+            min=1, help="How often the calibration data may be gone through; a part of it counts as a part."
+        ),
     ] = 200,
     batches: Annotated[
-        int | None, typer.Option(min=1, help="How many calibration batches judge each, the best by all; default all.")
+        int | None,
+        typer.Option(min=1, help="Only so many calibration batches judge, and the best by all; default all."),
     ] = None,
     strategy: Annotated[
-        str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
-    ] = "spdy",
+        str,
+        typer.Option(
+            help="staged: learns each layer's part in the loss. To compare with: spdy, SPDY's search as published; "
+            "once: by the layers' errors alone; uniform: one pattern and sparsity in all."
+        ),
+    ] = "staged",
+    time_budget: Annotated[
+        str | None, typer.Option(help="Try no profile after so long and take the best so far: 90s, 10m, 1.5h.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="That judge profiles, a thread each; the result is the same. Default: as many as threads, up to 8.",
+        ),
+    ] = None,
     risk: Annotated[
-        float, typer.Option(min=0.01, max=0.999, help="Coverage of the intervals whose upper end must fit.")
+        float, typer.Option(min=0.6, max=0.999, help="How likely the promise is to be met when it is verified.")
     ] = 0.9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
+    refine: Annotated[
+        Path | None, typer.Option(help="Folder of a `latbench verify`: go on from what it measured.")
+    ] = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Time whole models again, and search again.")
     ] = False,
 ) -> None:
     """Choose a pattern and a sparsity for every layer so that the model reaches a speedup with the least loss."""
-    from latbench import devices, places
+    from dataclasses import replace
+
+    from latbench import devices, places, plan
     from latbench.commands.live import live
+    from latbench.commands.sweep import parse_duration
+    from latbench.errors import UsageError
     from latbench.plan import parse_patterns
-    from search import job
+    from search import job, layer_errors
+    from search import limits as limiting
     from search import task as tasks
 
-    _check(strategy, backend, model, patterns)
+    _check(strategy, backend, model, patterns, sparsities)
+    if errors not in layer_errors.KINDS and not Path(errors).is_file():
+        raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
+    threads = threads or devices.cores()
     settings = job.Settings(
-        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend
-    )
+        target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
+        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
+        time_budget=None if time_budget is None else parse_duration(time_budget),
+        processes=processes or min(threads, MOST_PROCESSES),
+    )  # fmt: skip
+    stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
+        loaded = tasks.load(task)
+        loaded = replace(loaded, limits=loaded.limits + stated)
+        inputs = job.read_inputs(loaded, places.at(table), model, database)
+        if refine is not None:
+            inputs.feed_back(refine, settings)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"
         if found is None:
@@ -68,7 +118,9 @@ def search(
     _show(found, last_line)
 
 
-def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] | None) -> None:
+def _check(
+    strategy: str, backend: str, model: Path | None, patterns: list[str] | None, sparsities: list[str] | None
+) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
@@ -81,10 +133,10 @@ def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] 
     if backend == "numba" and model is None:
         raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
     if backend == "deepsparse":
-        if model is not None or patterns:
+        if model is not None or patterns or sparsities:
             raise UsageError(
-                "--model and --patterns do not go with deepsparse: its weights are unstructured, and the table of "
-                "`latbench layers` holds each layer's own times"
+                "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
+                "the table of `latbench layers` holds each layer's own times"
             )
         deepsparse_environment.find()
         typer.echo(deepsparse_environment.LICENCE)

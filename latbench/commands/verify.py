@@ -37,6 +37,7 @@ def verify(
     # A promise that was missed is measured again: the machine may have been busy.
     wanted = (inputs, backend)
     fresh = known is None or not known.met or (known.inputs, known.backend) != wanted
+    fresh = fresh or not (output / verification.SESSION).exists()
     if known is None or fresh:
         with live() as tell:
             known = verification.verify(tasks.load(task), pruned, output, backend=backend, progress=tell)

@@ -192,6 +192,10 @@ def profile(chosen: Profile) -> Section:
         f"{chosen.threads} threads, {chosen.backend} kernels, strategy {chosen.strategy}.",
         f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
         f"searched. So the ceiling is {ceiling}: the speedup if every searched layer took no time at all.",
+        f"The sum of the layers' times, each on its own, missed the whole model by "
+        f"{units.percent(chosen.additivity_before)} (median); with what was fitted around them, by "
+        f"{units.percent(chosen.additivity_after)}. A verification meets the target with a probability of "
+        f"{units.percent(chosen.risk)}.",
     ]
     rows = [
         [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),

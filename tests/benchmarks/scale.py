@@ -26,7 +26,7 @@ import pyarrow as pa
 import cost_models
 from latbench import compare, merging, tables, validation
 from latbench.report import inputs
-from search.problem import swept_rows
+from search.options import swept_rows
 from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20

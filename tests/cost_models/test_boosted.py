@@ -169,3 +169,26 @@ def test_published_gpu_timings_of_unseen_shapes_are_met(data: Path) -> None:
     assert figures["median"] < 0.04
     assert figures["within_10"] > 0.84
     assert 0.89 <= figures["coverage"] <= 0.93
+
+
+def test_it_covers_what_it_predicts_without_extrapolating(fitted: tuple[Boosted, pd.DataFrame, Seconds]) -> None:
+    model, X, _ = fitted
+    first = X.iloc[[0]]
+    asked = pd.concat([
+        first, first.assign(m=int(X["m"].max()) + 1), first.assign(sparsity_target=0.6),
+        first.assign(sparsity_target=0.95), first.assign(pattern="nm:2:4"), first.assign(pattern="vector:16"),
+        first.assign(backend="torch"), first.assign(k=np.nan),
+    ], ignore_index=True)  # fmt: skip
+
+    def predicts(row: pd.DataFrame) -> bool:
+        try:
+            model.predict(row)
+        except Unanchored:
+            return False
+        return True
+
+    expected = [True, False, True, False, False, True, False, False]
+    assert [predicts(asked.iloc[[i]]) for i in range(len(asked))] == expected
+    assert model.covers(asked).tolist() == expected
+    bold = copy(model).set_params(allow_extrapolation=True)
+    assert bold.covers(asked).tolist() == expected

@@ -215,3 +215,28 @@ def test_it_is_a_scikit_learn_estimator(noisy: Noisy) -> None:
 def test_an_empty_query_gives_an_empty_answer(noisy: Noisy) -> None:
     model = AnchoredLookup().fit(*noisy)
     assert model.predict(noisy[0].iloc[:0]).shape == (0,)
+
+
+def test_it_covers_what_it_predicts_without_extrapolating(noisy: Noisy, table: Table) -> None:
+    X, y = noisy
+    asked = pd.concat([
+        table(sparsities=(0.4, 0.5, 0.66, 0.95, 0.96)), table(patterns=["nm:2:4"], sparsities=(0.5,)),
+        table(shapes=[(65, 48, 1)], sparsities=(0.5, 0.9)),
+    ], ignore_index=True)  # fmt: skip
+    model = AnchoredLookup().fit(X, y)
+
+    def predicts(row: pd.DataFrame) -> bool:
+        try:
+            model.predict(row)
+        except Unanchored:
+            return False
+        return True
+
+    covered = model.covers(asked)
+    some = np.arange(0, len(asked), 7)
+    assert covered[some].tolist() == [predicts(asked.iloc[[i]]) for i in some]
+    assert 0 < covered[some].sum() < len(some)
+    # What is allowed to be extrapolated is not covered for that.
+    assert AnchoredLookup(allow_extrapolation=True).fit(X, y).covers(asked).tolist() == covered.tolist()
+    both = model.fit(pd.concat([X, X.assign(threads=1)]), np.tile(y, 2))
+    assert not both.covers(asked.drop(columns="threads")).any()  # it would have to say which

@@ -7,9 +7,10 @@ import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
-from search.end_to_end import Engine, Timings, quiet_rounds, time_engines, unseen
-from search.overhead import WholeModel, fit_line, load, probe_profiles, save, whole_model
+from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines
+from search.overhead import additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
+from search.sessions import Session
 
 ENGINES = """
 import time
@@ -69,35 +70,52 @@ def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(ENGINES)
     seen = tmp_path / "seen"
     engine = Engine("a", f"{tmp_path / 'engines.py'}:traced", (str(seen),))
-    time_engines({"one": engine}, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
+    timings = time_engines({"one": engine}, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
     assert len(set(seen.read_text().split())) == len(seen.read_text().split()) == 3
+    assert len(timings.built) == len(timings.blocks["one"])
+    assert set(timings.built) <= {1, 2, 3}
 
 
-def test_more_processes_leave_less_unseen_but_never_less_than_the_verifiers_own() -> None:
-    room = [unseen(count) for count in (1, 3, 9, 10**6)]
-    assert room == sorted(room, reverse=True)
-    assert room[-1] > unseen(1) / 3
+def test_each_building_has_its_speedup() -> None:
+    blocks = {"dense": [[4.0], [4.0], [6.0], [6.0]], "pruned": [[2.0], [2.0], [2.0], [2.0]]}
+    assert Timings(blocks, {}, (1, 1, 3, 3)).speedups("pruned", "dense") == [2.0, 3.0]
+    assert Timings(blocks, {}).speedups("pruned", "dense") == [2.5]
+
+
+def taken(a: float, b: float, preempted: bool = False) -> Round:
+    return {"a": Burst([a] * 5), "b": Burst([b] * 5, preempted)}
 
 
 def test_rounds_that_something_else_slowed_do_not_count() -> None:
-    def taken(a: float, b: float, preempted: bool = False) -> dict[str, Burst]:
-        return {"a": Burst([a] * 5), "b": Burst([b] * 5, preempted)}
+    def quiet(rounds: list[Round], known: dict[str, float]) -> list[int]:
+        return np.flatnonzero(slowness(rounds, known) <= SLOW).tolist()
 
-    quiet = [
+    undisturbed = [
         taken(4.0, 2.0),
         taken(4.1, 2.05),
         taken(3.9, 2.1),
         taken(4.0, 2.3),
     ]  # b alone slow: that is its own time
     disturbed = [taken(5.0, 2.7), taken(4.0, 2.0, preempted=True)]
-    assert quiet_rounds([disturbed[0], *quiet, disturbed[1]], {}) == quiet
-    assert quiet_rounds([], {}) == []
+    assert quiet([disturbed[0], *undisturbed, disturbed[1]], {}) == [1, 2, 3, 4]
+    assert quiet([], {}) == []
     # All rounds of a session are alike: only what was known before tells that they are slow.
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {}) == [taken(8.0, 5.0)] * 3
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.5}) == [taken(8.0, 5.0)] * 3
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 7.0}) == []
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"a": 9.0}) == [taken(8.0, 5.0)] * 3
-    assert quiet_rounds([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [taken(8.0, 5.0)] * 3
+    assert quiet([taken(8.0, 5.0)] * 3, {}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 7.5}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 7.0}) == []
+    assert quiet([taken(8.0, 5.0)] * 3, {"a": 9.0}) == [0, 1, 2]
+    assert quiet([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [0, 1, 2]
+
+
+def test_of_each_building_the_quietest_rounds_count() -> None:
+    quiet, slow = taken(4.0, 2.0), taken(8.0, 4.0)
+    rounds = [quiet] * 4 + [slow, taken(6.0, 3.0), slow, slow, quiet] + [taken(4.0, 2.0, preempted=True)] * 4
+    built = [1] * 4 + [2] * 5 + [3] * 4
+    assert counted_rounds(rounds, built, 1, {}) == [0, 1, 2, 3]
+    assert counted_rounds(rounds, built, 2, {}) == [4, 5, 8]
+    assert counted_rounds(rounds, built, 3, {}) == [9, 10, 11]
+    # Never as quiet as it was known to be: then all that are alike.
+    assert counted_rounds([slow] * 5, [1] * 5, 1, {"a": 4.0}) == [0, 1, 2, 3, 4]
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:
@@ -145,11 +163,11 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
     def steady(seconds: float) -> list[list[float]]:
         return [[seconds] * 5] * 4
 
-    profiles = probe_profiles(layers())
+    profiles = {name: by_name(layers(), choice) for name, choice in probe_profiles(layers()).items()}
     measured = dict(zip(profiles, [8.2, 4.4, 2.5], strict=True))  # 0.6 + 0.95 x, exactly on the line
     blocks = {name: steady(seconds) for name, seconds in measured.items()}
     timings = Timings(blocks | {"torch": steady(9.0), "onnxruntime": steady(7.0)}, {"torch-mkldnn": "why"})
-    whole = whole_model(layers(), profiles, timings, 0.9)
+    whole = whole_model(layers(), Session(profiles, timings), 0.9)
     assert (whole.fixed.value, whole.fixed.low, whole.fixed.high) == pytest.approx((0.6, 0.6, 0.6))
     assert whole.scale == pytest.approx(0.95)
     assert (whole.dense_engine, whole.left_out) == ("onnxruntime", {"torch-mkldnn": "why"})
@@ -157,20 +175,26 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
     assert applied.predict((1, 1)).value == pytest.approx(4.4)
     assert applied.dense == Interval(7.0, 7.0, 7.0)
     blocks["vector:8 0.9"] = steady(3.0)
-    bent = whole_model(layers(), profiles, Timings(blocks | {"torch": steady(9.0)}, {}), 0.9)
+    bent = whole_model(layers(), Session(profiles, Timings(blocks | {"torch": steady(9.0)}, {})), 0.9)
     assert all(
         bent.fixed.low - 1e-9 <= seconds - bent.scale * 2 * float(t) <= bent.fixed.high + 1e-9
         for seconds, t in zip([8.2, 4.4, 3.0], [4, 2, 1], strict=True)
     )
 
 
-def test_what_was_measured_is_kept_for_the_same_key_only(tmp_path: Path) -> None:
-    whole = WholeModel({"torch": Interval(2, 1, 3)}, Interval(0.5, 0.25, 0.75), 0.9, {"onnxruntime": "absent"})
-    path = tmp_path / "whole_model.json"
-    assert load(path, {"threads": 2}) is None
-    save(whole, {"threads": 2}, path)
-    assert load(path, {"threads": 2}) == whole
-    assert load(path, {"threads": 1}) is None
-    path.write_text(path.read_text()[:100])
-    with pytest.raises(BadData, match="damaged; delete it, or measure again with --remeasure"):
-        load(path, {"threads": 2})
+def test_additivity_is_what_sums_miss_with_the_line_and_without() -> None:
+    alone, whole = [10.0, 5.0, 2.0, 1.0], [9.0, 5.0, 2.6, 1.8]  # 1 + 0.8 x
+    before, after = additivity(alone, whole)
+    assert before == pytest.approx(np.median([1 / 9, 0, 0.6 / 2.6, 0.8 / 1.8]))
+    assert after == pytest.approx(0, abs=1e-12)
+    assert additivity([4.0, 2.0], [5.0, 2.0]) == (pytest.approx(0.1), pytest.approx(0.1))
+
+
+def test_profiles_by_name_and_by_place() -> None:
+    chosen = by_name(layers(), (1, 2))
+    assert chosen == {"a": ("vector:8", 0.5), "b": ("vector:8", 0.9)}
+    assert choice_of(layers(), chosen) == (1, 2)
+    with pytest.raises(BadData, match="a profile of other layers than are searched: b"):
+        choice_of(layers()[:1], chosen)
+    with pytest.raises(BadData, match=r"layer b cannot be vector:8 at 0\.7 in this search"):
+        choice_of(layers(), {**chosen, "b": ("vector:8", 0.7)})

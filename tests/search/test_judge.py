@@ -1,7 +1,9 @@
-"""A profile's loss is that of the model it gives, swapped in place and computed once."""
+"""A profile's loss is that of the model it gives, swapped in place."""
 
+import copy
 import types
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +11,8 @@ import torch
 from torch import nn
 
 from search.database import Database
-from search.judge import Judge
-from search.problem import DENSE, Layer, Option
+from search.judge import THREADS, Held, Judge
+from search.problem import DENSE, Option
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 
@@ -30,21 +32,21 @@ def judged(tmp_path: Path, rng: np.random.Generator) -> tuple[Judge, nn.Module, 
 
     task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: batches, loss=loss))
     database = Database(tmp_path, "hash")
-    zeros = np.zeros(3)
     for name in ("0", "2"):
         matrix = weight_matrix(model.get_submodule(name))
         for option in OPTIONS[1:]:
             mask = torch.from_numpy(rng.random(tuple(matrix.shape)) > option.sparsity)
             database.put(name, option.pattern, option.sparsity, matrix * mask * 1.5, mask, 0.1)
-    layers = [Layer(name, OPTIONS, zeros, zeros, zeros, zeros) for name in ("0", "2")]
-    return Judge(task, model, layers, database), model, database, calls
+    return Judge(task, model, ["0", "2"], database), model, database, calls
+
+
+def held(choice: tuple[int, ...]) -> Held:
+    return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
 
 
 def test_losses_are_those_of_a_model_built_anew(
-    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]], rng: np.random.Generator
+    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
 ) -> None:
-    import copy
-
     judge, model, database, _ = judged
     dense = copy.deepcopy(model)
     batches = judge._batches
@@ -55,11 +57,11 @@ def test_losses_are_those_of_a_model_built_anew(
                 entry = database.get(name, OPTIONS[j].pattern, OPTIONS[j].sparsity)
                 set_weight_matrix(fresh.get_submodule(name), entry.weight)
         with torch.no_grad():
-            expected = np.mean([float(fresh(batch).square().mean()) for batch in batches])
-        assert judge(choice) == pytest.approx(expected, rel=1e-6)
+            expected = [float(fresh(batch).square().mean()) for batch in batches]
+        assert judge.losses(held(choice), range(2)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
     batch = 3 + 5 * torch.randn(40, 6)
@@ -67,32 +69,56 @@ def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path, rn
         "t", "t", "s", (),
         types.SimpleNamespace(calibration=lambda: [batch], loss=lambda model, batch: model(batch).square().mean()),
     )  # fmt: skip
-    layer = Layer("0", OPTIONS[:1], *[np.zeros(1)] * 4)
     running = model[1].running_mean.clone()
-    assert Judge(task, model, [layer], Database(tmp_path, "hash"))((0,)) == pytest.approx(1.0, rel=1e-4)
+    judge = Judge(task, model, ["0"], Database(tmp_path, "hash"))
+    assert judge.losses(held((0,)), range(1)) == pytest.approx([1.0], rel=1e-4)
     assert torch.equal(model[1].running_mean, running)
 
 
-def test_only_the_first_batches_judge_quickly(tmp_path: Path) -> None:
-    task = Task(
-        "t", "t", "s", (),
-        types.SimpleNamespace(
-            calibration=lambda: [torch.full((2, 1), x) for x in (1.0, 2.0, 6.0)],
-            loss=lambda model, batch: batch.mean(),
-        ),
-    )  # fmt: skip
-    model, database = nn.Sequential(nn.Linear(1, 1)), Database(tmp_path, "hash")
-    layer = Layer("0", OPTIONS[:1], *[np.zeros(1)] * 4)
-    assert Judge(task, model, [layer], database)((0,)) == 3.0
-    quick = Judge(task, model, [layer], database, batches=2)
-    assert quick.quick((0,)) == 1.5
-    assert quick((0,)) == 3.0
-    assert quick.quick((0,)) == 1.5
-
-
-def test_a_profile_is_computed_once(
+def test_a_batch_has_the_same_loss_whichever_are_judged_with_it(
     judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
 ) -> None:
     judge, _, _, calls = judged
-    assert judge((1, 1)) == judge((1, 1))
-    assert len(calls) == 2
+    both = judge.losses(held((1, 1)), range(2))
+    assert judge.losses(held((1, 1)), range(1, 2)) == both[1:]
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(("room", "reads"), [(0, 6), (1 << 20, 3)])
+def test_weights_are_read_once_while_there_is_room(
+    judged: tuple[Judge, nn.Module, Database, list[tuple[int, ...]]],
+    room: int,
+    reads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model, database, _ = judged
+    read: list[tuple[object, ...]] = []
+    get = Database.get
+
+    def counted(self: Database, *entry: Any) -> Any:
+        read.append(entry)
+        return get(self, *entry)
+
+    monkeypatch.setattr(Database, "get", counted)
+    task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: [0], loss=lambda model, batch: 0.0))
+    judge = Judge(task, model, ["0", "2"], database, memory_bytes=room)
+    dense = [weight_matrix(model.get_submodule(name)).clone() for name in ("0", "2")]
+    for choice in [(1, 1), (0, 0), (1, 1), (0, 0), (2, 1)]:
+        judge._swap(held(choice))
+    assert len(read) == reads
+    judge._swap(held((0, 0)))
+    assert all(torch.equal(weight_matrix(model.get_submodule(n)), w) for n, w in zip(("0", "2"), dense, strict=True))
+
+
+def test_it_uses_its_number_of_threads_and_gives_the_others_back(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return torch.zeros(())
+
+    before = torch.get_num_threads()
+    task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: [0], loss=loss))
+    Judge(task, nn.Sequential(nn.Linear(2, 2)), ["0"], Database(tmp_path, "hash")).losses(held((0,)), range(1))
+    assert seen == [THREADS]
+    assert torch.get_num_threads() == before

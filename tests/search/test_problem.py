@@ -1,33 +1,18 @@
-"""Problems: options from a table, budgets that the unfavourable ends must keep, uniform profiles, honest refusals."""
+"""Problems: budgets that the unfavourable ends must keep, uniform profiles, honest refusals."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from latbench import devices, tables
-from latbench.errors import BadData
-from latbench.plan import Point, shape_columns
-from search.problem import (
-    DENSE,
-    Interval,
-    Layer,
-    Option,
-    Problem,
-    at_least_as_free,
-    measured_layers,
-    predicted_layers,
-    uniform_choice,
-)
-from search.solve import Infeasible
+from latbench.errors import BadData, UsageError
+from search.layers import DENSE, Interval, Layer, Option, at_least_as_free, option, tie, uniform_choice
+from search.problem import Also, Problem
+from search.solve import Infeasible, sum_in_order
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
-from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9), Option("unstructured", 0.5))
 
@@ -51,7 +36,7 @@ def problem() -> Problem:
 
 def test_the_unfavourable_ends_must_keep_the_promise() -> None:
     p = problem()
-    assert p.budget(2.0) == 9.9 / 2 - 1.2
+    assert p.budget(2.0) == pytest.approx(9.9 / 2 - 1.2, rel=1e-15)
     predicted = p.predict((2, 2))
     assert (predicted.value, predicted.low, predicted.high) == pytest.approx((3.0, 2.6, 3.4), rel=1e-15)
     speedup = p.speedup(predicted)
@@ -70,13 +55,16 @@ def test_the_ceiling_is_what_free_layers_would_give() -> None:
 def test_infeasible_is_said_with_the_best_its_interval_and_the_rest() -> None:
     sentence = (
         r"^target 4x is infeasible: the best is 3\.33x \(2\.91-3\.88x\); "
-        r"10% of the time is in layers that cannot be pruned\.$"
+        r"10% of the time is in layers that cannot be pruned; 20% is left in the others at their fastest: "
+        r"10% in a \(vector:8 at 0\.9\), 10% in b \(vector:8 at 0\.9\)\.$"
     )
     with pytest.raises(Infeasible, match=sentence) as caught:
         problem().solve(4.0)
     assert caught.value.fastest_seconds == pytest.approx(2.2)
     with pytest.raises(Infeasible, match=r"target 3.2x is infeasible: .* lower end must reach the target .*--risk"):
         problem().solve(3.2)
+    with pytest.raises(Infeasible, match=r"the best is .*, and 10.00x if all layers took no time; 10% of"):
+        problem().solve(11.0)
 
 
 def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> None:
@@ -151,112 +139,6 @@ def test_a_measurement_becomes_the_prediction_for_what_was_measured() -> None:
     assert tiny.predict((1, 1)).value == pytest.approx(0.9)
 
 
-class Doubling:
-    """A cost model by formula: the measured median, and between half and twice that."""
-
-    def predict(self, X: pd.DataFrame) -> np.ndarray:
-        return X["median_seconds"].to_numpy(float)
-
-    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[np.ndarray, np.ndarray]:
-        return self.predict(X) * (1 - coverage / 2), self.predict(X) * (1 + coverage)
-
-
-LINEAR = LinearShape(m=32, k=16, n=7)
-CONV = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1))
-CONV2 = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1), stride=(2, 2))
-
-
-def table(*entries: tuple[Shape, str, float, float, dict[str, Any]]) -> pd.DataFrame:
-    rows = []
-    for shape, pattern, sparsity, seconds, changes in entries:
-        point = Point("cpu", "numba", "auto", shape, parse(pattern), sparsity, threads=2)
-        row = {**point.key(), "point_id": point.id, "status": "ok", "started_at": datetime.now(UTC)}
-        rows.append({**row, "median_seconds": seconds, **changes})
-    return pd.DataFrame(rows, columns=tables.SCHEMA.names)
-
-
-def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
-    t = table(
-        (LINEAR, "vector:8", 0.9, 1.0, {}),
-        (LINEAR, "dense", 0.0, 4.0, {}),
-        (LINEAR, "nm:2:4", 0.5, 3.0, {}),
-        (LINEAR, "vector:8", 0.5, 2.0, {"status": "incorrect", "point_id": "x"}),
-        (LINEAR, "vector:8", 0.75, 2.0, {"threads": 1, "point_id": "y"}),
-        (LINEAR, "dense", 0.0, 0.1, {"backend": "torch", "point_id": "z"}),
-        (LINEAR, "vector:8", 0.9, 0.5, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"}),
-        (CONV, "dense", 0.0, 5.0, {}),
-        (CONV2, "dense", 0.0, 6.0, {}),
-    )
-    found = predicted_layers(
-        Doubling(), t, {"x": LINEAR, "y": CONV, "z": CONV2, "w": LINEAR}, threads=2, coverage=0.5
-    )
-    assert [one.name for one in found] == ["x", "y", "z", "w"]
-    assert found[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.9))
-    assert found[0].seconds.tolist() == found[3].seconds.tolist() == [4.0, 3.0, 1.0]
-    assert (found[0].low[0], found[0].high[0]) == (3.0, 6.0)
-    assert (found[1].seconds.tolist(), found[2].seconds.tolist()) == ([5.0], [6.0])
-    narrow = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, patterns=["nm:2:4"])
-    assert narrow[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5))
-
-
-def test_a_layer_that_was_not_swept_is_named() -> None:
-    t = table((LINEAR, "vector:8", 0.9, 1.0, {}))
-    with pytest.raises(
-        BadData, match=r"no valid dense time of layer fc \(linear 32x16 on 7\) on numba with 2 threads"
-    ):
-        predicted_layers(Doubling(), t, {"fc": LINEAR}, threads=2)
-
-
-def test_convolutions_are_told_apart_by_every_column() -> None:
-    assert shape_columns(CONV) != shape_columns(CONV2)
-
-
-def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **changes: Any) -> dict[str, Any]:
-    row = {
-        "purpose": "sweep", "device": devices.cpu_device(), "backend": "deepsparse", "model": f"net:{name}",
-        "pattern": "unstructured" if sparsity else "dense", "sparsity_target": sparsity, "context": "network",
-        "threads": 2, "status": "ok", "samples_seconds": list(samples),
-    }  # fmt: skip
-    return row | shape_columns(shape) | changes
-
-
-def written(folder: Path, *rows: dict[str, Any]) -> pd.DataFrame:
-    tables.write_part(folder, rows)
-    return tables.read(folder)
-
-
-def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path: Path) -> None:
-    t = written(
-        tmp_path,
-        in_network("a", LINEAR, 0.9, 1.0), in_network("a", LINEAR, 0.0, 4.0), in_network("a", LINEAR, 0.5, 5.0),
-        in_network("b", LINEAR, 0.0, 3.0),  # the same shape elsewhere takes another time
-        in_network("a", LINEAR, 0.75, 2.0, threads=1), in_network("a", LINEAR, 0.6, 2.0, device="another"),
-        in_network("a", LINEAR, 0.8, 2.0, purpose="verify"), in_network("a", LINEAR, 0.95, 2.0, backend="numba"),
-        in_network("a", LINEAR, 0.85, 2.0, n=8), in_network("a", LINEAR, 0.7, 2.0, context="isolated"),
-    )  # fmt: skip
-    a, b = measured_layers(t, "net", {"a": LINEAR, "b": LINEAR}, threads=2, batch=7)
-    assert a.options == (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("unstructured", 0.9))
-    assert a.seconds.tolist() == a.low.tolist() == a.high.tolist() == [4.0, 5.0, 1.0]  # each was run once
-    assert (b.options, b.seconds.tolist()) == ((Option(DENSE, 0.0),), [3.0])
-    with pytest.raises(
-        BadData,
-        match="no dense time of layer c inside net on deepsparse with 2 threads and batch 7: `latbench layers`",
-    ):
-        measured_layers(t, "net", {"a": LINEAR, "c": LINEAR}, threads=2, batch=7)
-    with pytest.raises(BadData, match="no dense time of layer a inside other"):
-        measured_layers(t, "other", {"a": LINEAR}, threads=2, batch=7)
-
-
-def test_intervals_inside_a_network_hold_one_more_run(tmp_path: Path, rng: np.random.Generator) -> None:
-    runs = np.exp(0.05 * rng.standard_normal((150, 4)))
-    shapes = {f"fc{i}": LINEAR for i in range(len(runs))}
-    rows = [in_network(name, LINEAR, 0.0, *run[:3]) for name, run in zip(shapes, runs, strict=True)]
-    layers = measured_layers(written(tmp_path, *rows), "net", shapes, threads=2, batch=7, coverage=0.8)
-    held = [layer.low[0] <= run[3] <= layer.high[0] for layer, run in zip(layers, runs, strict=True)]
-    # Medians of two others scatter more than of all three, which holds 1% more; then three standard deviations.
-    assert abs(np.mean(held) - 0.81) <= 3 * (0.81 * 0.19 / len(runs)) ** 0.5
-
-
 def test_whatever_fits_the_budget_keeps_the_promise_to_the_last_bit(rng: np.random.Generator) -> None:
     missed = 0
     for _ in range(300):
@@ -271,6 +153,26 @@ def test_whatever_fits_the_budget_keeps_the_promise_to_the_last_bit(rng: np.rand
             else:
                 missed += kept.speedup(kept.predict((0,))).low < target
     assert missed > 10  # as a plain difference would
+
+
+def test_the_budget_leaves_out_nothing_that_keeps_the_promise(rng: np.random.Generator) -> None:
+    for magnitude in (1e-9, 1.0, 1e9):  # of what is fixed, beside layers of about a second
+        for _ in range(100):
+            fixed, seconds = magnitude * float(rng.uniform(-0.1, 1)), float(rng.uniform(0.5, 1))
+            dense = (abs(fixed) + seconds) * float(rng.uniform(2, 4))
+            one = Layer("a", (Option(DENSE, 0.0),), *(np.array([seconds]),) * 3, np.zeros(1))
+            p = Problem((one,), Interval(fixed, fixed, fixed), Interval(dense, dense, dense), "torch")
+            speedup = p.speedup(p.predict((0,))).low
+            if speedup > 0 and np.isfinite(speedup):
+                assert seconds <= p.budget(speedup)
+                with pytest.raises(Infeasible):
+                    p.budget(float(np.nextafter(speedup, np.inf)))
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, np.inf, np.nan])
+def test_what_is_no_speedup_is_refused(target: float) -> None:
+    with pytest.raises(UsageError, match="a target is a speedup such as 2, not"):
+        problem().solve(target)
 
 
 def test_options_with_an_error_that_is_not_finite_cannot_be_had() -> None:
@@ -290,3 +192,138 @@ def test_a_model_whose_layers_take_no_time_is_corrected_around_them() -> None:
     dense = Interval(4.0, 4.0, 4.0)
     p = Problem((free,), Interval(1, 1, 1), dense, "torch").calibrated((0,), Interval(2.0, 1.9, 2.1), dense, "torch")
     assert p.predict((0,)) == Interval(2.0, 1.9, 2.1)
+
+
+def test_tied_layers_are_one_with_the_options_that_all_have() -> None:
+    a, b = problem().layers
+    both = tie([a, b.take([2, 0, 1])])
+    assert both.options == OPTIONS[:3]
+    assert both.seconds.tolist() == [10.0, 5.0, 2.0]
+    assert (both.low + both.high).tolist() == pytest.approx([20.0, 10.0, 4.0])
+    assert [part.name for part in both.parts] == ["a", "b"]
+    assert all(part.options == both.options for part in both.parts)
+    with pytest.raises(UsageError, match="a, b are tied, and no option is one of all of them"):
+        tie([a.take([0]), b.take([1])])
+
+
+def test_what_is_done_to_a_problem_is_done_to_each_tied_layer() -> None:
+    p = replace(problem(), layers=(tie(problem().layers),))
+    errors = {"a": dict.fromkeys(OPTIONS, 1.0), "b": {**dict.fromkeys(OPTIONS, 2.0), OPTIONS[3]: np.inf}}
+    (layer,) = p.scaled(0.5).certain().with_errors(errors).layers
+    assert layer.options == OPTIONS[:3]
+    assert layer.errors.tolist() == [0.0, 3.0, 3.0]
+    assert layer.high.tolist() == layer.low.tolist() == [5.0, 2.5, 1.0]
+    assert [part.errors.tolist() for part in layer.parts] == [[0.0, 1.0, 1.0], [0.0, 2.0, 2.0]]
+    assert [part.seconds.tolist() for part in layer.parts] == [[2.0, 1.0, 0.5], [3.0, 1.5, 0.5]]
+    measured = Interval(6.0, 6.0, 6.0)
+    assert p.calibrated((1,), measured, p.dense, "torch").predict((1,)).value == pytest.approx(6.0)
+
+
+def test_errors_that_are_missing_are_named_and_never_guessed_at() -> None:
+    with pytest.raises(BadData, match=r"no error is given for layer a as vector:8 at 0\.5"):
+        problem().with_errors({})
+    with pytest.raises(BadData, match="layer a has no option whose error is finite"):
+        p = replace(problem(), layers=tuple(layer.take([1]) for layer in problem().layers))
+        p.with_errors({"a": {OPTIONS[1]: np.inf}, "b": {OPTIONS[1]: 1.0}})
+    unknown = replace(problem(), layers=tuple(replace(it, errors=it.errors * np.nan) for it in problem().layers))
+    for ask in (lambda: unknown.solve(1.0), lambda: unknown.frontier()):
+        with pytest.raises(UsageError, match=r"errors are not known yet: .*`with_prior`"):
+            ask()
+    places = [0.0, 0.25, 1.0, 0.25]  # of 0, 0.5, 0.9, 0.5
+    assert [layer.errors.tolist() for layer in unknown.with_prior().layers] == [places, places]
+
+
+def test_layers_that_stay_dense_are_counted() -> None:
+    p = problem().without(["a"])
+    assert [layer.name for layer in p.layers] == ["b"]
+    whole, part = problem().predict((0, 2)), p.predict((2,))
+    assert (part.value, part.low, part.high) == pytest.approx((whole.value, whole.low, whole.high))
+    with pytest.raises(UsageError, match="no layer is called c: there are a, b"):
+        problem().without(["c"])
+    with pytest.raises(UsageError, match="every layer is excluded"):
+        problem().without(["a", "b"])
+    with pytest.raises(UsageError, match=r"layer a cannot be had with dense: it has vector:8 at 0.5"):
+        replace(problem(), layers=(problem().layers[0].take([1]), problem().layers[1])).without(["a"])
+
+
+def random_problem(rng: np.random.Generator, layers: int = 4) -> Problem:
+    """Two layers tied, and intervals, with nothing round."""
+    every = []
+    for i in range(layers):
+        t = rng.uniform(0.1, 1.0, 4)
+        high = t * rng.uniform(1, 1.2, 4)
+        every.append(Layer(f"fc{i}", OPTIONS, t, t * 0.9, high, rng.random(4)))
+    fixed, dense = float(rng.uniform(0.1, 0.3)), float(rng.uniform(3, 4))
+    tied = (*every[:-2], tie(every[-2:]))
+    return Problem(tied, Interval(fixed, fixed, fixed * 1.1), Interval(dense, dense * 0.98, dense), "torch")
+
+
+def all_profiles(p: Problem) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(len(layer.options)) for layer in p.layers)))
+
+
+def test_the_promise_holds_to_the_last_bit_with_tied_layers_too(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        p = random_problem(rng)
+        profiles = all_profiles(p)
+        error = {c: sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in profiles}
+        least = {c: p.speedup(p.predict(c)).low for c in profiles}
+        for target in rng.choice(list(least.values()), 5):  # just what one of them reaches
+            solution = p.solve(float(target))
+            assert solution.speedup.low == least[solution.choice] >= target
+            assert solution.error == min(error[c] for c in profiles if least[c] >= target) == solution.bound
+
+
+def test_two_problems_at_once_keep_both_promises(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        p, other = random_problem(rng), random_problem(rng)
+        both = [(p.speedup(p.predict(c)).low, other.speedup(other.predict(c)).low, c) for c in all_profiles(p)]
+        one, two, _ = both[int(rng.integers(len(both)))]
+        solution = p.solve(one, also=other.within(two))
+        assert p.speedup(p.predict(solution.choice)).low >= one
+        assert other.speedup(other.predict(solution.choice)).low >= two
+        fitting = [c for a, b, c in both if a >= one and b >= two]
+        assert solution.error == min(sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fitting)
+    with pytest.raises(UsageError, match="other layers, or they are tied otherwise"):
+        p.solve(1.0, also=random_problem(rng, layers=5).within(1.0))
+
+
+def test_a_second_budget_in_any_unit() -> None:
+    weights = dict(zip(OPTIONS, (100.0, 50.0, 10.0, 60.0), strict=True))
+    p = problem()
+    solution = p.solve(1.0, also=Also({"a": weights, "b": weights}, 70.0, "bytes"))
+    used = sum(weights[it] for it in solution.options.values())
+    assert used <= 70 and solution.options == {"a": OPTIONS[2], "b": OPTIONS[3]}
+    with pytest.raises(Infeasible, match="that reaches 2x keeps bytes, 19: the least that one takes is 20"):
+        p.solve(2.0, also=Also({"a": weights, "b": weights}, 19.0, "bytes"))
+    with pytest.raises(UsageError, match="bytes: nothing says what layer b takes as dense"):
+        p.solve(1.0, also=Also({"a": weights}, 70.0, "bytes"))
+
+
+def test_uniform_profiles_are_there_whatever_limits_leave() -> None:
+    a, b = problem().layers
+    p = replace(problem(), layers=(a.take([2]), b))
+    assert uniform_choice(p.layers, OPTIONS[1]) == (0, 1)
+    p = replace(problem(), layers=(a.take([2, 1]), b))
+    assert uniform_choice(p.layers, OPTIONS[3]) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sparsity", "said"),
+    [
+        ("vector:8", None, "vector:8 needs a sparsity"),
+        ("nm:2:4", 0.75, "nm:2:4 has a sparsity of 0.5 and no other, not 0.75"),
+        (DENSE, 0.5, "dense has a sparsity of 0 and no other"),
+        ("vector:8", 1.5, "a sparsity lies between 0 and 1, not 1.5"),
+        ("rows:8", 0.5, "rows:8"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused(spec: str, sparsity: float | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        option(spec, sparsity)
+
+
+def test_options_of_one_sparsity_need_none_said() -> None:
+    assert option("nm:1:3") == option("nm:1:3", 0.6667) == Option("nm:1:3", 1 - 1 / 3)
+    assert option("dense") == option("dense", 0.0) == Option(DENSE, 0.0)
+    assert option("vector:8", 1) == Option("vector:8", 1.0)

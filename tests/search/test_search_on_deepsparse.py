@@ -17,7 +17,7 @@ from latbench.backends import deepsparse, deepsparse_environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData
-from search import engines, job, overhead
+from search import engines, job, overhead, promise
 from search import task as tasks
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Timings
@@ -25,6 +25,7 @@ from search.job import Inputs, Settings
 from search.layer_times import rows
 from search.problem import DENSE, Option
 from search.pruning.build import build_database, recipe
+from search.sessions import Session
 from search.task import Task
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.shapes import LinearShape
@@ -110,7 +111,7 @@ def test_layers_come_from_the_table_of_the_network(little: Task, tmp_path: Path)
 
 def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(little: Task) -> None:
     own = overhead.dense_engines(little, 2, "numba")
-    assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino"]
+    assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
 
 
@@ -122,26 +123,25 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
 
     def timed(wanted: dict[str, Engine], **_: Any) -> Timings:
         asked.update(wanted)
-        times = {"deepsparse": 2e-3, "(0, 1)": 1e-3}
+        times = {"deepsparse": 2e-3, "pruned": 1e-3}
         return Timings({name: [[times.get(name, 3e-3)] * 5] * 4 for name in wanted}, {})
 
     monkeypatch.setattr(job, "time_engines", timed)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
-    layers = [
-        job.Layer(name, (Option(DENSE, 0.0), Option("unstructured", 0.75)), *[np.ones(2)] * 4) for name in SHAPES
-    ]
+    profiles = {"pruned": CHOICES}
     settings = Settings(2.0, threads=2, backend=backend)
-    session = job.time_profiles(inputs, settings, layers, [(0, 1)], {}, lambda *_: None)
-    assert asked["(0, 1)"].function == "search.engines:database_pruned"
-    assert backend in asked["(0, 1)"].arguments and inputs.model_hash in asked["(0, 1)"].arguments
-    found = job.measured([session], (0, 1), 0.9)
+    timings = job.time_profiles(inputs, settings, profiles, {}, lambda *_: None)
+    assert asked["pruned"].function == "search.engines:database_pruned"
+    assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
+    found = promise.measured([Session(profiles, timings)], "pruned", 0.9)
     fastest = "deepsparse" if backend == "deepsparse" else "torch"
-    assert (found.dense_engine, found.speedup.value) == (fastest, 2.0 if backend == "deepsparse" else 3.0)
+    assert found.dense_engine == fastest
+    assert found.speedup.value == pytest.approx(2.0 if backend == "deepsparse" else 3.0)
     asked.clear()
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
-    job.time_profiles(inputs, settings, layers, [(0, 1)], known, lambda *_: None)
-    own = ["torch-mkldnn", "onnxruntime", "openvino"]  # of oneDNN nothing is known
-    assert [name for name in asked if name not in ("(0, 1)", "deepsparse")] == own
+    job.time_profiles(inputs, settings, profiles, known, lambda *_: None)
+    own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
+    assert [name for name in asked if name not in ("pruned", "deepsparse")] == own
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
@@ -175,10 +175,15 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     ("options", "code", "said"),
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, deepsparse"),
-        (["--strategy", "grid"], 2, "unknown strategy 'grid': known are spdy, uniform"),
+        (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
+        (["--model", "m.json", "--time-budget", "soon"], 2, "a time is a number with s, m or h behind it"),
         ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
-        (["--backend", "deepsparse", "--model", "m.json"], 2, "--model and --patterns do not go with deepsparse"),
-        (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model and --patterns do not go with deepsparse"),
+        (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
+        (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
+        (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
+        (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
+        (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),
+        (["--model", "m.json", "--limits", "none.yaml"], 5, "none.yaml: no such file"),
         (["--backend", "deepsparse"], 3, "DeepSparse is not set up here: run `latbench setup deepsparse` once"),
     ],
 )

@@ -36,6 +36,7 @@ def profile(target: float = 2.0, threads: int = 1) -> Profile:
     numbers = dict.fromkeys([
         "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
         "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
+        "risk", "additivity_before", "additivity_after",
     ], 1.0)  # fmt: skip
     texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "model_hash", "inputs"], "x")
     layers = {
@@ -143,7 +144,7 @@ def test_a_small_model_is_verified_from_its_folder(
     folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met
-    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", PRUNED}
+    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", "numba", PRUNED}
     model = little.model()
     assert verdict.score_dense == pytest.approx(little.score(model))
     assert verdict.score_pruned != verdict.score_dense

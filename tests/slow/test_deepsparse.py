@@ -21,6 +21,7 @@ from search import job, layer_times, overhead
 from search import task as tasks
 from search import verify as verification
 from search.end_to_end import Engine, Timings
+from search.engines import DENSE_ENGINES
 from search.layer_times import Settings, measure, rows
 from search.onnx_export import export, layer_values
 from search.profile import LayerChoice, Profile
@@ -174,7 +175,7 @@ def test_a_search_on_deepsparse_gives_a_profile_that_is_pruned_and_verified_ther
     assert done.returncode == 0, done.stderr
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify")  # on deepsparse, without being told
     assert (verdict.backend, verdict.measured_speedup, verdict.met) == ("deepsparse", 2.0, True)
-    assert {"torch", "onnxruntime", "deepsparse", PRUNED} == set(verdict.engines) - {"torch-mkldnn", "openvino"}
+    assert {"torch", "onnxruntime", "deepsparse", PRUNED} <= set(verdict.engines)
     assert (tmp_path / "verify" / "pruned.onnx").is_file()
 
 
@@ -190,6 +191,7 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     numbers = dict.fromkeys([
         "dense_seconds", "dense_seconds_low", "dense_seconds_high", "fixed_seconds", "fixed_seconds_low",
         "fixed_seconds_high", "predicted_seconds", "predicted_low", "predicted_high", "loss", "error", "bound",
+        "risk", "additivity_before", "additivity_after",
     ], 1.0)  # fmt: skip
     texts = dict.fromkeys(["device", "dense_engine", "strategy", "table_hash", "model_hash", "inputs"], "x")
     profile = Profile(
@@ -199,7 +201,7 @@ def test_a_pruned_model_is_verified_against_dense_engines_and_its_own_dense_form
     save_pruned(tmp_path / "pruned", model, masks, profile, {"task": "little"})
     verdict = verify(little, tmp_path / "pruned", tmp_path / "verify", backend="deepsparse")
     assert verdict.backend == "deepsparse" and verdict.met
-    assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", "deepsparse", PRUNED}
+    assert set(verdict.engines) == {*DENSE_ENGINES, PRUNED}
     assert verdict.score_pruned == pytest.approx(little.score(model))
     table = tables.read(tmp_path / "verify").set_index("kernel_used")
     assert table.loc[["deepsparse", PRUNED], "backend"].tolist() == ["deepsparse", "deepsparse"]

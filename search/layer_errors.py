@@ -1,0 +1,97 @@
+"""What each option costs its layer in error: of its outputs, of its weights, or as a user says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from latbench.errors import BadData
+from search.layers import DENSE, Option, option
+from search.problem import Problem
+from sparse_kernels.patterns import parse
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import nn
+
+    from search.database import Database
+    from search.solve import Floats
+
+KINDS = ("output", "weight")
+
+Errors = dict[str, dict[Option, float]]
+
+
+def output_errors(problem: Problem, database: Database) -> Errors:
+    """|dy|^2 / |y|^2 of each layer's outputs on the calibration data, as the database has them."""
+    return _each(problem, lambda layer, it: database.error(layer, it.pattern, it.sparsity))
+
+
+def weight_errors(problem: Problem, database: Database, model: nn.Module) -> Errors:
+    """|dW|^2 / |W|^2 of each layer, from the pruned weights in the database and the dense ones of `model`."""
+    from sparse_kernels.nn import weight_matrix
+
+    def error(layer: str, it: Option) -> float:
+        dense = weight_matrix(model.get_submodule(layer)).double().numpy()
+        pruned = database.get(layer, it.pattern, it.sparsity).weight.double().numpy()
+        return _share(pruned - dense, dense)
+
+    return _each(problem, error)
+
+
+def magnitude_errors(problem: Problem, weights: Mapping[str, Floats]) -> Errors:
+    """|dW|^2 / |W|^2 where the smallest weights go: no calibration data, no database. `weights` are (m, k) each."""
+
+    def error(layer: str, it: Option) -> float:
+        dense = np.asarray(weights[layer], np.float64)
+        return _share(dense * ~parse(it.pattern).mask(dense**2, it.sparsity), dense)
+
+    return _each(problem, error)
+
+
+def read(path: Path) -> Errors:
+    """A user's own, from a CSV or Parquet file with the columns of `of_frame`. Raises BadData."""
+    import pandas as pd
+
+    try:
+        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
+    try:
+        return of_frame(frame)
+    except BadData as error:
+        raise BadData(f"{path}: {error}") from error
+
+
+def of_frame(frame: pd.DataFrame) -> Errors:
+    """From the columns layer, pattern, sparsity, error. Raises BadData for what is missing, or given twice."""
+    columns = ["layer", "pattern", "sparsity", "error"]
+    if missing := [name for name in columns if name not in frame.columns]:
+        raise BadData(f"errors have the columns {', '.join(columns)}: {', '.join(missing)} missing")
+    errors: Errors = {}
+    for name, pattern, sparsity, error in frame[columns].itertuples(index=False):
+        try:
+            it, value = option(str(pattern), float(sparsity)), float(error)
+        except ValueError as refusal:
+            raise BadData(f"layer {name}: {refusal}") from refusal
+        own = errors.setdefault(str(name), {})
+        if it in own:
+            raise BadData(f"layer {name} has two errors as {it}")
+        own[it] = value
+    return errors
+
+
+def _each(problem: Problem, error: Callable[[str, Option], float]) -> Errors:
+    return {
+        part.name: {it: error(part.name, it) for it in part.options if it.pattern != DENSE}
+        for layer in problem.layers
+        for part in layer.parts
+    }
+
+
+def _share(difference: Floats, dense: Floats) -> float:
+    whole = float((dense**2).sum())
+    return float((difference**2).sum()) / whole if whole else 0.0

@@ -1,0 +1,197 @@
+"""Where a layer's options and their seconds come from: rows of a table, or a cost model that learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from latbench import devices, tables
+from latbench.errors import BadData
+from latbench.places import Place
+from latbench.plan import describe, shape_columns, sparsities_of
+from search.layers import DENSE, Layer, Option
+from search.solve import Floats
+from sparse_kernels.patterns import parse
+from sparse_kernels.shapes import Shape
+
+
+class CostModel(Protocol):
+    """What is asked of a cost model: X is a frame with the table's columns, the answers are seconds."""
+
+    def predict(self, X: pd.DataFrame) -> Floats:
+        """Seconds of every row."""
+
+    def predict_interval(self, X: pd.DataFrame, coverage: float) -> tuple[Floats, Floats]:
+        """Seconds (low, high) that hold a measurement with probability `coverage`."""
+
+    def covers(self, X: pd.DataFrame) -> NDArray[np.bool_]:
+        """Whether each row is one that the model predicts without extrapolating."""
+
+
+# What a search needs of a table.
+_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+
+
+def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
+    """The rows of the table at a path or URI that `predicted_layers` looks at; all else is left unread as it comes.
+
+    Memory grows with the rows of these shapes, not with the table's. Raises BadData as `tables.read` does.
+    """
+    sizes = {
+        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
+        for name in ("m", "k", "n")
+    }
+
+    def wanted(piece: pa.Table) -> pa.Array:
+        mask = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        for name, values in sizes.items():
+            mask = pc.and_(mask, pc.is_in(piece[name], values))
+        return mask
+
+    return tables.select(table, _COLUMNS, wanted)
+
+
+def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
+    """The rows of the table at a path or URI that `network_rows` looks at, with their samples. Raises BadData."""
+
+    def wanted(piece: pa.Table) -> pa.Array:
+        ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
+        return pc.and_(ours, pc.equal(piece["threads"], threads))
+
+    return tables.select(table, tables.SCHEMA.names, wanted)
+
+
+def predicted_layers(
+    model: CostModel,
+    table: pd.DataFrame,
+    shapes: Mapping[str, Shape],
+    *,
+    threads: int,
+    backend: str = "numba",
+    patterns: Sequence[str] | None = None,
+    sparsities: Sequence[float] | None = None,
+    coverage: float = 0.9,
+) -> tuple[Layer, ...]:
+    """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
+
+    With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape that
+    the table lacks, with the patterns and sparsities of others. Rows of rounded weights are no options, because a
+    profile does not ask for them. `patterns` narrows the rest. Raises BadData where a layer has no dense time on this
+    backend with so many threads.
+    """
+    rows = tables.timed(table)
+    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
+    rows = rows[rows["dtype_w"] == rows["dtype_a"]]
+    if patterns is not None:
+        rows = rows[rows["pattern"].isin([DENSE, *patterns])]
+    known: dict[Shape, Layer] = {}
+    for name, shape in shapes.items():
+        if shape not in known:
+            wanted = of_shape(rows, shape)
+            if sparsities is not None or DENSE not in set(wanted["pattern"]):
+                wanted = _covered(model, rows, shape, sparsities)
+            if DENSE not in set(wanted["pattern"]):
+                raise BadData(
+                    f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with "
+                    f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
+                    "trace, then latbench sweep --workload)"
+                )
+            known[shape] = _predicted(model, wanted, name, coverage)
+    return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
+
+
+def network_rows(
+    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
+) -> pd.DataFrame:
+    """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
+    rows = tables.timed(table)
+    rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
+    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
+    whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
+    layers = [of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
+    return pd.concat([whole, *layers])
+
+
+def measured_layers(
+    table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
+) -> tuple[Layer, ...]:
+    """Each layer with every sparsity that the table holds for it inside the network, dense first; errors are NaN yet.
+
+    Its seconds are measured, not predicted: a layer's place counts. Intervals hold one more run with probability
+    `coverage`, from how far each run of any layer was from the median of its others; without width where nothing was
+    run twice. Raises BadData where a layer has no dense time.
+    """
+    rows = network_rows(table, network, shapes, threads=threads, batch=batch)
+    again = [
+        samples[i] / np.median(np.delete(samples, i))
+        for samples in rows.loc[(rows["op"] != "model") & (rows["sample_count"] > 1), "samples_seconds"]
+        for i in range(len(samples))
+    ]
+    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
+    low, high = min(low, 1.0), max(high, 1.0)
+    found = []
+    for name in shapes:
+        own = rows[rows["model"] == f"{network}:{name}"]
+        if DENSE not in set(own["pattern"]):
+            raise BadData(
+                f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
+                f"threads and batch {batch}: `latbench layers` measures it; a layer that DeepSparse never runs by "
+                "itself must be one that the task excludes"
+            )
+        seconds = own["median_seconds"].to_numpy(float)
+        options = tuple(
+            Option(str(pattern), float(sparsity))
+            for pattern, sparsity in zip(own["pattern"], own["sparsity_target"], strict=True)
+        )
+        found.append(Layer(name, options, seconds, seconds * low, seconds * high, np.full(len(options), np.nan)))
+    return tuple(found)
+
+
+def of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
+    """The rows of this shape, as `one_each` takes them."""
+    for column, value in shape_columns(shape).items():
+        rows = rows[rows[column] == value]
+    return one_each(rows)
+
+
+def one_each(rows: pd.DataFrame) -> pd.DataFrame:
+    """One row a pattern and sparsity, dense first: the kernel that a model runs by default, else the fastest."""
+    rows = rows.assign(_other=rows["kernel_requested"] != "auto", _sparse=rows["pattern"] != DENSE)
+    rows = rows.sort_values(["_sparse", "sparsity_target", "pattern", "_other", "median_seconds"], kind="stable")
+    return rows.drop_duplicates(["pattern", "sparsity_target"]).drop(columns=["_other", "_sparse"])
+
+
+def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Sequence[float] | None) -> pd.DataFrame:
+    """Rows of this shape at these sparsities (None: those measured of other shapes) that the model covers.
+
+    They are made from measured ones of the same pattern, of this shape where there are any.
+    """
+    own = of_shape(rows, shape)
+    others = own if DENSE in set(own["pattern"]) else one_each(rows[rows["op"] == shape.op])
+    made = []
+    for spec, measured in others.groupby("pattern", sort=True):
+        pattern = parse(str(spec))
+        if pattern.refuses(shape) is not None:
+            continue
+        levels = measured["sparsity_target"].unique() if sparsities is None else sparsities_of(pattern, sparsities)
+        made += [measured.head(1).assign(sparsity_target=float(level), **shape_columns(shape)) for level in levels]
+    if not made:
+        return others.head(0)
+    wanted = pd.concat(made, ignore_index=True)
+    return one_each(wanted[model.covers(wanted)])
+
+
+def _predicted(model: CostModel, rows: pd.DataFrame, name: str, coverage: float) -> Layer:
+    low, high = model.predict_interval(rows, coverage)
+    options = tuple(
+        Option(str(pattern), float(sparsity))
+        for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
+    )
+    return Layer(name, options, np.asarray(model.predict(rows)), low, high, np.full(len(options), np.nan))

@@ -1,0 +1,188 @@
+"""A promise is measured: search a profile, time it, correct the prediction, search again.
+
+The profile of least summed error that should fit is timed end to end, and the prediction corrected by that. Then the
+search finds the profile of least calibration loss whose predicted seconds fit, and that one is timed beside those
+before it. If the promise does not hold there, or holds with much to spare, the prediction is corrected once more and
+the search goes again, a few rounds. Only a profile that was measured to keep the promise, with the room that the risk
+asks for, is returned.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from latbench.errors import PromiseMissed
+from search import risk
+from search.end_to_end import Progress
+from search.engines import DENSE_ENGINES
+from search.evaluations import Found, Judging
+from search.problem import Choice, Interval, Problem
+from search.sessions import Session
+from search.solve import Infeasible
+from search.strategies import find
+
+# A profile that is faster than it has to be by more than this gave away accuracy for nothing.
+TO_SPARE = 0.03
+ROUNDS = 3
+
+
+class Settings(Protocol):
+    """What it needs of a search's settings."""
+
+    @property
+    def target(self) -> float:
+        """The speedup to promise."""
+
+    @property
+    def strategy(self) -> str:
+        """One of `strategies.STRATEGIES`."""
+
+    @property
+    def seed(self) -> int:
+        """Of the search."""
+
+    @property
+    def evaluations(self) -> int:
+        """That each round may spend."""
+
+    @property
+    def batches(self) -> int | None:
+        """Of the calibration data, while profiles are tried."""
+
+    @property
+    def time_budget(self) -> float | None:
+        """Seconds after which no profile is tried."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A profile timed end to end: its speedup over `dense_engine`, whose seconds are of the same rounds."""
+
+    speedup: Interval
+    dense: Interval
+    dense_engine: str
+
+    @property
+    def seconds(self) -> Interval:
+        """The pruned model's seconds beside dense ones of `dense.value`: the ratio, which is known best."""
+        dense = self.dense.value
+        return Interval(dense / self.speedup.value, dense / self.speedup.high, dense / self.speedup.low)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A profile that a search found, and the least error that its budget allowed."""
+
+    found: Found
+    bound: float
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A profile that was measured to keep the promise, and the problem that predicts just that for it."""
+
+    problem: Problem
+    found: Found
+    bound: float
+    measured: Measured
+
+
+def keep_promise(
+    problem: Problem,
+    judge: Judging,
+    measure: Callable[[Sequence[Choice]], list[Measured]],
+    settings: Settings,
+    progress: Progress,
+    *,
+    before: Sequence[Choice] = (),
+    clock: Callable[[], float] = time.monotonic,
+) -> Kept:
+    """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
+
+    The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
+    `judge` knows the losses of profiles; `measure` times profiles side by side and answers with all that it knows of
+    each by then. Profiles from `before` are timed beside the others. Raises Infeasible or PromiseMissed if none held
+    after a few rounds.
+    """
+    tried: dict[Choice, Tried] = {}
+    times: dict[Choice, Measured] = {}
+    deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
+    if not _fits(problem, settings.target):
+        # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
+        problem = problem.certain()
+    for number in range(1 + ROUNDS):
+        try:
+            solution = problem.solve(settings.target)
+            first = number == 0 and settings.strategy != "uniform"
+            found = find(
+                "once" if first else settings.strategy, problem, settings.target, judge,
+                seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
+                deadline=deadline, clock=clock, progress=_round(progress, number),
+            )  # fmt: skip
+        except Infeasible:
+            if not any(one.speedup.low >= settings.target for one in times.values()):
+                raise
+            break
+        if found.choice in times:
+            break
+        if number == 0:
+            losses = judge.losses(before, judge.batches)
+            for choice, loss in zip(before, losses, strict=True):
+                tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), solution.bound)
+        tried[found.choice] = Tried(found, solution.bound)  # the bound of the budget that this round had
+        times = dict(zip(tried, measure(list(tried)), strict=True))
+        latest = times[found.choice]
+        if number > 0 and settings.target <= latest.speedup.low <= settings.target * (1 + TO_SPARE):
+            break
+        problem = corrected(problem, found.choice, latest)
+    held = [choice for choice, one in times.items() if one.speedup.low >= settings.target]
+    if not held:
+        fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
+        raise PromiseMissed(
+            f"{settings.target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
+            f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
+            "search again with --remeasure when the machine is quiet"
+        )
+    best = min(held, key=lambda choice: tried[choice].found.loss)
+    return Kept(corrected(problem, best, times[best]), tried[best].found, tried[best].bound, times[best])
+
+
+def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
+    """The problem that predicts for the profile what was measured of it."""
+    return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
+
+
+def _round(progress: Progress, number: int) -> Progress:
+    """Progress of a search that goes again."""
+    return progress if number < 2 else lambda what, done, total: progress(f"{what}, round {number}", done, total)
+
+
+def _fits(problem: Problem, target: float) -> bool:
+    try:
+        problem.budget(target)
+    except Infeasible:
+        return False
+    return True
+
+
+def measured(timed: Sequence[Session], name: str, probability: float) -> Measured:
+    """What all the sessions that timed this profile say of it: its speedup is not below the lower end, if it is
+    verified, with this probability.
+
+    In each session it is against the dense engine that was the fastest there, as it will be in the verification.
+    """
+    speedups: dict[str, list[list[float]]] = {}
+    for session in timed:
+        dense = session.timings.fastest(list(DENSE_ENGINES))
+        for profile in session.profiles:
+            speedups.setdefault(profile, []).append(session.timings.speedups(profile, dense))
+    buildings = sum(len(set(session.timings.built)) - 1 for session in timed)
+    between = risk.spread([one for groups in speedups.values() for one in groups], buildings)
+    latest = next(session.timings for session in reversed(timed) if name in session.profiles)
+    dense = latest.fastest(list(DENSE_ENGINES))
+    seconds = latest.seconds(dense, risk.coverage(probability))
+    return Measured(risk.promise(speedups[name], between, probability), seconds, dense)

@@ -1,0 +1,129 @@
+"""What a problem answers with: one profile, or all efficient ones, as frames, as plots and in SPDY's text format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from latbench.interchange import write_spdy_profile
+from search.frontier import Frontier, frontier
+from search.layers import options_of
+from search.solve import Floats, sum_in_order
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from search.layers import Interval, Option
+    from search.problem import Problem
+
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Selection:
+    """One option a layer of `problem`, as places among its options.
+
+    No profile within the same budget has an error below `bound`, which is -inf where nothing is proven.
+    """
+
+    problem: Problem = field(repr=False, compare=False)
+    choice: Choice
+    bound: float
+
+    def __repr__(self) -> str:
+        proof = ", proven least" if self.bound == self.error else ""
+        return f"<Selection: {self.speedup.low:.4g}x, total error {self.error:.6g}{proof}>"
+
+    @property
+    def seconds(self) -> float:
+        """The layers' seconds at their upper ends: what was compared with the budget."""
+        return sum_in_order(t[j] for t, j in zip(self.problem.safe_seconds, self.choice, strict=True))
+
+    @property
+    def error(self) -> float:
+        """The sum of the layers' errors."""
+        return sum_in_order(e[j] for e, j in zip(self.problem.errors, self.choice, strict=True))
+
+    @property
+    def predicted(self) -> Interval:
+        """Seconds of the whole model."""
+        return self.problem.predict(self.choice)
+
+    @property
+    def speedup(self) -> Interval:
+        """Over the dense model; the promise is its lower end."""
+        return self.problem.speedup(self.predicted)
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """Every layer of the model that was chosen for, and its option; tied layers one by one."""
+        return options_of(self.problem.layers, self.choice)
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a layer: layer, pattern, sparsity, seconds, low_seconds, high_seconds, error."""
+        from search import frames
+
+        return frames.of_selection(self)
+
+    def plot(self) -> Any:
+        """What each layer takes, beside its dense time: a plotly figure."""
+        from search import plots
+
+        return plots.of_selection(self)
+
+    def save_spdy(self, path: str | Path) -> None:
+        """Write SPDY's text format: each layer's sparsity, without its pattern."""
+        write_spdy_profile({name: option.sparsity for name, option in self.options.items()}, Path(path))
+
+
+@dataclass(frozen=True, repr=False)
+class TradeOffs:
+    """The efficient profiles of `problem`, the fastest first: (profiles,) falling `speedups` and `errors`.
+
+    `seconds` are the whole model's. Both are the unfavourable ends, so each speedup is one that can be promised.
+    """
+
+    problem: Problem = field(repr=False, compare=False)
+    seconds: Floats
+    speedups: Floats
+    errors: Floats
+    _layers: Frontier = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, problem: Problem) -> TradeOffs:
+        """Raises BadProblem where there are too many to list."""
+        layers = frontier(problem.safe_seconds, problem.errors)
+        seconds = layers.seconds + problem.fixed.high
+        with np.errstate(divide="ignore"):
+            speedups = np.where(seconds > 0, problem.dense.low / seconds, np.inf)
+        return cls(problem, seconds, speedups, layers.errors, layers)
+
+    def __repr__(self) -> str:
+        return f"<TradeOffs: {len(self):,} profiles from {self.speedups[0]:.4g}x to {self.speedups[-1]:.4g}x>"
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def profile(self, i: int) -> Selection:
+        """The i-th profile; solved for on demand."""
+        return Selection(self.problem, self._layers.choice(i), float(self.errors[i]))
+
+    def at(self, target: float) -> Selection:
+        """The profile of least error that is at least `target` times as fast. Raises Infeasible."""
+        self.problem.budget(target)
+        return self.profile(int(np.flatnonzero(self.speedups >= target)[-1]))
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a profile: seconds, speedup, error."""
+        from search import frames
+
+        return frames.of_trade_offs(self)
+
+    def plot(self) -> Any:
+        """Total error over speedup: a plotly figure."""
+        from search import plots
+
+        return plots.of_trade_offs(self)

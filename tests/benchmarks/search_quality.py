@@ -1,0 +1,154 @@
+"""What the search strategies find for the same money: calibration loss at equal evaluations.
+
+    python tests/benchmarks/search_quality.py {resnet20,minilm} --table T --model M --database D
+        [--evaluations 200] [--shares 0.4,0.6,0.8] [--seeds 5] [--processes 2]
+
+T and M come from `latbench trace`, `sweep` and `fit` for tests/tasks/<name>.py; what else is needed is made in D on
+first use, and whole models are timed. A target is a share of the ceiling, the speedup if all searched layers took no
+time, or of the fastest profile's speedup where that is less. The share 0.6 is searched with as many seeds, others
+with one. Calibration data: 512 images, 128 sentences. An evaluation is one profile on all of them; on fewer, their
+share.
+
+Printed, a line a target and seed: the losses of the best uniform profile, of the knapsack solved once with the
+published quadratic prior and with the measured errors, of the published search and of ours; after how many
+evaluations ours was as good as the published search was in the end; and last whether ours was never worse, and needed
+at most half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from latbench import devices, places
+from search import job
+from search import task as tasks
+from search.database import Database
+from search.evaluations import Found
+from search.judges import Judges
+from search.problem import Problem
+from search.solve import Infeasible, solve
+from search.strategies import find, quadratic_priors
+from search.trials import Trials, key_of
+
+TASKS = Path(__file__).parents[1] / "tasks"
+SEVERAL_SEEDS_AT = 0.6
+
+
+class Fewer:
+    """A task with only the first batches of its calibration data."""
+
+    def __init__(self, name: str, batches: int) -> None:
+        self._task = tasks.load(str(TASKS / f"{name}.py")).implementation
+        self._batches = batches
+
+    def __getattr__(self, member: str) -> Any:
+        return getattr(self._task, member)
+
+    def calibration(self) -> list[Any]:
+        return list(self._task.calibration()[: self._batches])
+
+
+def __getattr__(name: str) -> Fewer:
+    """The tasks `search_quality.py:resnet20` and `:minilm`, loaded when they are asked for."""
+    if name in BATCHES:
+        return Fewer(name, BATCHES[name])
+    raise AttributeError(name)
+
+
+BATCHES = {"resnet20": 4, "minilm": 4}  # of 128 images, of 32 sentences
+
+
+def reached(found: Found, loss: float) -> float:
+    """The evaluations spent when the search was first as good as `loss`."""
+    return next((one.spent for one in found.trace if one.loss <= loss), math.inf)
+
+
+def compare(
+    every: tuple[Problem, Judges],
+    problem: Problem,
+    judge: Judges,
+    target: float,
+    label: str,
+    seeds: int,
+    allowed: int,
+) -> list[bool]:
+    """Print the lines of one target; whether ours did as it must, by seed.
+
+    `every` is the problem with every option, and its judge, for uniform profiles; the others leave out what is
+    hopeless.
+    """
+    uniform = find("uniform", every[0], target, every[1], seed=0, evaluations=allowed).loss
+    quadratic = solve(problem.safe_seconds, quadratic_priors(problem), problem.budget(target)).choice
+    (solved_quadratic,) = judge.losses([quadratic], judge.batches)
+    solved = find("once", problem, target, judge, seed=0, evaluations=1).loss
+    kept = []
+    for seed in range(seeds):
+        published, ours = (
+            find(strategy, problem, target, judge, seed=seed, evaluations=allowed) for strategy in ("spdy", "staged")
+        )
+        needed = reached(ours, published.loss)
+        kept.append(needed <= published.spent / 2)
+        print(
+            f"{label} {target:6.2f}x {seed:4} {uniform:9.4f} {solved_quadratic:9.4f} {solved:9.4f} "
+            f"{published.loss:9.4f} {ours.loss:9.4f} {ours.loss / published.loss:6.2f} {published.spent:9.1f} "
+            f"{ours.spent:6.1f} {needed:8.1f}",
+            flush=True,
+        )
+    return kept
+
+
+def main() -> None:
+    """Parse, prepare, compare, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=sorted(BATCHES))
+    for name in ("table", "model", "database"):
+        parser.add_argument(f"--{name}", required=True, type=Path)
+    parser.add_argument("--evaluations", type=int, default=200)
+    parser.add_argument("--shares", default="0.4,0.6,0.8")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--processes", type=int, default=2)
+    given = parser.parse_args()
+
+    task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
+    inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database)
+    # The strategy "uniform" is given every option: others leave out what none of them would take.
+    settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
+    every, judge_every, _ = job.prepare(inputs, settings, progress=lambda what, done, total: None)
+    every = every.certain()
+    problem = every.without_hopeless()
+    trials = Trials(
+        [layer.name for layer in problem.layers],
+        given.database / "trials.jsonl",
+        key_of(task, inputs.model_hash, inputs.recipe),
+    )
+    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=given.processes)
+    fastest = problem.speedup(problem.predict(tuple(int(layer.high.argmin()) for layer in problem.layers))).value
+    ceiling = min(problem.ceiling or math.inf, fastest)
+    print(
+        f"{given.task}: {len(problem.layers)} layers, ceiling {problem.ceiling or math.inf:.2f}x, fastest profile "
+        f"{fastest:.2f}x; {judge.batches} calibration batches, {given.evaluations} evaluations"
+    )
+    print(
+        "share target  seed   uniform quadratic  measured published      ours  ratio evaluations spent by each,"
+        " and ours to be as good"
+    )
+    kept: list[bool] = []
+    with judge_every, judge:
+        for share in map(float, given.shares.split(",")):
+            seeds = given.seeds if share == SEVERAL_SEEDS_AT else 1
+            try:
+                label = f"{share:5.0%}"
+                kept += compare(
+                    (every, judge_every), problem, judge, share * ceiling, label, seeds, given.evaluations
+                )
+            except Infeasible as error:
+                print(f"{share:5.0%} {share * ceiling:6.2f}x {error}")
+    print(f"ours never worse, and in half the evaluations: {sum(kept)} of {len(kept)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Budgets kept with a probability, against every profile there is and against simulated machines."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from search.chance import apart, solve_with_chance, tangent, upper
+from search.layers import DENSE, Interval, Layer, Option, tie
+from search.problem import Problem
+from search.solve import BadProblem, Infeasible, solve
+
+
+def problem(rng: np.random.Generator, layers: int, options: int) -> tuple[list[np.ndarray], ...]:
+    seconds = [np.sort(rng.uniform(1, 9, options))[::-1] for _ in range(layers)]
+    deviations = [t * rng.uniform(0, 0.3, options) for t in seconds]
+    errors = [np.sort(rng.uniform(0, 1, options)) for _ in range(layers)]
+    return seconds, deviations, errors
+
+
+@pytest.mark.parametrize("shared", [0.0, 0.7])
+def test_the_best_of_all_profiles_that_keep_the_budget_is_found(rng: np.random.Generator, shared: float) -> None:
+    unproven = refused = 0
+    for _ in range(60):
+        t, d, e = problem(rng, 4, 4)
+        every = list(itertools.product(range(4), repeat=4))
+        uppers = [upper(t, d, choice, shared) for choice in every]
+        budget = float(rng.uniform(0.9 * min(uppers), np.median(uppers)))
+        fitting = [
+            sum(float(x[j]) for x, j in zip(e, choice, strict=True))
+            for choice, it in zip(every, uppers, strict=True)
+            if it <= budget
+        ]
+        if not fitting:
+            refused += 1
+            with pytest.raises(Infeasible):
+                solve_with_chance(t, d, e, budget, shared)
+            continue
+        found, s = solve_with_chance(t, d, e, budget, shared)
+        assert upper(t, d, found.choice, shared) <= budget
+        assert found.bound <= min(fitting) + 1e-12 <= found.error + 2e-12
+        assert s == pytest.approx(upper(t, d, found.choice, shared) - found.seconds)
+        unproven += found.error > min(fitting) + 1e-12
+    assert refused >= 1
+    assert unproven <= 3  # within a cell the tangent may hide a profile that only just keeps the budget
+
+
+def test_options_without_any_deviation_are_options() -> None:
+    t, d, e = [np.array([1.0, 0.5])], [np.array([0.0, 0.4])], [np.array([0.0, 1.0])]
+    assert solve_with_chance(t, d, e, 1.0)[0] == solve(t, e, 1.0)
+    with pytest.raises(Infeasible):
+        solve_with_chance(t, d, e, 0.89)
+    assert solve_with_chance(t, d, e, 0.91)[0].choice == (1,)
+
+
+def test_the_bound_holds_where_a_profile_just_keeps_the_budget(rng: np.random.Generator) -> None:
+    for _ in range(100):
+        t, d, e = problem(rng, 3, 3)
+        choice = tuple(rng.integers(0, 3, 3).tolist())
+        found, _ = solve_with_chance(t, d, e, upper(t, d, choice))
+        assert found.bound <= sum(float(x[j]) for x, j in zip(e, choice, strict=True)) + 1e-12
+
+
+def test_layers_on_their_own_allow_more_than_layers_that_all_fail_together(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 30, 12)
+    budget = 0.5 * sum(float(x.max()) for x in t)
+    together = solve([a + b for a, b in zip(t, d, strict=True)], e, budget)
+    apart, _ = solve_with_chance(t, d, e, budget)
+    certain = solve(t, e, budget)
+    assert certain.error < apart.error < together.error
+    assert apart.bound > 0.97 * apart.error
+
+
+def test_the_budget_is_kept_as_often_as_wanted(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 20, 8)
+    budget = 0.6 * sum(float(x.max()) for x in t)
+    quantile = 1.2816  # a tenth of normal deviations is larger
+    shared = 2.0
+    found, _ = solve_with_chance(t, [quantile * x for x in d], e, budget, quantile * shared)
+    own = np.array([x[j] for x, j in zip(d, found.choice, strict=True)])
+    trials = found.seconds + rng.normal(0, 1, (20000, 20)) @ own + shared * rng.normal(0, 1, 20000)
+    assert 0.89 <= (trials <= budget).mean() <= 0.93
+
+
+def test_a_tangent_is_never_below_the_root(rng: np.random.Generator) -> None:
+    t, d, _ = problem(rng, 5, 3)
+    for at in (0.1, 1.0, 5.0):
+        within, room = tangent(t, d, 40.0, 0.5, at)
+        for choice in itertools.product(range(3), repeat=5):
+            spent = sum(float(x[j]) for x, j in zip(within, choice, strict=True))
+            assert upper(t, d, choice, 0.5) <= spent + 40.0 - room + 1e-12
+
+
+def test_without_deviations_it_is_the_plain_problem(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 5, 6)
+    nothing = [np.zeros_like(x) for x in d]
+    assert solve_with_chance(t, nothing, e, 20.0) == (solve(t, e, 20.0), 0.0)
+
+
+def test_what_states_no_problem_is_refused(rng: np.random.Generator) -> None:
+    t, d, e = problem(rng, 3, 3)
+    with pytest.raises(BadProblem, match="shape of the seconds"):
+        solve_with_chance(t, d[:2], e, 20.0)
+    with pytest.raises(BadProblem, match="finite and not negative"):
+        solve_with_chance(t, [-x for x in d], e, 20.0)
+    with pytest.raises(BadProblem, match="finite and not negative"):
+        solve_with_chance(t, d, e, 20.0, math.nan)
+
+
+def searched(rng: np.random.Generator, layers: int = 12, options: int = 8) -> Problem:
+    t, d, e = problem(rng, layers, options)
+    names = (Option(DENSE, 0.0), *(Option("unstructured", 0.5 + i / 100) for i in range(1, options)))
+    found = [
+        Layer(f"fc{i}", names, *it)
+        for i, it in enumerate(zip(t, map(np.subtract, t, d), map(np.add, t, d), e, strict=True))
+    ]
+    found[3] = replace(found[2], name="twin", errors=found[3].errors)
+    total = sum(float(layer.seconds.max()) for layer in found)
+    fixed, dense = Interval(3.0, 2.5, 3.5), Interval(total, 0.99 * total, 1.01 * total)
+    return Problem((tie(found[:2]), *found[2:]), fixed, dense, "torch")
+
+
+def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rng: np.random.Generator) -> None:
+    asked = searched(rng)
+    target = 1.7
+    found = apart(asked, target)
+    best, careful = found.solve(target), asked.solve(target)
+    assert best.error < careful.error
+    deviations = [layer.high - layer.seconds for layer in asked.layers]
+    for i in (1, 2):  # the twins
+        deviations[i] = deviations[i] * math.sqrt(2)
+    seconds, budget = [layer.seconds for layer in asked.layers], asked.dense.low / target - asked.fixed.value
+    exact, _ = solve_with_chance(seconds, deviations, asked.errors, budget, 0.5)
+    assert best.error == pytest.approx(exact.error)
+    predicted = found.predict(best.choice)
+    assert predicted.high - asked.fixed.value == pytest.approx(upper(seconds, deviations, best.choice, 0.5), rel=1e-3)
+    assert predicted.low < predicted.value == asked.predict(best.choice).value
+    for _ in range(300):
+        choice = tuple(int(rng.integers(0, len(layer.options))) for layer in found.layers)
+        high = found.predict(choice).high - asked.fixed.value
+        assert high >= upper(seconds, deviations, choice, 0.5) * (1 - 1e-12)
+    parts = found.layers[0].parts
+    assert parts[0].high + parts[1].high == pytest.approx(found.layers[0].high)
+
+
+def test_a_target_that_is_out_of_reach_leaves_the_problem_as_it_is(rng: np.random.Generator) -> None:
+    asked = searched(rng)
+    assert apart(asked, 40.0) is asked

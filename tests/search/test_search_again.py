@@ -1,0 +1,183 @@
+"""A search that is repeated, interrupted, or goes on from a verification. The machine is a formula."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from latbench.errors import BadData, PromiseMissed
+from search import job, overhead, sessions, verify
+from search import task as tasks
+from search.end_to_end import PROCESSES, Engine, Timings
+from search.job import Inputs, Settings
+from search.problem import DENSE, Layer, Option
+from search.profile import Profile
+
+TASK = """
+import torch
+name = "little"
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(48, 32), torch.nn.ReLU(), torch.nn.Linear(32, 48)).eval()
+def example(): return (torch.linspace(-1, 1, 64 * 48).sin().view(64, 48),)
+def calibration(): return [example()]
+def loss(model, batch): return (model(*batch) - reference(*batch)).square().mean()
+def score(model): return 1.0
+reference = model()
+"""
+OPTIONS = (Option(DENSE, 0.0), *(Option("unstructured", s) for s in (0.25, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.9)))
+SETTINGS = Settings(2.0, threads=1, evaluations=20)
+
+
+class Machine:
+    """Times engines by what they keep of the weights, `slowness` times as long as the table says; counts sessions."""
+
+    def __init__(self, slowness: float = 1.0) -> None:
+        self.slowness, self.sessions = slowness, 0
+
+    def time_engines(self, engines: Mapping[str, Engine], **_: Any) -> Timings:
+        self.sessions += 1
+        blocks = {}
+        for name, engine in engines.items():
+            choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else None
+            seconds = 8e-3
+            if choices is not None:
+                seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - sparsity) for _, sparsity in choices.values())
+            blocks[name] = [[seconds] * 5] * PROCESSES
+        return Timings(blocks, {}, tuple(range(PROCESSES)))
+
+
+Search = Callable[..., Profile]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
+    (tmp_path / "little.py").write_text(TASK)
+    task = tasks.load(str(tmp_path / "little.py"))
+    seconds = np.array([4e-3 * (1 - option.sparsity) for option in OPTIONS])
+    layers = tuple(Layer(name, OPTIONS, *(seconds,) * 3, np.full(len(OPTIONS), np.nan)) for name in ("0", "2"))
+    monkeypatch.setattr(job, "timed_layers", lambda *_: layers)
+    monkeypatch.setattr(job.tables, "table_hash", lambda _: "table")
+    return job.read_inputs(task, tmp_path / "table", None, tmp_path / "database")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = Machine()
+    for module in (overhead, job):
+        monkeypatch.setattr(module, "time_engines", found.time_engines)
+    return found
+
+
+def test_the_same_search_again_times_nothing_and_finds_the_same(inputs: Inputs, machine: Machine) -> None:
+    machine.slowness = 1.1
+    first = job.search(inputs, SETTINGS)
+    timed = machine.sessions
+    assert timed >= 3  # whole models, then two rounds at least
+    machine.slowness = 3.0  # would show
+    assert job.search(inputs, SETTINGS) == first
+    assert machine.sessions == timed
+    assert job.search(inputs, SETTINGS, remeasure=True) != first
+    assert machine.sessions > timed
+
+
+def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.slowness = 1.1
+    whole = job.search(inputs, SETTINGS)
+    needed = machine.sessions
+    for path in inputs.database.glob("*.json"):
+        if path.name != "database.json":
+            path.unlink()
+
+    def interrupted(engines: Mapping[str, Engine], **_: Any) -> Timings:
+        if machine.sessions == needed + 2:
+            raise KeyboardInterrupt
+        return machine.time_engines(engines)
+
+    with monkeypatch.context() as patched:
+        for module in (overhead, job):
+            patched.setattr(module, "time_engines", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.search(inputs, SETTINGS)
+    assert job.search(inputs, SETTINGS) == whole
+    assert machine.sessions == 2 * needed
+
+
+def test_another_target_is_another_search(inputs: Inputs, machine: Machine) -> None:
+    job.search(inputs, SETTINGS)
+    timed = machine.sessions
+    other = job.search(inputs, replace(SETTINGS, target=1.5))
+    assert other.target == 1.5 and machine.sessions > timed
+
+
+def verification(inputs: Inputs, machine: Machine, found: Profile, folder: Path, **others: Any) -> Path:
+    """What `latbench verify` leaves of this profile on the machine."""
+    chosen = {name: (choice.pattern, choice.sparsity) for name, choice in found.layers.items()}
+    engines = {name: Engine(name, "", ("little",)) for name in ("torch", "openvino")}
+    engines[verify.PRUNED] = Engine("pruned", "", (chosen,))
+    session = verify.as_session(machine.time_engines(engines), chosen)
+    sessions.write([session], {**inputs.conditions(SETTINGS), **others}, folder / verify.SESSION)
+    return folder
+
+
+def kept(found: Profile) -> float:
+    return sum(1 - choice.sparsity for choice in found.layers.values())
+
+
+def test_a_missed_verification_is_fed_back_and_stays_known(inputs: Inputs, machine: Machine, tmp_path: Path) -> None:
+    first = job.search(inputs, SETTINGS)
+    machine.slowness = 1.15
+    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
+    assert inputs.digest(SETTINGS) != first.inputs
+    timed = machine.sessions
+    again = job.search(inputs, SETTINGS)
+    assert 1 <= machine.sessions - timed <= 3  # whole models were known
+    assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(again)) >= 2.0
+    assert kept(again) < kept(first)
+    # Fed back twice, or not at all: it is known now, and of a good one it is told that it was good.
+    inputs.feed_back(tmp_path / "verify", SETTINGS)
+    assert inputs.digest(SETTINGS) == again.inputs
+    inputs.feed_back(verification(inputs, machine, again, tmp_path / "again"), SETTINGS)
+    third = job.search(inputs, SETTINGS)
+    assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
+    assert third.loss <= again.loss
+
+
+def test_options_that_a_verification_had_need_not_be_there(
+    inputs: Inputs, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job.search(inputs, SETTINGS)
+    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
+    used = {choice.sparsity for choice in first.layers.values()}
+    layers = job.timed_layers(inputs, SETTINGS, {})
+    fewer = tuple(
+        one.take([j for j, it in enumerate(one.options) if it.sparsity not in used - {0}]) for one in layers
+    )
+    monkeypatch.setattr(job, "timed_layers", lambda *_: fewer)
+    inputs = replace(inputs, table_hash="another table")
+    assert used.isdisjoint({choice.sparsity for choice in job.search(inputs, SETTINGS).layers.values()} - {0})
+
+
+def test_only_a_verification_under_the_same_conditions_is_fed_back(
+    inputs: Inputs, machine: Machine, tmp_path: Path
+) -> None:
+    with pytest.raises(BadData, match=r"holds no session\.json, which `latbench verify` writes there"):
+        inputs.feed_back(tmp_path / "nothing", SETTINGS)
+    first = job.search(inputs, SETTINGS)
+    for other in ({"backend": "deepsparse"}, {"threads": 7}, {"model_hash": "another"}):
+        folder = verification(inputs, machine, first, tmp_path / "verify", **other)
+        [(name, value)] = other.items()
+        with pytest.raises(BadData, match=f"does not go with this search: its {name} is {value}, not "):
+            inputs.feed_back(folder, SETTINGS)
+
+
+def test_a_search_that_failed_is_measured_again(inputs: Inputs, machine: Machine) -> None:
+    job.search(inputs, replace(SETTINGS, target=1.2))  # whole models are known now
+    machine.slowness = 60.0
+    with pytest.raises(PromiseMissed):
+        job.search(inputs, SETTINGS)
+    machine.slowness = 1.0
+    assert job.search(inputs, SETTINGS).target == 2.0
