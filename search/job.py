@@ -69,6 +69,7 @@ class Settings:
 
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
     them are judged by all. `risk` is the coverage of the intervals whose unfavourable ends keep the promise.
+    `method` is how layers are pruned, one of `search.pruning.build.METHODS`.
     """
 
     target: float
@@ -80,6 +81,7 @@ class Settings:
     risk: float = 0.9
     strategy: str = "spdy"
     backend: str = "numba"
+    method: str = "adaprune"
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,13 @@ class Inputs:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
+def read_inputs(
+    task: Task, table: Place, cost_model: Path | None, database: Path, method: str = "adaprune"
+) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
+    hashes = model_hash(model), tables.table_hash(table), recipe(task, method)
+    return Inputs(task, model, table, cost_model, database, *hashes)
 
 
 def search(
@@ -125,13 +130,14 @@ def search(
     settings: Settings,
     *,
     remeasure: bool = False,
+    processes: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> Profile:
     """The profile of least loss that was measured to be `settings.target` times as fast as the fastest dense engine.
 
     Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
     """
-    problem, judge, whole = prepare(inputs, settings, remeasure=remeasure, progress=progress)
+    problem, judge, whole = prepare(inputs, settings, remeasure=remeasure, processes=processes, progress=progress)
     sessions: list[Timings] = []
     known = {engine: seconds.value for engine, seconds in whole.dense.items()}
 
@@ -148,11 +154,13 @@ def prepare(
     settings: Settings,
     *,
     remeasure: bool = False,
+    processes: int = 1,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Problem, Judge, overhead.WholeModel]:
     """What a search begins with: the problem with its errors, who judges profiles, and what whole models take.
 
-    Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does.
+    Whole models are timed, and layers pruned, in so many processes, unless that was done before. Raises as `search`
+    does.
     """
     task = inputs.task
     progress("reading the table", None, None)
@@ -173,6 +181,7 @@ def prepare(
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
+        method=settings.method, processes=processes,
     )  # fmt: skip
     problem = problem.with_errors(_errors(problem, database))
     return problem, Judge(task, inputs.model, problem.layers, database, settings.batches), whole

@@ -36,6 +36,10 @@ def search(
     strategy: Annotated[
         str, typer.Option(help="spdy: each layer its own; uniform: one pattern and sparsity in all, to compare with.")
     ] = "spdy",
+    method: Annotated[
+        str, typer.Option(help="How each layer is pruned: adaprune, obs, sparsegpt or magnitude.")
+    ] = "adaprune",
+    processes: Annotated[int, typer.Option(min=1, help="How many layers are pruned at once.")] = 1,
     risk: Annotated[
         float, typer.Option(min=0.01, max=0.999, help="Coverage of the intervals whose upper end must fit.")
     ] = 0.9,
@@ -51,31 +55,36 @@ def search(
     from search import job
     from search import task as tasks
 
-    _check(strategy, backend, model, patterns)
+    _check(strategy, backend, method, model, patterns)
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
     settings = job.Settings(
-        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend
+        target, threads or devices.cores(), chosen, seed, evaluations, batches, risk, strategy, backend, method
     )
     with live() as tell:
         tell("reading the task", None, None)
-        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database)
+        inputs = job.read_inputs(tasks.load(task), places.at(table), model, database, method)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"
         if found is None:
-            found = job.search(inputs, settings, remeasure=remeasure, progress=tell)
+            found = job.search(inputs, settings, remeasure=remeasure, processes=processes, progress=tell)
             found.save(output)
             last_line = f"{output} is written"
     _show(found, last_line)
 
 
-def _check(strategy: str, backend: str, model: Path | None, patterns: list[str] | None) -> None:
+def _check(strategy: str, backend: str, method: str, model: Path | None, patterns: list[str] | None) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
+    from search.pruning.build import METHODS
     from search.strategies import STRATEGIES
 
-    for kind, name, known in (("strategy", strategy, STRATEGIES), ("backend", backend, BACKENDS)):
+    for kind, name, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("backend", backend, BACKENDS),
+        ("method", method, METHODS),
+    ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
     if backend == "numba" and model is None:
