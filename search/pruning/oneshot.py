@@ -18,6 +18,7 @@ from sparse_kernels.patterns import Pattern
 
 # The ridge that makes H invertible, as a share of its mean diagonal: what SparseGPT and OBC take.
 DAMPING = 0.01
+ENERGY_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class OneShot(ABC):
         if not bool(torch.isfinite(weight).all()):
             raise BadData("the weights hold NaN or infinite values")
         self.weight, self.hessian = weight, hessian
-        self.energy = output_energy(weight.double(), hessian)
+        self.energy = output_energy(weight, hessian)
         # Where no input but zeros ever reached the layer any weight is right: then the nearest to the dense one is.
         ridge = damping * float(hessian.diagonal().mean()) or 1.0
         self.damped = hessian.clone()
@@ -54,7 +55,7 @@ class OneShot(ABC):
 
         Exactly tr(dW H dW^T) / tr(W H W^T); 0 if no output changes, infinite if outputs change that were all zero.
         """
-        moved = output_energy(changed.double() - self.weight.double(), self.hessian)
+        moved = output_energy(changed, self.hessian, self.weight)
         if self.energy > 0:
             return moved / self.energy
         return 0.0 if moved == 0 else math.inf
@@ -65,6 +66,12 @@ class OneShot(ABC):
         return Pruned(kept, mask, self.error(kept))
 
 
-def output_energy(weight: Tensor, hessian: Tensor) -> float:
-    """|weight @ X|^2 = tr(weight H weight^T), both float64."""
-    return max(0.0, float(((weight @ hessian) * weight).sum()))
+def output_energy(weight: Tensor, hessian: Tensor, away_from: Tensor | None = None) -> float:
+    """|(weight - away_from) X|^2 = tr(dW H dW^T) in float64, away from zero by default; some rows at a time."""
+    total = 0.0
+    for at in range(0, len(weight), ENERGY_ROWS):
+        part = weight[at : at + ENERGY_ROWS].double()
+        if away_from is not None:
+            part = part - away_from[at : at + ENERGY_ROWS].double()
+        total += float(((part @ hessian) * part).sum())
+    return max(0.0, total)
