@@ -61,8 +61,9 @@ class Settings:
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`).
-    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles, which changes nothing
-    in what is found.
+    `method` is how layers are pruned, one of `search.pruning.build.METHODS`.
+    `time_budget` is in seconds: no profile is tried after so long. `processes` prune layers and judge
+    profiles, which changes nothing in what is found.
     """
 
     target: float
@@ -78,6 +79,7 @@ class Settings:
     errors: str = "output"
     time_budget: float | None = None
     processes: int = 1
+    method: str = "adaprune"
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,13 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path) -> Inputs:
+def read_inputs(
+    task: Task, table: Place, cost_model: Path | None, database: Path, method: str = "adaprune"
+) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    return Inputs(task, model, table, cost_model, database, model_hash(model), tables.table_hash(table), recipe(task))
+    hashes = model_hash(model), tables.table_hash(table), recipe(task, method)
+    return Inputs(task, model, table, cost_model, database, *hashes)
 
 
 def search(
@@ -266,6 +271,7 @@ def prepare(
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
+        method=settings.method, processes=settings.processes,
     )  # fmt: skip
     if settings.errors == "output":
         given = layer_errors.output_errors(problem, database)

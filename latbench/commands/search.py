@@ -64,9 +64,12 @@ def search(
         int | None,
         typer.Option(
             min=1,
-            help="That judge profiles, a thread each; the result is the same. Default: as many as threads, up to 8.",
+            help="That prune layers and judge profiles; the result is the same. Default: a thread each, up to 8.",
         ),
     ] = None,
+    method: Annotated[
+        str, typer.Option(help="How each layer is pruned: adaprune, obs, sparsegpt or magnitude.")
+    ] = "adaprune",
     risk: Annotated[
         float, typer.Option(min=0.6, max=0.999, help="How likely the promise is to be met when it is verified.")
     ] = 0.9,
@@ -90,7 +93,7 @@ def search(
     from search import limits as limiting
     from search import task as tasks
 
-    _check(strategy, backend, model, patterns, sparsities)
+    _check(strategy, backend, method, model, patterns, sparsities)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
@@ -99,14 +102,14 @@ def search(
         target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
         sparsities=plan.wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES),
+        processes=processes or min(threads, MOST_PROCESSES), method=method,
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(task)
         loaded = replace(loaded, limits=loaded.limits + stated)
-        inputs = job.read_inputs(loaded, places.at(table), model, database)
+        inputs = job.read_inputs(loaded, places.at(table), model, database, method)
         if refine is not None:
             inputs.feed_back(refine, settings)
         found = None if remeasure else _finished(output, inputs.digest(settings))
@@ -119,15 +122,25 @@ def search(
 
 
 def _check(
-    strategy: str, backend: str, model: Path | None, patterns: list[str] | None, sparsities: list[str] | None
+    strategy: str,
+    backend: str,
+    method: str,
+    model: Path | None,
+    patterns: list[str] | None,
+    sparsities: list[str] | None,
 ) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
+    from search.pruning.build import METHODS
     from search.strategies import STRATEGIES
 
-    for kind, name, known in (("strategy", strategy, STRATEGIES), ("backend", backend, BACKENDS)):
+    for kind, name, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("backend", backend, BACKENDS),
+        ("method", method, METHODS),
+    ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
     if backend == "numba" and model is None:

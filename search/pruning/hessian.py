@@ -20,7 +20,8 @@ from search.pruning.hooks import forward_hooks
 from search.task import Task
 from sparse_kernels.nn import symmetric_padding, weight_matrix
 
-MEMORY_BYTES = 2**30
+# Half of what pruning may take beside twice a model's weights is left to the methods.
+MEMORY_BYTES = 2**29
 
 
 def input_hessians(
