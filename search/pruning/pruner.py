@@ -278,12 +278,14 @@ class Pruner:
 
     @torch.no_grad()
     def _take(self, layer: Layer) -> None:
-        """Take what the optimizer made of the dense weights."""
+        """Take what the optimizer made of the trained weights."""
         if layer.dense is not None:
             if layer.stepping:
                 layer.dense.copy_(layer.weight)
             else:
                 self._check_untouched(layer)
+        elif layer.mask is not None:  # momentum from before the mask has moved what it dropped
+            layer.weight.copy_(_masked(layer.weight, layer.mask, 0.0))
         layer.stepping = False
 
     @torch.no_grad()
