@@ -140,7 +140,10 @@ def _check(path: Path, model: str, recipe: str) -> None:
             f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
         )
     if recipe and index.get("recipe") != recipe:
-        raise BadData(f"{path.parent}: built on other calibration data or by another version of latbench; {advice}")
+        raise BadData(
+            f"{path.parent}: built by another method, on other calibration data or by another version of latbench; "
+            f"{advice}"
+        )
 
 
 def _error(path: Path, metadata: Mapping[str, str]) -> float:

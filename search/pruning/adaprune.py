@@ -11,70 +11,43 @@ an iteration.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
-DAMPING = 0.01
+from search.pruning.magnitude import magnitude
+from search.pruning.oneshot import DAMPING, OneShot, Pruned
+from sparse_kernels.patterns import Pattern
+
 ITERATIONS = 40
 # A small double-precision Cholesky runs at about a tenth of the rate of one large single-precision product.
 CHOLESKY_COST = 10
 
 
-@dataclass(frozen=True)
-class Reconstruction:
-    """A layer's option: weight (m, k) float32 with exact zeros, mask (m, k), |dy|^2/|y|^2 on calibration data."""
-
-    weight: Tensor
-    mask: Tensor
-    error: float
-
-
-class AdaPrune:
+class AdaPrune(OneShot):
     """One dense layer's least-squares problem, ready to be solved for any number of masks.
 
-    `weight` (m, k) float32 and `hessian` (k, k) float64 are the layer's. `damping` is the ridge, as a share of H's
-    mean diagonal. A fit is exact where that is cheaper than `iterations` conjugate-gradient steps, else those steps.
+    A fit is exact where that is cheaper than `iterations` conjugate-gradient steps (always where those are infinitely
+    many), else those steps. `prune` draws the mask by w^2 H_jj.
     """
 
     def __init__(
-        self, weight: Tensor, hessian: Tensor, *, damping: float = DAMPING, iterations: int = ITERATIONS
+        self, weight: Tensor, hessian: Tensor, *, damping: float = DAMPING, iterations: float = ITERATIONS
     ) -> None:
-        self.weight, self.hessian, self.iterations = weight, hessian, iterations
-        ridge = damping * float(hessian.diagonal().mean())
-        self.damped = hessian + ridge * torch.eye(len(hessian), dtype=hessian.dtype)
+        super().__init__(weight, hessian, damping)
+        self.iterations = iterations
         self.target = weight.double() @ self.damped
-        self.energy = output_energy(weight.double(), hessian)
 
-    def fit(self, mask: Tensor) -> Reconstruction:
+    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
+        """Mask by saliency, then refit."""
+        return self.fit(magnitude(self.weight, pattern, sparsity, self.hessian))
+
+    def fit(self, mask: Tensor) -> Pruned:
         """Refit the weights that `mask` (m, k) keeps to the dense layer's outputs."""
         groups = _rows_by_mask(mask)
-        if not bool(self.hessian.any()):
-            solution = self.weight  # no input but zeros ever reached this layer: any weight is right
-        elif CHOLESKY_COST * _cholesky_flop(groups, mask) <= self.iterations * 2 * mask.numel() * mask.shape[1]:
-            solution = _by_cholesky(self.target, mask, self.damped, groups)
-        else:
-            solution = _by_conjugate_gradients(self.weight, mask, self.damped, self.iterations)
-        solution = torch.where(mask, solution, 0.0)
-        return Reconstruction(solution, mask, self.error(solution))
-
-    def error(self, changed: Tensor) -> float:
-        """|dy|^2 / |y|^2 over the calibration data if the weight became `changed` (m, k), bias left out.
-
-        Exactly tr(dW H dW^T) / tr(W H W^T); 0 if no output changes, infinite if outputs change that were all zero.
-        """
-        moved = output_energy(changed.double() - self.weight.double(), self.hessian)
-        if self.energy > 0:
-            return moved / self.energy
-        return 0.0 if moved == 0 else math.inf
-
-
-def output_energy(weight: Tensor, hessian: Tensor) -> float:
-    """|weight @ X|^2 = tr(weight H weight^T), both float64."""
-    return max(0.0, float(((weight @ hessian) * weight).sum()))
+        if CHOLESKY_COST * _cholesky_flop(groups, mask) <= self.iterations * 2 * mask.numel() * mask.shape[1]:
+            return self.masked(_by_cholesky(self.target, mask, self.damped, groups), mask)
+        return self.masked(_by_conjugate_gradients(self.weight, mask, self.damped, int(self.iterations)), mask)
 
 
 def _rows_by_mask(mask: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData
+from search.pruning.oneshot import OneShot, Pruned
 from sparse_kernels.patterns import Pattern
 
 
@@ -23,3 +24,11 @@ def magnitude(weight: Tensor, pattern: Pattern, sparsity: float, hessian: Tensor
     if hessian is not None:
         scores = scores * hessian.diagonal()
     return torch.from_numpy(pattern.mask(scores.contiguous().numpy(), sparsity))
+
+
+class Magnitude(OneShot):
+    """Keeps the largest weights as they are: the baseline of every other method."""
+
+    def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
+        """Mask by w^2, nothing else."""
+        return self.masked(self.weight, magnitude(self.weight, pattern, sparsity))
