@@ -32,6 +32,8 @@ class _Fisher:
 
     def compensate(self, weight: Tensor, gradients: Tensor, mask: Tensor) -> Tensor:
         """The kept weights after each dropped one's own update; weights that were zero before make none."""
+        if not len(gradients):
+            return torch.where(mask, weight, 0.0)
         rows = gradients.flatten(1)
         updated = fisher.update(
             weight.double().flatten(), (~mask & (weight != 0)).flatten(), self._diagonal(gradients),
@@ -40,16 +42,20 @@ class _Fisher:
         return torch.where(mask, updated.view_as(weight).to(weight.dtype), 0.0)
 
     def _diagonal(self, gradients: Tensor) -> Tensor:
+        if not len(gradients):  # before the first step: F is damping alone, the scores are magnitudes
+            return torch.full((gradients.shape[1] * gradients.shape[2],), 1 / self.damping, dtype=torch.float64)
         diagonal: Tensor = self.inverse.inverse_diagonal(gradients.flatten(1), damping=self.damping, block=self.block)
         return diagonal
 
 
+@dataclass(frozen=True)
 class MFAC(_Fisher):
     """By M-FAC's recursion (Frantar et al. 2021)."""
 
     inverse = mfac
 
 
+@dataclass(frozen=True)
 class WoodFisher(_Fisher):
     """By rank-one updates (Singh & Alistarh 2020)."""
 

@@ -11,7 +11,7 @@
     momentum: 0.9               # of sgd
     clip_norm: null             # the largest norm of all gradients together
     accumulate: 1               # batches an optimizer step
-    along: inputs               # of N:M groups: inputs, outputs or both (transposable)
+    transposable: false         # N:M masks that hold along the outputs too
     seed: 0
 
 What is left out has the value above, `settings` those of the method.
@@ -30,17 +30,17 @@ import yaml
 from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC, WoodFisher
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
-from search.pruning.scores import SCORES
+from search.pruning.scores import Magnitude, Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import ALONG
 
 METHODS: dict[str, type[Pruner]] = {
     "gmp": GMP,
@@ -54,6 +54,8 @@ METHODS: dict[str, type[Pruner]] = {
     "step": STEP,
     "grow_and_prune": GrowAndPrune,
 }
+# What `settings: {score: ...}` names.
+SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "mfac": MFAC, "woodfisher": WoodFisher}
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
@@ -73,13 +75,11 @@ class Recipe:
     momentum: float = 0.9
     clip_norm: float | None = None
     accumulate: int = 1
-    along: str = "inputs"
+    transposable: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS), ("along", ALONG),
-        ):  # fmt: skip
+        for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(known)}")
         for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1), ("seed", 0)):
@@ -98,6 +98,8 @@ class Recipe:
             real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not real or value < 0 or (above and value == 0):
                 raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
+        if not isinstance(self.transposable, bool):
+            raise UsageError(f"transposable is true or false, not {self.transposable!r}")
         self.pruner()
 
     def pruner(self) -> Pruner:

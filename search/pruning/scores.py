@@ -16,7 +16,9 @@ from torch import Tensor
 class Score(Protocol):
     """How much each weight matters, and what dropping some of them does to the others."""
 
-    gradients: ClassVar[int]
+    @property
+    def gradients(self) -> int:
+        """How many of the latest gradients it wants to see."""
 
     def scores(self, weight: Tensor, gradients: Tensor) -> Tensor:
         """Scores (m, k), not negative, the larger the more a weight matters; patterns add them up over units."""
@@ -38,7 +40,3 @@ class Magnitude:
     def compensate(self, weight: Tensor, gradients: Tensor, mask: Tensor) -> Tensor:
         """The kept weights as they are."""
         return torch.where(mask, weight, 0.0)
-
-
-# What recipes call them.
-SCORES: dict[str, type[Score]] = {"magnitude": Magnitude}

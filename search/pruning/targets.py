@@ -195,16 +195,19 @@ def _some(names: list[str]) -> str:
 def _nm_mask(scores: Tensor, pattern: NM) -> Tensor:
     """`NM.mask` on the scores' device: masks that are drawn at every step must not pass through NumPy."""
     m, k = scores.shape
-    groups = -(-k // pattern.of)
-    if k % pattern.of:
-        padded = scores.new_full((m, groups * pattern.of), -1.0)
-        padded[:, :k] = scores
-        scores = padded
-    order = scores.reshape(m, groups, pattern.of).sort(dim=2, descending=True, stable=True).indices
-    best = order[:, :, : pattern.keep]
-    mask = torch.zeros(m, groups, pattern.of, dtype=torch.bool, device=scores.device).scatter_(2, best, True)
-    last = k - (groups - 1) * pattern.of
-    if last < pattern.of:
-        short = best[:, -1, : pattern.keeps_of(last)]
-        mask[:, -1] = torch.zeros_like(mask[:, -1]).scatter_(1, short, True)
-    return mask.reshape(m, -1)[:, :k].contiguous()
+    whole = k - k % pattern.of
+    mask = _top(scores[:, :whole].reshape(m, -1, pattern.of), pattern.keep).reshape(m, whole)
+    if whole == k:
+        return mask
+    last = scores[:, whole:]
+    return torch.cat([mask, _top(last, pattern.keeps_of(k - whole))], dim=1)
+
+
+def _top(scores: Tensor, keep: int) -> Tensor:
+    """The `keep` largest along the last dimension; ties go to the lower index."""
+    if not scores.numel():
+        return torch.zeros_like(scores, dtype=torch.bool)
+    least = scores.topk(keep, dim=-1).values[..., -1:]
+    above, tied = scores > least, scores == least
+    room = keep - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1) <= room))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from latbench.errors import BadData, UsageError
 from search.pruning.flops import Flop, count_forward, training_flop
 from search.pruning.recipe import Recipe
-from search.pruning.targets import Targets, targets_of
+from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task
 
 
@@ -52,8 +52,10 @@ def train(
     The same recipe gives the same model. Raises UsageError when the task has no training batches, BadData when the
     loss or a gradient is not finite.
     """
-    wanted = {name: replace(target, along=recipe.along) for name, target in targets_of(targets, model).items()}
-    wanted = targets_of(wanted, model)
+    wanted = targets_of(targets, model)
+    if recipe.transposable:
+        wanted = {name: _transposable(name, target) for name, target in wanted.items()}
+        wanted = targets_of(wanted, model)
     batches = task.train_batches(np.random.default_rng(recipe.seed))
     pruner = recipe.pruner()
     optimizer = make_optimizer(recipe, model)
@@ -108,6 +110,13 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     if recipe.schedule == "cosine":
         return 0.5 + 0.5 * math.cos(math.pi * done)
     return 1 - done if recipe.schedule == "linear" else 1.0
+
+
+def _transposable(name: str, target: Target) -> Target:
+    try:
+        return replace(target, along="both")
+    except UsageError as error:
+        raise UsageError(f"layer {name}: {error}; leave `transposable` out of the recipe") from error
 
 
 def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Recipe, *, step: int) -> None:

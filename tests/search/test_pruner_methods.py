@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from latbench.errors import UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC, WoodFisher
 from search.pruning.gmp import GMP, cubic_sparsity
 from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Stage, When
 from search.pruning.rigl import RigL, surviving
+from search.pruning.scores import Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
@@ -75,6 +77,30 @@ def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM) -
     targets = [gmp.stage(Target(pattern, 0.75), When(step, 40)).target for step in range(41)]
     keeps = [4 if target is None else target.pattern.keep for target in targets]  # type: ignore[union-attr]
     assert list(dict.fromkeys(keeps)) == sorted(set(keeps), reverse=True) == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("score", [MFAC(gradients=5), WoodFisher(gradients=5)], ids=["mfac", "woodfisher"])
+def test_fisher_scores_prune_and_make_up_as_the_dense_inverse_says(score: Score) -> None:
+    """F of the latest five gradients; w^2 / (2 [F^-1]_qq) decides, each dropped weight's own update is added."""
+    model, gmp = linear(4, 32), GMP(begin=0.5, end=0.7, updates=1, score=score)
+    gmp.prepare(model, {"": ("unstructured", 0.25)}, total_steps=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    weight = model.weight.detach().clone().double().flatten()
+    gradients = []
+    for step in range(7):
+        run(model, optimizer, step)
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.double().flatten())
+        gmp.step()
+    rows = torch.stack(gradients[-5:])
+    inverse = torch.linalg.inv(score.damping * torch.eye(128, dtype=torch.float64) + rows.T @ rows / 5)  # type: ignore[attr-defined]
+    cost = weight**2 / (2 * inverse.diagonal())
+    dropped = cost.argsort()[:32]
+    moved = weight - sum(weight[q] / inverse[q, q] * inverse[q] for q in dropped)
+    moved[dropped] = 0
+    mask = gmp.masks[""].flatten()
+    assert set((~mask).nonzero().flatten().tolist()) == set(dropped.tolist())
+    torch.testing.assert_close(model.weight.detach().double().flatten(), moved, rtol=1e-4, atol=1e-4)
 
 
 def test_acdc_takes_the_papers_turns() -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.mask_decay import MaskDecay
@@ -34,6 +35,7 @@ TARGETS = {"conv": ("vector:4", 0.75), "fc1": ("unstructured", 0.8), "fc2": ("nm
 STEPS = 20
 METHODS: dict[str, Callable[[], Pruner]] = {
     "gmp": lambda: GMP(updates=4),
+    "gmp_mfac": lambda: GMP(updates=2, score=MFAC(gradients=3, damping=1e-3)),
     "acdc": lambda: ACDC(warmup=0.1, period=0.1, last_dense=0.2, final=0.3),
     "ste": STE,
     "sr_ste": lambda: SRSTE(penalty=0.01),

@@ -56,12 +56,13 @@ def test_a_methods_name_is_a_recipe(method: str) -> None:
         ("settings: {alpha: 1}", "gmp has no setting 'alpha': it has begin, end, initial, score, updates", 2),
         ("settings: {updates: many}", "gmp's updates must be of kind int, not 'many'", 2),
         ("settings: {end: .nan}", "gmp's end must be of kind float", 2),
-        ("settings: {score: luck}", "gmp's score is one of magnitude", 2),
+        ("settings: {score: luck}", "gmp's score is one of magnitude, mfac, woodfisher", 2),
         ("settings: {begin: 0.9}", "begins and ends within training", 2),
         ("settings: [1]", "settings are a mapping", 5),
         ("steps: 0", "steps is a whole number of at least 1, not 0", 2),
         ("steps: 1.5", "steps is a whole number", 2),
         ("learning_rate: fast", "learning_rate is a number above 0, not 'fast'", 2),
+        ("transposable: 1", "transposable is true or false, not 1", 2),
         ("schedule: up", "schedule 'up' is unknown", 2),
         ("- a", "a recipe is a mapping", 5),
         ("a: [", "not a YAML file", 5),
@@ -139,6 +140,15 @@ class Diverging:
 def test_training_that_diverges_is_said_at_once(gradient: bool, sentence: str, task: Task) -> None:
     with pytest.raises(BadData, match=f"training diverged: {sentence}; lower the learning rate"):
         train(replace(task, implementation=Diverging(task, gradient)), task.model(), TARGETS, Recipe(steps=3))
+
+
+def test_masks_can_be_transposable_where_all_layers_are_n_of_m(task: Task) -> None:
+    recipe = Recipe(method="asp", steps=2, transposable=True)
+    mask = train(task, task.model(), {"fc": ("nm:1:4", 0.75)}, recipe).masks["fc"]
+    assert bool((mask.view(16, 18, 4).sum(dim=2) == 1).all())
+    assert bool((mask.view(4, 4, 72).sum(dim=1) == 1).all())
+    with pytest.raises(UsageError, match="layer conv: only N:M masks can be transposable, not vector:4"):
+        train(task, task.model(), TARGETS, recipe)
 
 
 def test_training_batches_that_end_are_said(task: Task) -> None:
