@@ -26,7 +26,10 @@ def prune(
         int, typer.Option(help="Of tuning; a recipe has its own. The same seeds give the same model.")
     ] = 0,
 ) -> None:
-    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest."""
+    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest.
+
+    Training that is stopped leaves a hidden checkpoint beside the folder, and the same command goes on from it.
+    """
     import hashlib
     import json
 
@@ -39,6 +42,7 @@ def prune(
     from search.database import Database
     from search.pruning import folder, pipeline
     from search.pruning import recipe as recipes
+    from search.pruning.checkpoint import Checkpoint
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
@@ -56,11 +60,12 @@ def prune(
         _show(folder.read_manifest(output), f"{output} is up to date")
         return
     folder.check_writable(output)
+    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("reading the model and its data", total=None)
         stages = pipeline.prune(
             loaded, searched, Database(database, searched.model_hash),
-            seed=seed, joint=joint, recipe=training,
+            seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
             progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
         )  # fmt: skip
     kept = pipeline.best(stages)
@@ -77,7 +82,9 @@ def prune(
         **settings,
         "inputs": inputs,
     }
-    _show(folder.save_pruned(output, kept.model, kept.masks, searched, facts), f"{output} is written")
+    manifest = folder.save_pruned(output, kept.model, kept.masks, searched, facts)
+    checkpoint.remove()
+    _show(manifest, f"{output} is written")
 
 
 def _show(manifest: dict[str, Any], last_line: str) -> None:

@@ -21,6 +21,7 @@ from search.database import Database, model_hash
 from search.profile import Profile
 from search.pruning.apply import stitch
 from search.pruning.batchnorm import tune_batchnorm
+from search.pruning.checkpoint import Checkpoint
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.recipe import Recipe
 from search.pruning.train import train
@@ -53,12 +54,13 @@ def prune(
     seed: int = 0,
     joint: bool = True,
     recipe: Recipe | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[Stage]:
     """The stages "dense", "one-shot", "global" (where `joint`) and the recipe's method (where there is one).
 
-    Training starts from the dense model. Raises BadData when the profile or the database belongs to another model, or
-    when training diverges.
+    Training starts from the dense model, or goes on from `checkpoint`. Raises BadData when the profile or the
+    database belongs to another model, or when training diverges.
     """
     dense = task.model()
     check_profile(profile, task, dense)
@@ -81,8 +83,9 @@ def prune(
     if recipe is not None:
         model = copy.deepcopy(dense)
         trained = train(
-            task, model, profile, recipe, progress=lambda done, total: progress(recipe.method, done, total)
-        )
+            task, model, profile, recipe, checkpoint=checkpoint,
+            progress=lambda done, total: progress(recipe.method, done, total),
+        )  # fmt: skip
         stages.append(replace(stage(recipe.method, model, trained.masks), training_flop=trained.facts()))
     return stages
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from latbench.errors import BadData, UsageError
+from search.pruning.checkpoint import Checkpoint, Stateful
 from search.pruning.flops import Flop, count_forward, training_flop
 from search.pruning.recipe import Recipe
 from search.pruning.targets import Target, Targets, targets_of
@@ -22,7 +23,10 @@ from search.task import Task
 
 @dataclass(frozen=True)
 class Trained:
-    """What training leaves beside the model: masks (m, k), the FLOP it took, and what dense training would take."""
+    """What training leaves beside the model: masks (m, k), the FLOP it took, and what dense training would take.
+
+    FLOP are counted on the first step's batches.
+    """
 
     masks: dict[str, Tensor]
     flop: Flop
@@ -45,12 +49,13 @@ def train(
     targets: Targets,
     recipe: Recipe,
     *,
+    checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> Trained:
     """Prune the dense `model` to `targets` while it trains, in place; it ends in eval mode.
 
-    The same recipe gives the same model. Raises UsageError when the task has no training batches, BadData when the
-    loss or a gradient is not finite.
+    The same recipe gives the same model, whether or not training was stopped and went on from its checkpoint. Raises
+    UsageError when the task has no training batches, BadData when the loss or a gradient is not finite.
     """
     wanted = targets_of(targets, model)
     if recipe.transposable:
@@ -60,14 +65,16 @@ def train(
     pruner = recipe.pruner()
     optimizer = make_optimizer(recipe, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(recipe, step))
+    parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     # Training code may draw from torch's global generator (dropout): seeded, and left as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model.train()
         if wanted:
             pruner.prepare(model, wanted, total_steps=recipe.steps)
-        counted: dict[str, float] = {}
-        for step in range(recipe.steps):
+            parts["pruner"] = pruner
+        first, counted = _go_on(task, batches, recipe, checkpoint, parts)
+        for step in range(first, recipe.steps):
             optimizer.zero_grad()
             if step == 0:
                 counted = count_forward(model, lambda: _backward(task, model, batches, recipe, step=0))
@@ -80,17 +87,29 @@ def train(
             schedule.step()
             if wanted:
                 pruner.step()
+            if checkpoint is not None:
+                checkpoint.save_if_due(step + 1, parts, counted)
             progress(step + 1, recipe.steps)
     model.eval()
-    if not wanted:
-        dense = training_flop(None, {}, counted, recipe.steps)
-        return Trained({}, dense, dense)
-    pruner.finish()
-    return Trained(
-        pruner.masks,
-        training_flop(pruner, wanted, counted, recipe.steps),
-        training_flop(None, {}, counted, recipe.steps),
-    )
+    if wanted:
+        pruner.finish()
+    dense = training_flop(None, {}, counted, recipe.steps)
+    spent = training_flop(pruner, wanted, counted, recipe.steps) if wanted else dense
+    return Trained(pruner.masks, spent, dense)
+
+
+def _go_on(
+    task: Task, batches: Iterator[Any], recipe: Recipe, checkpoint: Checkpoint | None, parts: Mapping[str, Stateful]
+) -> tuple[int, dict[str, float]]:
+    """(The next step, FLOP counted), with everything as the checkpoint left it, the batches too."""
+    if checkpoint is None:
+        return 0, {}
+    first, counted, generator = checkpoint.load(parts)
+    for _ in range(first * recipe.accumulate):
+        _next(task, batches, recipe, step=first)
+    if generator is not None:
+        torch.set_rng_state(generator)
+    return first, counted
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
@@ -122,17 +141,20 @@ def _transposable(name: str, target: Target) -> Target:
 def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Recipe, *, step: int) -> None:
     """Add up the gradients of one step's batches, their mean."""
     for _ in range(recipe.accumulate):
-        try:
-            batch = next(batches)
-        except StopIteration:
-            raise UsageError(
-                f"task {task.name}: train_batches() ended at step {step} of {recipe.steps}: "
-                "let it go on, or take fewer steps"
-            ) from None
-        loss = task.loss(model, batch)
+        loss = task.loss(model, _next(task, batches, recipe, step=step))
         if not bool(torch.isfinite(loss)):
             raise BadData(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
         (loss / recipe.accumulate).backward()
+
+
+def _next(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> Any:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise UsageError(
+            f"task {task.name}: train_batches() ended at step {step} of {recipe.steps}: "
+            "let it go on, or take fewer steps"
+        ) from None
 
 
 def _bad_gradient(model: nn.Module) -> str:

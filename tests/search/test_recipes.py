@@ -1,5 +1,6 @@
 """Recipes: strict YAML, the loop they drive, and what `latbench prune --recipe` records."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from latbench.errors import BadData, LatbenchError, UsageError
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
 from search.pruning.build import build_database
+from search.pruning.checkpoint import Checkpoint
 from search.pruning.folder import load_pruned
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.recipe import METHODS, Recipe, load
@@ -104,6 +106,37 @@ def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Tas
     assert results[0] == results[1]
     # conv, fc and head, 64 images a step
     assert trained.dense_flop.total == 8 * 3 * 2 * 64 * (8 * 54 * 9 + 16 * 72 + 3 * 16)
+
+
+@pytest.mark.parametrize("method", ["gmp", "mask_decay", "step"])
+def test_training_that_was_stopped_goes_on_bit_equal(method: str, task: Task, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(step: int, _: int) -> None:
+        if step == 6:
+            raise Stopped
+
+    recipe = Recipe(method=method, steps=10, learning_rate=1e-2, accumulate=2)
+    whole, part = task.model(), task.model()
+    expected = train(task, whole, TARGETS, recipe)
+    path = tmp_path / "training"
+    ticks = itertools.chain([0, 1, 1], itertools.repeat(2))  # two seconds are gone after the third step
+    checkpoint = Checkpoint(path, seconds=2, clock=lambda: next(ticks))
+    with pytest.raises(Stopped):
+        train(task, part, TARGETS, recipe, checkpoint=checkpoint, progress=stop)
+    assert torch.load(path, weights_only=True)["step"] == 3
+    resumed = task.model()
+    steps: list[int] = []
+    found = train(
+        task, resumed, TARGETS, recipe, checkpoint=Checkpoint(path), progress=lambda step, _: steps.append(step)
+    )
+    assert steps[0] == 4
+    assert model_hash(resumed) == model_hash(whole)
+    assert found.facts() == expected.facts()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(BadData, match=r"damaged .*; delete it to train from the start"):
+        train(task, task.model(), TARGETS, recipe, checkpoint=Checkpoint(path))
 
 
 def test_optimizers_are_the_recipes(task: Task) -> None:
