@@ -76,7 +76,8 @@ def prune(
         "score_pruned": kept.score,
         "method": kept.name,
         "stages": [
-            {"name": stage.name, "score": stage.score, "loss": stage.loss, "training_flop": dict(stage.training_flop)}
+            {"name": stage.name, "score": stage.score, "loss": stage.loss}
+            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
             for stage in stages
         ],
         **settings,
@@ -101,7 +102,7 @@ def _show(manifest: dict[str, Any], last_line: str) -> None:
     table.add_column("")
     for stage in manifest["stages"]:
         mark = "kept" if stage["name"] == manifest["method"] else ""
-        flop = stage["training_flop"]
+        flop = stage.get("training_flop")
         spent = (f"{flop['total']:.3g}", f"{flop['total'] / flop['dense_total']:.3f}") if flop else ("", "")
         table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", *spent, mark)
     layers = manifest["layers"].values()

@@ -4,12 +4,13 @@ import copy
 import gc
 import io
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 import torch.optim.optimizer as optimizers
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -475,8 +476,13 @@ def ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_train_together_have_the_same_masks(tmp_path: Path) -> None:
-    mp.spawn(ranks, (str(tmp_path),), nprocs=2)
-    (masks, weights), (others, other_weights) = (torch.load(f"{tmp_path}/rank{rank}.pt") for rank in range(2))
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (masks, weights), (others, other_weights) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert all(torch.equal(masks[name], others[name]) for name in TARGETS)
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
     assert (net().fc1.weight != weights["fc1.weight"]).any()
+
+
+if __name__ == "__main__":
+    ranks(int(sys.argv[1]), sys.argv[2])
