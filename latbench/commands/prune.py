@@ -53,7 +53,7 @@ def prune(
         "global": joint,
         "recipe": None if training is None else training.facts(),
         "seed": seed,
-        "version": pipeline.VERSION,
+        "pipeline_version": pipeline.VERSION,
     }
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     if folder.unchanged(output, inputs):

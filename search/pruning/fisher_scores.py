@@ -52,11 +52,11 @@ class _Fisher:
 class MFAC(_Fisher):
     """By M-FAC's recursion (Frantar et al. 2021)."""
 
-    inverse = mfac
+    inverse: ClassVar[ModuleType] = mfac
 
 
 @dataclass(frozen=True)
 class WoodFisher(_Fisher):
     """By rank-one updates (Singh & Alistarh 2020)."""
 
-    inverse = woodfisher
+    inverse: ClassVar[ModuleType] = woodfisher
