@@ -364,6 +364,7 @@ class Pruner:
     def _to_dense(self, layers: Iterable[Layer], optimizer: Optimizer) -> None:
         """The trained weights into the parameter, and their gradient into its gradient."""
         scale = getattr(optimizer, "grad_scale", None)  # where a fused optimizer will unscale the gradients itself
+        scale = 1.0 if scale is None else scale
         for layer in layers:
             stage = self.stage(layer.target, self._when(layer))
             gradient = layer.weight.grad
@@ -373,9 +374,9 @@ class Pruner:
             if gradient is not None:
                 self.observe(layer, gradient)
                 if layer.mask is not None:
-                    _chain(gradient, layer.mask, stage, layer.values, 1.0 if scale is None else scale)
+                    _chain(gradient, layer.mask, stage, layer.values, scale)
                 if self.score.gradients:
-                    layer.gradients.append(gradient.detach().clone())
+                    layer.gradients.append(gradient / scale)
             if stage.forget:
                 for name in ("momentum_buffer", "exp_avg"):
                     if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
