@@ -223,18 +223,21 @@ def mean_loss(model: Translator, data: Data, part: str) -> float:
 
 @torch.no_grad()
 def translations(model: Translator, data: Data) -> list[list[str]]:
-    """Greedy, of the test set."""
-    found = []
-    for start in range(0, len(data.pairs["test"]), 250):
+    """Greedy, of the test set; what has ended is decoded no further."""
+    found: list[list[str]] = [[] for _ in data.pairs["test"]]
+    for start in range(0, len(found), 250):
         memory, seen = model.encode(padded([s for s, _ in data.pairs["test"][start : start + 250]]))
         target = torch.full((len(memory), 1), START)
+        going = torch.arange(start, start + len(memory))
         for _ in range(LONGEST):
-            words = (model.decode(target, memory, seen)[:, -1:] @ model.target.weight.T).argmax(dim=2)
-            target = torch.cat([target, words], dim=1)
-            if bool((target == END).any(dim=1).all()):
+            words = (model.decode(target, memory, seen)[:, -1] @ model.target.weight.T).argmax(dim=1)
+            left = words != END
+            target = torch.cat([target, words[:, None]], dim=1)[left]
+            memory, seen, going = memory[left], seen[left], going[left]
+            for sentence, word in zip(going.tolist(), words[left].tolist(), strict=True):
+                found[sentence].append(data.target_words[word])
+            if not len(going):
                 break
-        for row in target[:, 1:].tolist():
-            found.append([data.target_words[w] for w in row[: row.index(END) if END in row else None]])
     return found
 
 
