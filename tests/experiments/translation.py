@@ -1,6 +1,6 @@
 """Which N:M training recipe is worth its FLOPs: Multi30k, German to English, a small Transformer with sparse FFNs.
 
-    python tests/experiments/translation.py run RESULTS.jsonl [--hours 12] [--threads 2] [--only tune|main]
+    python tests/experiments/translation.py run RESULTS.jsonl [--hours 12] [--threads 2] [--only tune] [--scales 1,2]
     python tests/experiments/translation.py show RESULTS.jsonl
 
 A Transformer of 2 + 2 layers, d 128, FFN 512, trained from scratch on words ($LATBENCH_DATA/multi30k). Its eight FFN
@@ -11,6 +11,8 @@ are compared in pairs. First each method gets the same number of trials at 1:16,
 of their own; test data is only ever reported. BLEU is corpus BLEU-4 of greedy translations, lower-cased words and
 marks, one reference.
 
+Scales 0.25,0.5,1,2 repeat the comparison at four budgets.
+
 A run is one JSON line; what is there is not run again, so the command may be stopped at any time. One run
 takes at most three minutes on two cores.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import math
 import os
@@ -48,7 +51,7 @@ WIDTH, HIDDEN, HEADS, LAYERS = 128, 512, 4, 2
 BATCH = 64
 LONGEST = 40
 STEPS = 1200  # of every method, at equal steps
-DENSE_STEPS = 500  # FFN FLOPs of so many dense steps for every method, at equal FLOPs
+DENSE_STEPS = 400  # FFN FLOPs of so many dense steps for every method, at equal FLOPs
 TUNING_SEED = 1000
 SEEDS = {"nm:1:16": 5, "nm:1:8": 3, "nm:2:4": 3}
 
@@ -265,13 +268,12 @@ def target_of(method: str, pattern: str) -> Target:
     return Target(Unstructured(), sparsity) if method == "unstructured" else Target(nm, sparsity)
 
 
-def steps_of(pruner: Pruner | None, target: Target, mode: str) -> int:
-    """How many steps a mode allows: STEPS, or as many as the FFN FLOPs of DENSE_STEPS dense ones pay for."""
+def steps_of(pruner: Pruner | None, target: Target, mode: str, scale: float) -> int:
+    """How many steps a mode allows: STEPS, or as many as the FFN FLOPs of DENSE_STEPS dense ones pay for; scaled."""
     if mode == "steps":
-        return STEPS
-    if pruner is None:
-        return DENSE_STEPS
-    return round(DENSE_STEPS / (layer_cost(pruner, target, STEPS).total / 3))
+        return round(scale * STEPS)
+    cost = 1.0 if pruner is None else layer_cost(pruner, target, STEPS).total / 3
+    return round(scale * DENSE_STEPS / cost)
 
 
 def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +285,7 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
     )  # fmt: skip
     pruner = None if name is None else recipe.pruner()
     target = target_of(key["method"], key["pattern"])
-    steps = steps_of(pruner, target, key["mode"])
+    steps = steps_of(pruner, target, key["mode"], key["scale"])
     recipe = Recipe(**{**recipe.facts(), "steps": steps})
     started = time.monotonic()
     torch.manual_seed(key["seed"])
@@ -338,29 +340,27 @@ def tuned(rows: list[dict[str, Any]], method: str) -> tuple[float, dict[str, Any
     return best["learning_rate"], best["settings"]
 
 
-def plan(part: str) -> Iterator[tuple[dict[str, Any], int | None]]:
+def plan(part: str, scales: Sequence[float]) -> Iterator[tuple[dict[str, Any], int | None]]:
     """(key of a run, the trial it makes), in order."""
     if part == "tune":
         for method, (_, _, trials) in METHODS.items():
             for trial in range(len(trials)):
                 yield {"part": "tune", "pattern": "nm:1:16", "method": method, "mode": "steps",
-                       "seed": TUNING_SEED, "trial": trial}, trial  # fmt: skip
+                       "seed": TUNING_SEED, "trial": trial, "scale": 1.0}, trial  # fmt: skip
         return
-    for pattern, seeds in SEEDS.items():
-        for seed in range(seeds):
-            for mode in ("steps", "flop"):
-                for method in METHODS:
-                    if method == "dense" and pattern != "nm:1:16":
-                        continue  # the same for all patterns
-                    yield {"part": "main", "pattern": pattern, "method": method, "mode": mode, "seed": seed,
-                           "trial": None}, None  # fmt: skip
+    for scale, (pattern, seeds) in itertools.product(scales, SEEDS.items()):
+        for seed, mode, method in itertools.product(range(seeds), ("steps", "flop"), METHODS):
+            if method == "dense" and pattern != "nm:1:16":
+                continue  # the same for all patterns
+            yield {"part": "main", "pattern": pattern, "method": method, "mode": mode, "seed": seed,
+                   "trial": None, "scale": scale}, None  # fmt: skip
 
 
-def run_all(path: Path, hours: float, parts: Sequence[str]) -> None:
+def run_all(path: Path, hours: float, parts: Sequence[str], scales: Sequence[float]) -> None:
     data = read_data()
     until = time.monotonic() + 3600 * hours
     for part in parts:
-        for key, trial in plan(part):
+        for key, trial in plan(part, scales):
             rows = read_rows(path)
             if any(all(row.get(name) == value for name, value in key.items()) for row in rows):
                 continue
@@ -382,11 +382,11 @@ def run_all(path: Path, hours: float, parts: Sequence[str]) -> None:
 def show(path: Path) -> None:
     """Means over seeds, and the paired difference of log cross-entropy against SR-STE with its standard error."""
     rows = [row for row in read_rows(path) if row["part"] == "main"]
-    for pattern in SEEDS:
-        for mode in ("steps", "flop"):
-            print(f"\n{pattern}, at equal {'steps' if mode == 'steps' else 'FFN FLOPs'}")
+    for scale in sorted({row["scale"] for row in rows}):
+        for pattern, mode in itertools.product(SEEDS, ("steps", "flop")):
+            print(f"\n{pattern}, budget x {scale:g}, at equal {'steps' if mode == 'steps' else 'FFN FLOPs'}")
             print(f"{'method':28} {'steps':>6} {'FFN cost':>9} {'test':>8} {'BLEU':>6}  log test - log SR-STE's")
-            chosen = {method: of_method(rows, method, pattern, mode) for method in METHODS}
+            chosen = {method: of_method(rows, method, pattern, mode, scale) for method in METHODS}
             for method, by_seed in chosen.items():
                 if not by_seed:
                     continue
@@ -404,10 +404,12 @@ def show(path: Path) -> None:
                 print(f"{method:28} {steps:6.0f} {cost:9.3f} {test:8.4f} {score:6.2f}  {gap}")
 
 
-def of_method(rows: list[dict[str, Any]], method: str, pattern: str, mode: str) -> dict[int, dict[str, Any]]:
+def of_method(
+    rows: list[dict[str, Any]], method: str, pattern: str, mode: str, scale: float
+) -> dict[int, dict[str, Any]]:
     """{seed: row}; dense training is the same whatever the pattern."""
-    key = (method, "nm:1:16" if method == "dense" else pattern, mode)
-    found = [row for row in rows if (row["method"], row["pattern"], row["mode"]) == key]
+    key = (method, "nm:1:16" if method == "dense" else pattern, mode, scale)
+    found = [row for row in rows if (row["method"], row["pattern"], row["mode"], row["scale"]) == key]
     return {row["seed"]: row for row in found if row["seed"] < SEEDS[pattern]}
 
 
@@ -417,13 +419,15 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--hours", type=float, default=12.0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--scales", default="1", help="budgets, as multiples of the standard one")
     parser.add_argument("--only", choices=["tune", "main"])
     arguments = parser.parse_args()
     if arguments.command == "show":
         show(arguments.results)
         return
     torch.set_num_threads(arguments.threads)
-    run_all(arguments.results, arguments.hours, [arguments.only] if arguments.only else ["tune", "main"])
+    scales = [float(scale) for scale in arguments.scales.split(",")]
+    run_all(arguments.results, arguments.hours, [arguments.only] if arguments.only else ["tune", "main"], scales)
 
 
 if __name__ == "__main__":
