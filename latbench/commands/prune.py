@@ -16,13 +16,20 @@ def prune(
     joint: Annotated[
         bool, typer.Option("--global/--no-global", help="Tune all pruned layers together on calibration data.")
     ] = True,
-    finetune_steps: Annotated[
-        int, typer.Option(min=0, help="Also train with gradual pruning, for so many steps; the better model is kept.")
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Also train: a YAML file, or a method such as gmp or mask_decay; the better model is kept."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Of tuning; a recipe has its own. The same seeds give the same model.")
     ] = 0,
-    learning_rate: Annotated[float, typer.Option(help="Of fine-tuning, by Adam.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same model.")] = 0,
 ) -> None:
-    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest."""
+    """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest.
+
+    Training that is stopped leaves a hidden checkpoint beside the folder, and the same command goes on from it.
+    """
     import hashlib
     import json
 
@@ -34,28 +41,31 @@ def prune(
     from search import task as tasks
     from search.database import Database
     from search.pruning import folder, pipeline
+    from search.pruning import recipe as recipes
+    from search.pruning.checkpoint import Checkpoint
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
+    training = None if recipe is None else recipes.load(recipe)
     settings = {
         "profile_sha256": sha256(profile),
         "model_hash": searched.model_hash,
         "global": joint,
-        "finetune_steps": finetune_steps,
-        "learning_rate": learning_rate,
+        "recipe": None if training is None else training.facts(),
         "seed": seed,
-        "version": pipeline.VERSION,
+        "pipeline_version": pipeline.VERSION,
     }
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
     if folder.unchanged(output, inputs):
         _show(folder.read_manifest(output), f"{output} is up to date")
         return
     folder.check_writable(output)
+    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
     with Progress(console=Console(stderr=True), transient=True) as bars:
         bar = bars.add_task("reading the model and its data", total=None)
         stages = pipeline.prune(
             loaded, searched, Database(database, searched.model_hash),
-            seed=seed, joint=joint, finetune_steps=finetune_steps, learning_rate=learning_rate,
+            seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
             progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
         )  # fmt: skip
     kept = pipeline.best(stages)
@@ -65,11 +75,17 @@ def prune(
         "score_dense": stages[0].score,
         "score_pruned": kept.score,
         "method": kept.name,
-        "stages": [{"name": stage.name, "score": stage.score, "loss": stage.loss} for stage in stages],
+        "stages": [
+            {"name": stage.name, "score": stage.score, "loss": stage.loss}
+            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
+            for stage in stages
+        ],
         **settings,
         "inputs": inputs,
     }
-    _show(folder.save_pruned(output, kept.model, kept.masks, searched, facts), f"{output} is written")
+    manifest = folder.save_pruned(output, kept.model, kept.masks, searched, facts)
+    checkpoint.remove()
+    _show(manifest, f"{output} is written")
 
 
 def _show(manifest: dict[str, Any], last_line: str) -> None:
@@ -81,10 +97,14 @@ def _show(manifest: dict[str, Any], last_line: str) -> None:
     table.add_column("stage")
     table.add_column(manifest["score_name"], justify="right")
     table.add_column("calibration loss", justify="right")
+    table.add_column("training FLOP", justify="right")
+    table.add_column("of dense", justify="right")
     table.add_column("")
     for stage in manifest["stages"]:
         mark = "kept" if stage["name"] == manifest["method"] else ""
-        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", mark)
+        flop = stage.get("training_flop")
+        spent = (f"{flop['total']:.3g}", f"{flop['total'] / flop['dense_total']:.3f}") if flop else ("", "")
+        table.add_row(stage["name"], f"{stage['score']:.4f}", f"{stage['loss']:.4f}", *spent, mark)
     layers = manifest["layers"].values()
     weights, left = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights"))
     size = sum(layer["packed_bytes"] for layer in layers)

@@ -228,10 +228,11 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
          Cell(overview.score(stage["score"], name), stage["score"]),
+         Cell(units.percent(flop["total"] / flop["dense_total"]) if (flop := stage.get("training_flop")) else ""),
          Cell("kept" if stage["name"] == manifest["method"] else "")]
         for stage in manifest["stages"]
     ]  # fmt: skip
-    stages = table(["stage", "#calibration loss", f"#{name}", ""], rows)
+    stages = table(["stage", "#calibration loss", f"#{name}", "#training FLOP, of dense", ""], rows)
     return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
 
 

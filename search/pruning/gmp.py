@@ -1,27 +1,19 @@
 """Gradual magnitude pruning (Zhu & Gupta 2017): sparsity rises along a cubic while the model trains.
 
-s(t) = final + (initial - final) (1 - (t - begin)/(end - begin))^3, from 0 before `begin` to exactly `final` from
-`end` on. Masks are drawn anew from the magnitudes of the surviving weights at every update, and put back after
-every optimizer step: momentum and weight decay cannot revive a pruned weight.
-
-    gmp = GMP(model, {"fc1": (VectorWise(32), 0.75)}, begin=0, end=300, every=10)
-    for step, batch in enumerate(batches):
-        ... loss.backward(); optimizer.step()
-        gmp.step(step)
+s(t) = final + (initial - final) (1 - (t - begin)/(end - begin))^3, dense before `begin` and exactly `final` from
+`end` on. Masks are drawn anew among the surviving weights at every update, so what is pruned stays pruned as far as
+the pattern allows. N:M patterns have one sparsity: their N falls step by step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
-
-from search.pruning.magnitude import magnitude
-from search.pruning.masks import apply_masks
-from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, Dense, Pattern, VectorNM
+from latbench.errors import UsageError
+from search.pruning.pruner import DENSE, Pruner, Stage, When
+from search.pruning.targets import Target
+from sparse_kernels.patterns import NM, VectorNM
 
 
 def cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float = 0.0) -> float:
@@ -33,46 +25,43 @@ def cubic_sparsity(step: int, begin: int, end: int, final: float, initial: float
     return final + (initial - final) * (1 - (step - begin) / (end - begin)) ** 3
 
 
-class GMP:
-    """Holds the masks of a model that is being pruned while it trains."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GMP(Pruner):
+    """From `begin` to `end`, as shares of all steps, masks are updated `updates` times at even distances."""
 
-    def __init__(
-        self, model: nn.Module, targets: Mapping[str, tuple[Pattern, float]], *, begin: int, end: int, every: int = 10
-    ) -> None:
-        if not 0 <= begin <= end:
-            raise ValueError(f"gradual pruning ends after it begins, not at {end} from {begin}")
-        if every < 1:
-            raise ValueError(f"masks are updated every so many steps, at least 1, not {every}")
-        self.model = model
-        self.targets = {name: target for name, target in targets.items() if not isinstance(target[0], Dense)}
-        self.begin, self.end, self.every = begin, end, every
-        self.masks: dict[str, Tensor] = {}
-        self.finished = False
+    begin: float = 0.0
+    end: float = 0.5
+    updates: int = 20
+    initial: float = 0.0
 
-    def step(self, step: int) -> None:
-        """Call after the optimizer's step number `step`, from 0: draws new masks if it is time, then applies them."""
-        done = step + 1
-        rising = self.begin < done < self.end and (done - self.begin) % self.every == 0
-        if rising or (done >= self.end and not self.finished):
-            self._update(done)
-        apply_masks(self.model, self.masks)
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end <= 1:
+            raise UsageError(f"gradual pruning begins and ends within training, not from {self.begin} to {self.end}")
+        if self.updates < 1:
+            raise UsageError(f"masks are updated at least once, not {self.updates} times")
+        if not 0 <= self.initial < 1:
+            raise UsageError(f"the initial sparsity lies in [0, 1), not at {self.initial}")
 
-    def _update(self, done: int) -> None:
-        """Draw the masks that `done` finished steps ask for."""
-        self.finished = done >= self.end
-        modules = dict(self.model.named_modules())
-        for name, (pattern, final) in self.targets.items():
-            now, sparsity = _on_the_way(pattern, final, cubic_sparsity(done, self.begin, self.end, final))
-            # Zero weights have the lowest score, so what is pruned stays pruned as far as the pattern allows.
-            self.masks[name] = magnitude(weight_matrix(modules[name]), now, sparsity)
+    def stage(self, target: Target, when: When) -> Stage:
+        """The target of the latest update."""
+        begin, end = round(self.begin * when.total), round(self.end * when.total)
+        if when.step >= end:
+            return Stage(target, fixed=True)
+        # The update that came last: number u of `updates` is due u/updates of the way.
+        update = max(0, when.step - begin) * self.updates // max(1, end - begin)
+        due = begin + -(-update * (end - begin) // self.updates)
+        now = on_the_way(target, cubic_sparsity(due, begin, end, target.sparsity, min(self.initial, target.sparsity)))
+        return DENSE if now is None or when.step < begin else Stage(now, fixed=True)
 
 
-def _on_the_way(pattern: Pattern, final: float, sparsity: float) -> tuple[Pattern, float]:
-    """The pattern and sparsity at an intermediate point: N:M has one sparsity, so its N falls step by step."""
-    if not isinstance(pattern, NM | VectorNM) or sparsity == final:
-        return pattern, sparsity
-    keep = max(pattern.keep, math.ceil((1 - sparsity) * pattern.of))
-    if keep == pattern.of:
-        return Dense(), 0.0
-    fuller = replace(pattern, keep=keep)
-    return fuller, fuller.sparsity
+def on_the_way(target: Target, sparsity: float) -> Target | None:
+    """The target at an intermediate sparsity, at most its own; None while that is dense."""
+    if sparsity >= target.sparsity:
+        return target
+    if not isinstance(target.pattern, NM | VectorNM):
+        return replace(target, sparsity=sparsity) if sparsity > 0 else None
+    keep = max(target.pattern.keep, math.ceil((1 - sparsity) * target.pattern.of))
+    if keep == target.pattern.of:
+        return None
+    fuller = replace(target.pattern, keep=keep)
+    return replace(target, pattern=fuller, sparsity=fuller.sparsity)

@@ -1,4 +1,4 @@
-"""From a profile to a pruned model: stitch the database's layers, tune them together, fine-tune if asked to.
+"""From a profile to a pruned model: stitch the database's layers, tune them together, train by a recipe if asked to.
 
 Each stage gives a model; the one with the least loss on the calibration data is kept, so that no stage can do harm
 unseen. Test data is scored for the record and decides nothing.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,27 +21,29 @@ from search.database import Database, model_hash
 from search.profile import Profile
 from search.pruning.apply import stitch
 from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.finetune import LEARNING_RATE, finetune
+from search.pruning.checkpoint import Checkpoint
 from search.pruning.global_adaprune import global_adaprune
+from search.pruning.recipe import Recipe
+from search.pruning.train import train
 from search.task import Task
 from sparse_kernels.nn import refuses
-from sparse_kernels.patterns import parse
 
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A model on the way, its masks, its mean loss on the calibration data and its score."""
+    """A model on the way, its masks, its mean loss on the calibration data, its score, and what made it took."""
 
     name: str
     model: nn.Module
     masks: Mapping[str, Tensor]
     loss: float
     score: float
+    training_flop: Mapping[str, float] = field(default_factory=dict)
 
 
 def prune(
@@ -51,13 +53,14 @@ def prune(
     *,
     seed: int = 0,
     joint: bool = True,
-    finetune_steps: int = 0,
-    learning_rate: float = LEARNING_RATE,
+    recipe: Recipe | None = None,
+    checkpoint: Checkpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> list[Stage]:
-    """The stages "dense", "one-shot", "global" (where `joint`) and "fine-tuned" (where `finetune_steps`).
+    """The stages "dense", "one-shot", "global" (where `joint`) and the recipe's method (where there is one).
 
-    Raises BadData when the profile or the database belongs to another model.
+    Training starts from the dense model, or goes on from `checkpoint`. Raises BadData when the profile or the
+    database belongs to another model, or when training diverges.
     """
     dense = task.model()
     check_profile(profile, task, dense)
@@ -77,17 +80,13 @@ def prune(
             rng=np.random.default_rng(seed), progress=lambda done, total: progress("global AdaPrune", done, total),
         )  # fmt: skip
         stages.append(stage("global", _with_norms(task, together, batches), masks))
-    if finetune_steps:
-        trained = copy.deepcopy(dense)
-        targets = {layer: (parse(pattern), sparsity) for layer, (pattern, sparsity) in choices.items()}
-        # Training code may draw from torch's global generator (dropout): seeded, and left as it was.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            new_masks = finetune(
-                task, trained, targets, steps=finetune_steps, rng=np.random.default_rng(seed),
-                learning_rate=learning_rate, progress=lambda done, total: progress("fine-tuning", done, total),
-            )  # fmt: skip
-        stages.append(stage("fine-tuned", trained, new_masks))
+    if recipe is not None:
+        model = copy.deepcopy(dense)
+        trained = train(
+            task, model, profile, recipe, checkpoint=checkpoint,
+            progress=lambda done, total: progress(recipe.method, done, total),
+        )  # fmt: skip
+        stages.append(replace(stage(recipe.method, model, trained.masks), training_flop=trained.facts()))
     return stages
 
 

@@ -21,13 +21,13 @@ from search.pruning import pipeline
 from search.pruning.apply import stitch
 from search.pruning.batchnorm import tune_batchnorm
 from search.pruning.build import build_database
-from search.pruning.finetune import finetune
 from search.pruning.folder import load_pruned, save_pruned
 from search.pruning.global_adaprune import global_adaprune
-from search.pruning.gmp import GMP, cubic_sparsity
+from search.pruning.recipe import Recipe
+from search.pruning.train import train
 from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, Dense, Unstructured, VectorNM, VectorWise
+from sparse_kernels.patterns import Dense, Unstructured, VectorWise
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
@@ -105,73 +105,25 @@ def test_a_model_without_batch_norms_is_left_alone(task: Task) -> None:
     assert tune_batchnorm(task, nn.Sequential(nn.Linear(2, 2)), []) == 0
 
 
-def test_the_cubic_schedule_rises_fast_then_slowly_and_ends_exactly() -> None:
-    sparsities = [cubic_sparsity(step, 10, 110, 0.9) for step in range(130)]
-    assert sparsities[:11] == [0.0] * 11
-    assert sparsities[110:] == [0.9] * 20
-    assert sparsities[60] == pytest.approx(0.9 - 0.9 / 8)
-    steps = np.diff(sparsities[10:111])
-    assert (steps > 0).all()
-    assert (np.diff(steps) < 0).all()
-
-
 TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
-
-
-def test_gradual_pruning_ends_at_the_target_and_masks_survive_momentum_and_decay(task: Task) -> None:
-    model = task.model().train()
-    gmp = GMP(model, TARGETS, begin=2, end=20, every=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-    batches = task.train_batches(np.random.default_rng(0))
-    densities = []
-    for step in range(40):
-        optimizer.zero_grad()
-        task.loss(model, next(batches)).backward()
-        optimizer.step()
-        gmp.step(step)
-        assert zeros_hold(model, gmp.masks)
-        densities.append(gmp.masks["fc"].double().mean().item() if gmp.masks else 1.0)
-    assert set(gmp.masks) == {"conv", "fc"}
-    assert densities == sorted(densities, reverse=True)
-    assert len(set(densities)) == 7  # dense, then updates at 5, 8, 11, 14, 17 and 20
-    assert gmp.masks["conv"].sum() == 8 * 54 / 4
-    assert gmp.masks["fc"].sum() == round(0.1 * 16 * 72)
-    moved = weight_matrix(model.get_submodule("fc"))
-    assert (moved[gmp.masks["fc"]] != 0).all()
-
-
-@pytest.mark.parametrize("pattern", [NM(1, 4), VectorNM(8, 1, 4)], ids=str)
-def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM, task: Task) -> None:
-    model = task.model()
-    gmp = GMP(model, {"fc": (pattern, 0.75)}, begin=0, end=40, every=1)
-    kept = []
-    for step in range(41):
-        gmp.step(step)
-        kept.append(int(gmp.masks["fc"].view(16, 18, 4).sum(dim=2).max()))
-        assert gmp.masks["fc"].view(16, 18, 4).sum(dim=2).unique().numel() == 1
-    assert sorted(set(kept), reverse=True) == list(dict.fromkeys(kept)) == [4, 3, 2, 1]
-
-
-def test_a_schedule_that_ends_before_it_begins_is_refused(task: Task) -> None:
-    with pytest.raises(ValueError, match="ends after it begins"):
-        GMP(task.model(), TARGETS, begin=5, end=4)
 
 
 def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
     model = task.model()
     before = pipeline.calibration_loss(task, model, task.calibration())
-    masks = finetune(task, model, TARGETS, steps=40, rng=np.random.default_rng(0), learning_rate=1e-2)
-    assert zeros_hold(model, masks)
-    assert masks["conv"].sum() == 8 * 54 / 4
+    trained = train(task, model, TARGETS, Recipe(method="gmp", steps=40, learning_rate=1e-2))
+    assert zeros_hold(model, trained.masks)
+    assert set(trained.masks) == {"conv", "fc"}
+    assert trained.masks["conv"].sum() == 8 * 54 / 4
     assert pipeline.calibration_loss(task, model, task.calibration()) < before
 
 
 def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
     profile = profile_of(task, CHOICES)
     stages, again = (
-        pipeline.prune(task, profile, database, seed=3, finetune_steps=10, learning_rate=1e-2) for _ in range(2)
+        pipeline.prune(task, profile, database, seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)) for _ in range(2)
     )
-    assert [stage.name for stage in stages] == ["dense", "one-shot", "global", "fine-tuned"]
+    assert [stage.name for stage in stages] == ["dense", "one-shot", "global", "gmp"]
     assert pipeline.best(stages).loss == min(stage.loss for stage in stages[1:])
     for stage, other in zip(stages, again, strict=True):
         assert model_hash(stage.model) == model_hash(other.model)

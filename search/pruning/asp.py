@@ -1,0 +1,27 @@
+"""ASP: one mask from trained weights, then training goes on under it (Mishra et al. 2021).
+
+Gradients of dropped weights are zeroed before an update, the weights after it. For N:M and every other pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from latbench.errors import UsageError
+from search.pruning.pruner import DENSE, Pruner, Stage, When
+from search.pruning.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ASP(Pruner):
+    """The mask is drawn after `dense`, a share of all steps: 0 for a model that is trained already, else 0.5, say."""
+
+    dense: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dense <= 1:
+            raise UsageError(f"the dense phase is a share of all steps, from 0 to 1, not {self.dense}")
+
+    def stage(self, target: Target, when: When) -> Stage:
+        """Dense, then the mask."""
+        return DENSE if when.step < round(self.dense * when.total) else Stage(target, fixed=True)

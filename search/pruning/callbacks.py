@@ -1,0 +1,113 @@
+"""Pruners in other people's training loops: a transformers `TrainerCallback` and a Lightning `Callback`.
+
+    Trainer(..., callbacks=[transformers_callback(MaskDecay(), profile)])
+    lightning.Trainer(callbacks=[lightning_callback(MaskDecay(), profile)])
+
+Thin: they call prepare, step and finish when the loop does what these follow, and keep the pruner's state in the
+loop's checkpoints. Neither library is needed unless its function is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from latbench.errors import BadData, EnvironmentUnusable
+from search.pruning.pruner import Pruner
+from search.pruning.targets import Targets
+
+STATE = "pruner.pt"
+
+
+def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
+    """A `transformers.TrainerCallback` that prunes the Trainer's model to `targets` while it trains.
+
+    Each checkpoint folder gets a pruner.pt; a run that is resumed from `output_dir`, and the best model that is
+    loaded at the end, read it. Raises EnvironmentUnusable without transformers; in training BadData where a pruner.pt
+    is missing.
+    """
+    base = _imported("transformers").TrainerCallback
+
+    class PrunerCallback(base):  # type: ignore[misc, valid-type]
+        """Prunes between the Trainer's steps."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            pruner.prepare(model, targets, total_steps=state.max_steps)
+            if state.global_step > 0:
+                _load(pruner, _folder(args, state))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            pruner.step()
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.is_world_process_zero:
+                torch.save(pruner.state_dict(), _folder(args, state) / STATE)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if args.load_best_model_at_end and state.best_model_checkpoint:
+                _load(pruner, Path(state.best_model_checkpoint))
+            pruner.finish()
+
+    return PrunerCallback()
+
+
+def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
+    """A Lightning `Callback` that prunes the LightningModule to `targets`; its checkpoints hold the pruner's state.
+
+    Raises EnvironmentUnusable without lightning or pytorch_lightning.
+    """
+    base = _imported("lightning.pytorch", "pytorch_lightning").Callback
+
+    class PrunerCallback(base):  # type: ignore[misc, valid-type]
+        """Prunes between the optimizer's steps, however many batches each takes."""
+
+        def __init__(self) -> None:
+            self.steps = 0
+            self.restored: dict[str, Any] | None = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            pruner.prepare(trainer.model, targets, total_steps=int(trainer.estimated_stepping_batches))
+            self.steps = trainer.global_step
+            if self.restored is not None:
+                pruner.load_state_dict(self.restored)
+                self.restored = None
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step > self.steps:
+                self.steps = trainer.global_step
+                pruner.step()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            pruner.finish()
+
+        def state_dict(self) -> dict[str, Any]:
+            return pruner.state_dict()
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.restored = state_dict  # Lightning calls this before the training starts
+
+    return PrunerCallback()
+
+
+def _imported(*names: str) -> Any:
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+    raise EnvironmentUnusable(f"{names[0]} is not installed: pip install {names[0].partition('.')[0]}")
+
+
+def _folder(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+
+
+def _load(pruner: Pruner, folder: Path) -> None:
+    path = folder / STATE
+    if not path.is_file():
+        raise BadData(f"{path} is missing: training that was pruned goes on from a checkpoint that has it")
+    pruner.load_state_dict(torch.load(path, weights_only=True))

@@ -1,0 +1,69 @@
+"""Training that was stopped goes on: everything it depends on, in one file, written whole every so often."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from latbench.errors import BadData
+from latbench.files import write_atomically
+
+SECONDS = 60.0
+
+
+class Stateful(Protocol):
+    """A model, optimizer, schedule or pruner."""
+
+    def state_dict(self) -> Any:
+        """Tensors and plain values."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go on from them."""
+
+
+class Checkpoint:
+    """The file at `path`, of one training run; its name should hold a hash of what the run depends on.
+
+    It is written at most every `seconds` of `clock`.
+    """
+
+    def __init__(self, path: Path, *, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self.seconds, self.clock = path, seconds, clock
+        self.written = clock()
+
+    def save_if_due(self, step: int, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
+        """Write what is needed to go on after `step` steps: parts, torch's generator and plain `facts`."""
+        if self.clock() - self.written < self.seconds:
+            return
+        content = {
+            "step": step,
+            "facts": dict(facts),
+            "generator": torch.get_rng_state(),
+            "parts": {name: part.state_dict() for name, part in parts.items()},
+        }
+        write_atomically(self.path, lambda path: torch.save(content, path))
+        self.written = self.clock()
+
+    def load(self, parts: Mapping[str, Stateful]) -> tuple[int, dict[str, Any], torch.Tensor | None]:
+        """(steps done, facts, the generator's state to go on with), the parts restored; (0, {}, None) without a file.
+
+        Raises BadData when the file is damaged.
+        """
+        if not self.path.exists():
+            return 0, {}, None
+        try:
+            content = torch.load(self.path, weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(content["parts"][name])
+            return int(content["step"]), dict(content["facts"]), content["generator"]
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+            first = " ".join(str(error).split())[:200]
+            raise BadData(f"{self.path}: damaged ({first}); delete it to train from the start") from error
+
+    def remove(self) -> None:
+        """The run is over."""
+        self.path.unlink(missing_ok=True)

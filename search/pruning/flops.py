@@ -1,0 +1,116 @@
+"""What training with a pruner computes, against dense training of as many steps: multiplications and additions.
+
+A step of a layer is three products, each 2 m k n FLOP where dense, n the layer's positions: the forward y = W x, the
+input's gradient W^T dy and the weight's gradient dy x^T. What counts as sparse, and so costs its density:
+
+- the forward, under a mask whose dropped weights count for nothing: while they fade (D > 0) it is dense;
+- the input's gradient likewise, as it multiplies by the same matrix, transposed. A kernel must exist for that: N:M
+  groups along the inputs are none along the outputs, unless the mask is transposable. `sparse_input_gradient=False`
+  counts it dense;
+- the weight's gradient only where the mask is fixed: what a straight-through estimator or a redrawn mask needs is
+  dense.
+
+Only Linear and Conv2d are counted. The first layer's input gradient, which nobody needs, is counted too; masks,
+optimizers and norms are not. These are the work's bounds: whether a kernel is as fast as its FLOP say is measured
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from search.pruning.hooks import forward_hooks
+from search.pruning.pruner import Pruner, Stage, When
+from search.pruning.targets import Target
+from sparse_kernels.nn import weight_matrix
+
+
+@dataclass(frozen=True)
+class Flop:
+    """The three products' FLOP."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    def __add__(self, other: Flop) -> Flop:
+        return Flop(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+        )
+
+    def __mul__(self, factor: float) -> Flop:
+        return Flop(factor * self.forward, factor * self.input_gradient, factor * self.weight_gradient)
+
+
+def step_cost(stage: Stage, *, sparse_input_gradient: bool = True) -> Flop:
+    """One step of one layer, each product as a share of its dense cost."""
+    if stage.target is None or stage.fade > 0:
+        return Flop(1.0, 1.0, 1.0)
+    density = stage.target.density
+    return Flop(density, density if sparse_input_gradient else 1.0, density if stage.fixed else 1.0)
+
+
+def layer_cost(
+    pruner: Pruner, target: Target, steps: int, *, layer: int = 0, layers: int = 1, sparse_input_gradient: bool = True
+) -> Flop:
+    """A layer's training over `steps` steps, each product as a share of its dense cost.
+
+    `total` / 3 is the layer's training cost relative to dense. Of a method that switches when the model says so
+    (STEP) it is what happened if it has, else the most.
+    """
+    total = Flop(0.0, 0.0, 0.0)
+    for step in range(steps):
+        stage = pruner.stage(target, When(step, steps, layer, layers))
+        total += step_cost(stage, sparse_input_gradient=sparse_input_gradient)
+    return total * (1 / steps)
+
+
+def training_flop(
+    pruner: Pruner | None,
+    targets: Mapping[str, Target],
+    forward_flop: Mapping[str, float],
+    steps: int,
+    *,
+    sparse_input_gradient: bool = True,
+) -> Flop:
+    """All layers' FLOP over `steps` steps; `forward_flop`, {layer: dense FLOP of one step's forward}, as counted.
+
+    Layers without a target are dense, and so are all without a pruner.
+    """
+    total = Flop(0.0, 0.0, 0.0)
+    numbers = {name: number for number, name in enumerate(targets)}
+    for name, flop in forward_flop.items():
+        cost = Flop(1.0, 1.0, 1.0)
+        if pruner is not None and name in targets:
+            cost = layer_cost(
+                pruner, targets[name], steps, layer=numbers[name], layers=len(targets),
+                sparse_input_gradient=sparse_input_gradient,
+            )  # fmt: skip
+        total += cost * (flop * steps)
+    return total
+
+
+def count_forward(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
+    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model."""
+    counted: dict[str, float] = {}
+
+    def add(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        m, k = weight_matrix(module).shape
+        counted[name] = counted.get(name, 0.0) + 2.0 * m * k * (output.numel() // m)
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    with forward_hooks(model, {name: partial(add, name) for name in layers}):
+        run()
+    return counted

@@ -1,0 +1,42 @@
+"""Scheduled grow-and-prune: the layers' partitions take turns to be dense (Ma et al. 2022).
+
+The layers fall into `partitions` runs. One is grown to dense, its dropped weights training from zero, and pruned
+again by magnitude when its turn ends; after `rounds` of turns all train on under their masks. What Shfl-BW was
+trained with (Huang et al., DAC 2022): row groups are found anew each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from latbench.errors import UsageError
+from search.pruning.pruner import Pruner, Stage, When
+from search.pruning.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GrowAndPrune(Pruner):
+    """`final` is the share of all steps, at the end, in which every mask stays."""
+
+    partitions: int = 4
+    rounds: int = 2
+    final: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.partitions < 1 or self.rounds < 1:
+            raise UsageError("grow-and-prune takes at least one partition and one round")
+        if not 0 <= self.final <= 1:
+            raise UsageError(f"the final phase is a share of all steps, from 0 to 1, not {self.final}")
+
+    def stage(self, target: Target, when: When) -> Stage:
+        """Dense while its partition's turn lasts, else under a mask."""
+        growing = when.total - round(self.final * when.total)
+        if when.step >= growing:
+            return Stage(target, fixed=True)
+        partitions = min(self.partitions, when.layers)
+        turns = partitions * self.rounds
+        turn = when.step * turns // growing
+        if turn % partitions != when.layer * partitions // when.layers:
+            return Stage(target, fixed=True)
+        first = -(-turn * growing // turns)
+        return Stage(forget=0 < when.step == first)

@@ -1,0 +1,423 @@
+"""The protocol of every method that prunes while a model trains, in a user's own loop:
+
+    pruner = MaskDecay(final=0.2)
+    pruner.prepare(model, profile, total_steps=len(loader) * epochs)      # before or after the optimizer is made
+    for batch in loader:
+        loss(model, batch).backward()
+        optimizer.step(); optimizer.zero_grad()
+        pruner.step()                                                   # once after every optimizer.step()
+    pruner.finish()                                                     # hard zeros; pruner.masks {layer: (m, k)}
+
+A pruner is frozen settings and a small state. A method says, for each step, how a layer computes (`Stage`): its
+target mask, what dropped weights are multiplied by in the forward (`fade`), how much of their gradient they get.
+
+How: between optimizer steps a layer's own parameter holds the weights that the forward uses, so modules, optimizers
+and state_dict keys stay as they are, evaluation sees the pruned function, and a checkpoint of the model loads into a
+plain one at any time. Where dropped weights live on behind the mask (straight-through, decay), the pruner keeps the
+dense weights beside. A hook, which torch calls before any optimizer's step, turns the gradient of the forward's
+weights into that of the dense ones and puts those back into the parameter, so that the optimizer sees them: its
+weight decay and momentum act on what is trained. `pruner.step()` takes the result, draws the masks that are due, and
+writes the forward's weights again. It follows that
+
+- gradients may be accumulated over any number of backwards, and scaled (AMP): the hook runs once an update, on
+  unscaled gradients; a step that a GradScaler skips changes no weight, but counts;
+- gradients are clipped as those of the forward's weights;
+- the optimizer must be a `torch.optim.Optimizer`, with or without a closure; anything else that changes a layer whose
+  dense weights live behind it is noticed and refused;
+- under DistributedDataParallel masks are rank 0's. Parameters that are cut up among ranks (FSDP) are not supported.
+
+Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three.
+Move the model to its device before `prepare`.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from latbench.errors import BadData, UsageError
+from search.pruning.masks import as_matrix, as_weight
+from search.pruning.scores import Magnitude, Score
+from search.pruning.targets import Target, Targets, targets_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """How a layer computes during one step, as its method has it.
+
+    target: what its mask is drawn for; None: dense, no mask. fade: dropped weights count so much in the forward.
+    backward: dropped weights get so much of the forward's gradient, and penalty times their value is added to that.
+    redraw: the mask is drawn anew now; it always is where the target changes. fixed: no gradient of dropped weights
+    is needed, as the mask will not change by it. forget: momentum starts from zero.
+    """
+
+    target: Target | None = None
+    fade: float = 0.0
+    backward: float = 0.0
+    penalty: float = 0.0
+    redraw: bool = False
+    fixed: bool = False
+    forget: bool = False
+
+
+DENSE = Stage()
+
+
+@dataclass(frozen=True)
+class When:
+    """The moment: `step` finished optimizer steps of `total`; this is layer number `layer` of `layers`."""
+
+    step: int
+    total: int
+    layer: int = 0
+    layers: int = 1
+
+
+@dataclass(eq=False)
+class Layer:
+    """A layer under a pruner. mask and dense have the weight's own shape; dense is None where zeros are hard."""
+
+    name: str
+    number: int
+    module: nn.Module
+    target: Target
+    gradients: deque[Tensor]
+    mask: Tensor | None = None
+    drawn_for: Target | None = None
+    dense: Tensor | None = None
+    seen: Tensor | None = None  # what a method noted of the latest gradient, for the masks that follow at once
+    stepping: bool = False
+    version: int = -1
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter, which the model owns."""
+        weight = self.module.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def values(self) -> Tensor:
+        """What is trained: the dense weights where they are kept beside, else the parameter."""
+        return self.weight.detach() if self.dense is None else self.dense
+
+
+@dataclass(eq=False)
+class State:
+    """What a pruner remembers between steps."""
+
+    step: int = 0
+    total_steps: int = 0
+    layers: dict[str, Layer] = field(default_factory=dict)
+    group: Any = None  # of the ranks that train together
+    hook: Any = None
+    more: dict[str, Any] = field(default_factory=dict)  # of the method's own: plain values, saved with the rest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pruner:
+    """What all methods share. `score` says which weights matter."""
+
+    keeps_dense: ClassVar[bool] = False  # dropped weights keep a value behind the mask
+    score: Score = field(default_factory=Magnitude)
+    state: State = field(default_factory=State, init=False, repr=False)
+
+    def stage(self, target: Target, when: When) -> Stage:
+        """How a layer with this target computes at that moment: the method. A pure function of the settings."""
+        raise NotImplementedError
+
+    def prepare(self, model: nn.Module, targets: Targets, *, total_steps: int) -> None:
+        """Start pruning `model` to `targets` over `total_steps` optimizer steps; the first masks are drawn if due.
+
+        `targets` is a Profile or {layer: Target or (pattern, sparsity)}. Raises UsageError as `targets_of` does, and
+        where there is nothing to prune or this pruner is at work already.
+        """
+        if self.state.hook is not None:
+            raise UsageError("this pruner is at work already: finish() it first, or make another")
+        if total_steps < 1:
+            raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
+        inner, group = _unwrapped(model)
+        found = targets_of(targets, inner)
+        if not found:
+            raise UsageError("no layer is to be pruned: all targets are dense")
+        modules = dict(inner.named_modules())
+        state = self.state
+        state.step, state.total_steps, state.group, state.more = 0, total_steps, group, {}
+        state.layers = {
+            name: Layer(name, number, modules[name], target, deque(maxlen=self.score.gradients))
+            for number, (name, target) in enumerate(found.items())
+        }
+        self.start()
+        reference = weakref.ref(self)
+
+        def before_update(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            pruner = reference()
+            return None if pruner is None else pruner._before_update(optimizer, args, kwargs)
+
+        for layer in state.layers.values():
+            if self.keeps_dense:
+                layer.dense = layer.weight.detach().clone()
+            self._advance(layer)
+        state.hook = register_optimizer_step_pre_hook(before_update)
+        weakref.finalize(self, state.hook.remove)
+
+    def step(self) -> None:
+        """Call once after every optimizer step: takes its result, draws masks that are due and applies them."""
+        self._check_at_work()
+        self.after_update()
+        self.state.step += 1
+        for layer in self.state.layers.values():
+            self._take(layer)
+            self._advance(layer)
+
+    def finish(self) -> None:
+        """End: every layer gets its target's mask, if it has not, and hard zeros. The model is plain again."""
+        self._check_at_work()
+        with torch.no_grad():
+            for layer in self.state.layers.values():
+                self._take(layer)
+                if layer.drawn_for != layer.target:
+                    self._draw(layer, layer.target)
+                layer.weight.copy_(_masked(layer.values, _mask(layer), 0.0))
+                layer.dense = None
+        self.state.hook.remove()
+        self.state.hook = None
+
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """{layer: mask (m, k), True = kept} as they are now; a layer that computes densely has none."""
+        layers = self.state.layers.values()
+        return {layer.name: as_matrix(layer.mask).clone() for layer in layers if layer.mask is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values, to be saved between steps beside the model's and the optimizer's."""
+        self._check_at_work()
+        if busy := [layer.name for layer in self.state.layers.values() if layer.stepping]:
+            raise UsageError(f"layer {busy[0]}: save a checkpoint after pruner.step(), not before it")
+        return {
+            "pruner": repr(self),
+            "total_steps": self.state.total_steps,
+            "targets": {layer.name: str(layer.target) for layer in self.state.layers.values()},
+            "step": self.state.step,
+            "layers": {
+                layer.name: {
+                    "mask": layer.mask,
+                    "dense": None if layer.dense is None else layer.dense.clone(),
+                    "gradients": list(layer.gradients),
+                }
+                for layer in self.state.layers.values()
+            },
+            "more": copy.deepcopy(self.state.more),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a `state_dict`, once `prepare` was called with the same model, targets and steps.
+
+        Raises BadData when it was saved by another pruner, for other targets or for another number of steps.
+        """
+        self._check_at_work()
+        own = self.state
+        mine = {
+            "pruner": repr(self),
+            "total_steps": own.total_steps,
+            "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
+        }
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
+        own.step = state["step"]
+        own.more = copy.deepcopy(state["more"])
+        for layer in own.layers.values():
+            saved = state["layers"][layer.name]
+            device = layer.weight.device
+            stage = self.stage(layer.target, self._when(layer))
+            layer.mask = None if saved["mask"] is None else saved["mask"].to(device)
+            layer.drawn_for = None if layer.mask is None else stage.target
+            layer.dense = None if saved["dense"] is None else saved["dense"].to(device, copy=True)
+            layer.gradients.clear()
+            layer.gradients.extend(gradient.to(device) for gradient in saved["gradients"])
+            layer.stepping = False
+            self._show(layer, stage)
+
+    # What a method may add to.
+
+    def start(self) -> None:
+        """Called once by `prepare`, before the first masks are drawn."""
+
+    def draw(self, layer: Layer, target: Target) -> Tensor:
+        """A new mask (m, k) for `target`."""
+        return target.mask(self.score.scores(as_matrix(layer.values), _gradients(layer)))
+
+    def observe(self, layer: Layer, gradient: Tensor) -> None:
+        """Called before an update with the forward's gradient, in the weight's shape, as it was computed."""
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """Called when the optimizer's parameters and gradients are as it will see them."""
+
+    def after_update(self) -> None:
+        """Called first in `step`, when parameters are as the optimizer left them."""
+
+    # How it works.
+
+    def _when(self, layer: Layer) -> When:
+        return When(self.state.step, self.state.total_steps, layer.number, len(self.state.layers))
+
+    def _check_at_work(self) -> None:
+        if self.state.hook is None:
+            raise UsageError("this pruner is not at work: call prepare(model, targets, total_steps=...) first")
+
+    @torch.no_grad()
+    def _take(self, layer: Layer) -> None:
+        """Take what the optimizer made of the trained weights."""
+        if layer.dense is not None:
+            if layer.stepping:
+                layer.dense.copy_(layer.weight)
+            else:
+                self._check_untouched(layer)
+        elif layer.mask is not None:  # momentum from before the mask has moved what it dropped
+            layer.weight.copy_(_masked(layer.weight, layer.mask, 0.0))
+        layer.stepping = False
+
+    @torch.no_grad()
+    def _advance(self, layer: Layer) -> None:
+        """Draw the mask that is due, and write the weights of the next forward."""
+        stage = self.stage(layer.target, self._when(layer))
+        if stage.target is None:
+            layer.mask = layer.drawn_for = None
+        elif stage.redraw or layer.drawn_for != stage.target:
+            self._draw(layer, stage.target)
+        self._show(layer, stage)
+
+    def _draw(self, layer: Layer, target: Target) -> None:
+        try:
+            mask = self.draw(layer, target)
+        except BadData as error:
+            raise BadData(f"layer {layer.name}, after {self.state.step} steps: {error}") from error
+        if self.state.group is not None:
+            bits = mask.to(torch.uint8)
+            dist.broadcast(bits, dist.get_global_rank(self.state.group, 0), group=self.state.group)
+            mask = bits.bool()
+        if not self.keeps_dense:
+            weight = self.score.compensate(as_matrix(layer.values), _gradients(layer), mask)
+            layer.weight.copy_(as_weight(weight, layer.weight.shape))
+        layer.mask, layer.drawn_for = as_weight(mask, layer.weight.shape), target
+
+    @torch.no_grad()
+    def _show(self, layer: Layer, stage: Stage) -> None:
+        """Write the forward's weights into the parameter."""
+        if layer.mask is not None:
+            layer.weight.copy_(_masked(layer.values, layer.mask, stage.fade))
+        elif layer.dense is not None:
+            layer.weight.copy_(layer.dense)
+        layer.version = layer.weight._version
+
+    def _check_untouched(self, layer: Layer) -> None:
+        """The parameter still holds what `_show` wrote: only a torch optimizer, whose step is seen, may change it."""
+        if layer.weight._version == layer.version or layer.dense is None:
+            return
+        stage = self.stage(layer.target, self._when(layer))
+        shown = layer.dense if layer.mask is None else _masked(layer.dense, layer.mask, stage.fade)
+        if not torch.equal(layer.weight, shown):
+            raise UsageError(
+                f"layer {layer.name}: its weight was changed, but not by a torch.optim.Optimizer that this pruner "
+                "sees; load checkpoints of model and pruner together, and train with a torch optimizer"
+            )
+
+    def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What torch calls before each optimizer's step, and what may change its arguments."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        layers = [layer for layer in self.state.layers.values() if id(layer.weight) in owned]
+        for layer in layers:
+            if layer.stepping:
+                raise UsageError(
+                    f"layer {layer.name}: call pruner.step() after every optimizer.step(), and only then"
+                )
+        closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not layers:
+            return None
+        if closure is None:
+            self._to_dense(layers, optimizer)
+            return None
+
+        def forward_and_backward() -> Any:
+            for layer in layers:
+                if layer.stepping:  # an optimizer that calls it again
+                    self._take(layer)
+                    self._show(layer, self.stage(layer.target, self._when(layer)))
+            loss = closure()
+            self._to_dense(layers, optimizer)
+            return loss
+
+        return (args[0], *args[2:]), {**kwargs, "closure": forward_and_backward}
+
+    @torch.no_grad()
+    def _to_dense(self, layers: Iterable[Layer], optimizer: Optimizer) -> None:
+        """The trained weights into the parameter, and their gradient into its gradient."""
+        scale = getattr(optimizer, "grad_scale", None)  # where a fused optimizer will unscale the gradients itself
+        scale = 1.0 if scale is None else scale
+        for layer in layers:
+            stage = self.stage(layer.target, self._when(layer))
+            gradient = layer.weight.grad
+            if layer.dense is not None:
+                self._check_untouched(layer)
+                layer.weight.copy_(layer.dense)
+            if gradient is not None:
+                self.observe(layer, gradient)
+                if layer.mask is not None:
+                    _chain(gradient, layer.mask, stage, layer.values, scale)
+                if self.score.gradients:
+                    layer.gradients.append(gradient / scale)
+            if stage.forget:
+                for name in ("momentum_buffer", "exp_avg"):
+                    if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
+                        buffer.zero_()
+            layer.stepping = True
+        self.before_update(optimizer)
+
+
+def _chain(gradient: Tensor, mask: Tensor, stage: Stage, dense: Tensor, scale: float | Tensor) -> None:
+    """From the gradient by the forward's weights to that by the dense ones, in place."""
+    if stage.backward == 0:
+        gradient.masked_fill_(~mask, 0.0)
+    elif stage.backward != 1:
+        gradient.copy_(torch.where(mask, gradient, stage.backward * gradient))
+    if stage.penalty:
+        gradient.add_(torch.where(mask, 0.0, dense) * (stage.penalty * scale))
+
+
+def _masked(weight: Tensor, mask: Tensor, fade: float) -> Tensor:
+    return torch.where(mask, weight, fade * weight if fade else 0.0)
+
+
+def _mask(layer: Layer) -> Tensor:
+    assert layer.mask is not None
+    return layer.mask
+
+
+def _gradients(layer: Layer) -> Tensor:
+    """The latest gradients as (gradients, m, k)."""
+    matrices = [as_matrix(gradient) for gradient in layer.gradients]
+    m, k = as_matrix(layer.values).shape
+    return torch.stack(matrices) if matrices else layer.values.new_zeros(0, m, k)
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """The user's module, out of torch.compile and DistributedDataParallel, and the latter's process group."""
+    group = None
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model, group = model.module, model.process_group
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
+        else:
+            return model, group

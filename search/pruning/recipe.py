@@ -1,0 +1,167 @@
+"""A training recipe: the method and its settings, and how the model trains, as YAML with strict keys.
+
+    method: mask_decay          # gmp acdc ste sr_ste rigl asp mask_decay structure_decay step grow_and_prune
+    settings: {shape: exponential, dense: 0.1, final: 0.2}
+    steps: 400
+    learning_rate: 1.0e-3
+    schedule: cosine            # or linear, constant
+    warmup: 0                   # steps in which the learning rate rises
+    optimizer: adam             # or adamw, sgd
+    weight_decay: 0.0
+    momentum: 0.9               # of sgd
+    clip_norm: null             # the largest norm of all gradients together
+    accumulate: 1               # batches an optimizer step
+    transposable: false         # N:M masks that hold along the outputs too
+    seed: 0
+
+What is left out has the value above, `settings` those of the method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from latbench.errors import BadData, UsageError
+from search.pruning.acdc import ACDC
+from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC, WoodFisher
+from search.pruning.gmp import GMP
+from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.mask_decay import MaskDecay
+from search.pruning.pruner import Pruner
+from search.pruning.rigl import RigL
+from search.pruning.scores import Magnitude, Score
+from search.pruning.sr_ste import SRSTE
+from search.pruning.ste import STE
+from search.pruning.step import STEP
+from search.pruning.structure_decay import StructureDecay
+
+METHODS: dict[str, type[Pruner]] = {
+    "gmp": GMP,
+    "acdc": ACDC,
+    "ste": STE,
+    "sr_ste": SRSTE,
+    "rigl": RigL,
+    "asp": ASP,
+    "mask_decay": MaskDecay,
+    "structure_decay": StructureDecay,
+    "step": STEP,
+    "grow_and_prune": GrowAndPrune,
+}
+# What `settings: {score: ...}` names.
+SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "mfac": MFAC, "woodfisher": WoodFisher}
+SCHEDULES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is pruned while it trains, as the module says. Raises UsageError if an entry is wrong."""
+
+    method: str = "gmp"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 300
+    learning_rate: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int = 0
+    optimizer: str = "adam"
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    clip_norm: float | None = None
+    accumulate: int = 1
+    transposable: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(known)}")
+        for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"{name} is a whole number of at least {least}, not {value!r}")
+        for name, above in (
+            ("learning_rate", True),
+            ("weight_decay", False),
+            ("momentum", False),
+            ("clip_norm", True),
+        ):
+            value = getattr(self, name)
+            if name == "clip_norm" and value is None:
+                continue
+            real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not real or value < 0 or (above and value == 0):
+                raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
+        if not isinstance(self.transposable, bool):
+            raise UsageError(f"transposable is true or false, not {self.transposable!r}")
+        self.pruner()
+
+    def pruner(self) -> Pruner:
+        """A new pruner with the settings. Raises UsageError for one that the method does not have."""
+        kind = METHODS[self.method]
+        known = [each.name for each in fields(kind) if each.init]
+        settings = dict(self.settings)
+        if unknown := [name for name in settings if name not in known]:
+            raise UsageError(f"{self.method} has no setting {unknown[0]!r}: it has {', '.join(sorted(known))}")
+        for name, value in settings.items():
+            kinds = {each.name: str(each.type) for each in fields(kind)}
+            settings[name] = _setting(f"{self.method}'s {name}", value, kinds[name])
+        return kind(**settings)
+
+    def facts(self) -> dict[str, Any]:
+        """All entries as plain values, for a manifest."""
+        return asdict(self)
+
+
+def load(text: str) -> Recipe:
+    """The recipe in the YAML file of that name, or the method of that name with everything as by default.
+
+    Raises BadData for a file that is missing, not YAML or has an entry that no recipe has, UsageError for wrong
+    values.
+    """
+    if text in METHODS:
+        return Recipe(method=text)
+    path = Path(text)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadData(f"no recipe {text}: give a YAML file, or one of {', '.join(METHODS)}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise BadData(f"{path}: not a YAML file ({first})") from None
+    known = [each.name for each in fields(Recipe)]
+    if not isinstance(content, dict):
+        raise BadData(f"{path}: a recipe is a mapping with entries such as `method: gmp`")
+    if unknown := [name for name in content if name not in known]:
+        raise BadData(f"{path}: unknown entry {unknown[0]!r}: a recipe has {', '.join(known)}")
+    if not isinstance(content.get("settings", {}), dict):
+        raise BadData(f"{path}: settings are a mapping, such as {{begin: 0.1}}")
+    try:
+        return Recipe(**content)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _setting(what: str, value: Any, kind: str) -> Any:
+    """A YAML value as the kind that the setting's annotation names."""
+    if kind == "Score":
+        if value not in SCORES:
+            raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {value!r}")
+        return SCORES[value]()
+    if isinstance(value, list) and "tuple" in kind and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    fits = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
+        "float | None": value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
+        "bool": isinstance(value, bool),
+    }.get(kind, isinstance(value, str))
+    if not fits:
+        raise UsageError(f"{what} must be of kind {kind}, not {value!r}")
+    return value

@@ -1,0 +1,141 @@
+"""STEP: dense Adam first, then masks are learnt under its second moments as they were (Lu et al. 2023).
+
+Noisy gradients of masked weights would corrupt Adam's v. In the first phase training is dense; once v settles, it is
+frozen for all of the optimizer's parameters, and the N:M phase goes on as SR-STE: w -= lr m / (sqrt(v*) + eps).
+
+v has settled when the mean of |v_t - v_(t-1)| over the latest 1 / (1 - beta2) steps is below `tolerance`, not before
+`earliest` and at `latest` in any case, as shares of all steps. The optimizer is torch's Adam or AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Adam
+from torch.optim.optimizer import Optimizer
+
+from latbench.errors import UsageError
+from search.pruning.pruner import DENSE, Pruner, Stage, When
+from search.pruning.targets import Target
+
+
+@dataclass
+class _Update:
+    """One parameter's update, to be made again with the frozen v."""
+
+    parameter: Tensor
+    before: Tensor
+    second: Tensor
+    state: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class STEP(Pruner):
+    """`penalty` is SR-STE's; masks are drawn every `every` steps."""
+
+    keeps_dense: ClassVar[bool] = True
+    earliest: float = 0.1
+    latest: float = 0.5
+    tolerance: float = 1e-8
+    penalty: float = 2e-4
+    every: int = 1
+    pending: list[_Update] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.earliest <= self.latest <= 1:
+            raise UsageError("STEP switches between `earliest` and `latest`, shares of all steps, in that order")
+        if self.tolerance < 0 or self.penalty < 0:
+            raise UsageError("STEP's tolerance and penalty are not negative")
+        if self.every < 1:
+            raise UsageError(f"masks are drawn every so many steps, at least 1, not {self.every}")
+
+    def stage(self, target: Target, when: When) -> Stage:
+        """Dense up to the switch; before it is known, that is taken to be the latest possible."""
+        switch = self.state.more.get("switch", round(self.latest * when.total))
+        if when.step < switch:
+            return DENSE
+        redraw = (when.step - switch) % self.every == 0
+        return Stage(target, backward=1.0, penalty=self.penalty, redraw=redraw)
+
+    def start(self) -> None:
+        """No change of v is known yet."""
+        self.state.more.update(changes=[])
+        self.pending.clear()
+
+    def before_update(self, optimizer: Optimizer) -> None:
+        """First phase: see how much v is about to change. Second: remember what the update starts from."""
+        if not isinstance(optimizer, Adam):
+            raise UsageError(
+                f"STEP freezes Adam's second moments: train with Adam or AdamW, not {type(optimizer).__name__}"
+            )
+        if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
+            raise UsageError("STEP makes Adam's plain update: without amsgrad and maximize")
+        more = self.state.more
+        learning_masks = self.state.step >= more.get("switch", round(self.latest * self.state.total_steps))
+        if learning_masks:
+            self.pending.extend(_updates(optimizer))
+            if self.pending:
+                more.setdefault("frozen_at", _steps(optimizer))
+        else:
+            window = int(1 / (1 - optimizer.param_groups[0]["betas"][1]) + 0.5)
+            more["changes"] = [*more["changes"], self._change(optimizer)][-window:]
+
+    def after_update(self) -> None:
+        """Switch if it is time; make the latest update again with the frozen v."""
+        more = self.state.more
+        for update in self.pending:
+            _again(update, more["frozen_at"])
+        self.pending.clear()
+        step = self.state.step + 1
+        early = self.earliest * self.state.total_steps <= step < round(self.latest * self.state.total_steps)
+        changes = more["changes"]
+        if "switch" not in more and early and changes and sum(changes) / len(changes) < self.tolerance:
+            more["switch"] = step
+
+    def _change(self, optimizer: Optimizer) -> float:
+        """The mean of |v_t - v_(t-1)| = (1 - beta2) |g^2 - v_(t-1)| over the layers that are to be pruned."""
+        beta = optimizer.param_groups[0]["betas"][1]
+        total, count = 0.0, 0
+        for layer in self.state.layers.values():
+            gradient = layer.weight.grad
+            if gradient is not None:
+                second = optimizer.state[layer.weight].get("exp_avg_sq", torch.zeros_like(gradient))
+                total += (1 - beta) * float((gradient.square() - second).abs().sum())
+                count += gradient.numel()
+        return total / max(1, count)
+
+
+def _updates(optimizer: Optimizer) -> list[_Update]:
+    """All that the optimizer is about to change."""
+    return [
+        _Update(
+            parameter, parameter.detach().clone(), optimizer.state[parameter]["exp_avg_sq"].clone(),
+            optimizer.state[parameter], {key: value for key, value in group.items() if key != "params"},
+        )
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and "exp_avg_sq" in optimizer.state[parameter]
+    ]  # fmt: skip
+
+
+def _steps(optimizer: Optimizer) -> int:
+    """How many updates the optimizer has made."""
+    return max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+
+
+@torch.no_grad()
+def _again(update: _Update, frozen_at: int) -> None:
+    """w -= lr m_hat / (sqrt(v*_hat) + eps) from where the update started; v is put back."""
+    settings, state = update.settings, update.state
+    lr, (beta1, beta2) = settings["lr"], settings["betas"]
+    first = state["exp_avg"] / (1 - beta1 ** int(state["step"]))
+    second = update.second / (1 - beta2**frozen_at)
+    decayed = update.before
+    if settings.get("decoupled_weight_decay"):
+        decayed = decayed * (1 - lr * settings["weight_decay"])
+    update.parameter.copy_(decayed - lr * first / (second.sqrt() + settings["eps"]))
+    state["exp_avg_sq"].copy_(update.second)

@@ -1,0 +1,83 @@
+"""Training FLOPs: the accounting by hand, and the relative costs that the notes on training recipes give."""
+
+import pytest
+import torch
+from torch import nn
+
+from search.pruning.acdc import ACDC
+from search.pruning.asp import ASP
+from search.pruning.flops import Flop, count_forward, layer_cost, step_cost, training_flop
+from search.pruning.gmp import GMP
+from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.mask_decay import MaskDecay
+from search.pruning.pruner import Pruner, Stage
+from search.pruning.rigl import RigL
+from search.pruning.sr_ste import SRSTE
+from search.pruning.ste import STE
+from search.pruning.step import STEP
+from search.pruning.structure_decay import StructureDecay
+from search.pruning.targets import Target
+from sparse_kernels.patterns import NM, Unstructured
+
+HALF, THIN = Target(NM(2, 4), 0.5), Target(NM(1, 16), 15 / 16)
+
+
+@pytest.mark.parametrize(
+    ("pruner", "half", "thin"),
+    [
+        (SRSTE(), 0.667, 0.375),
+        (ASP(dense=0.5), 0.75, 0.531),
+        (MaskDecay(shape="exponential"), 0.933, 0.875),
+        (StructureDecay(), 0.758, 0.583),
+        (StructureDecay(stages="geometric"), 0.70, 0.4375),
+    ],
+    ids=["sr-ste", "asp", "mask decay", "stepwise", "geometric"],
+)
+def test_relative_costs_are_the_known_ones(pruner: Pruner, half: float, thin: float) -> None:
+    """Dense phase .1, final phase .2, as the notes give them for an FFN layer."""
+    assert layer_cost(pruner, HALF, 1000).total / 3 == pytest.approx(half, abs=1e-3)
+    assert layer_cost(pruner, THIN, 1000).total / 3 == pytest.approx(thin, abs=1e-3)
+
+
+def test_every_other_recipe_by_hand() -> None:
+    tenth = Target(Unstructured(), 0.9)
+    assert layer_cost(STE(), tenth, 10) == Flop(pytest.approx(0.1), pytest.approx(0.1), pytest.approx(1.0))
+    # Compressed 10-15, 20-25, ... 70-75 and 85-100: 50 of 100 steps, with fixed masks.
+    assert layer_cost(ACDC(), tenth, 100).total == pytest.approx(3 * (0.5 + 0.5 * 0.1))
+    # The gradient is dense in the step before each of the updates at 10, 20 ... 70.
+    rigl = layer_cost(RigL(every=10), tenth, 100)
+    assert rigl.forward == pytest.approx(0.1)
+    assert rigl.weight_gradient == pytest.approx((7 + 93 * 0.1) / 100)
+    # Two updates: at 25 (7/8 of the way) and 50.
+    gmp = layer_cost(GMP(updates=2), tenth, 100)
+    assert gmp.forward == pytest.approx((25 + 25 * (1 - 0.9 * 7 / 8) + 50 * 0.1) / 100)
+    assert layer_cost(STEP(latest=0.4), tenth, 10).forward == pytest.approx(0.4 + 0.6 * 0.1)
+    turns = [layer_cost(GrowAndPrune(final=0.2), tenth, 160, layer=layer, layers=4).forward for layer in range(4)]
+    assert turns == pytest.approx([0.2 + 0.8 * 0.1] * 4)
+
+
+def test_without_a_kernel_the_input_gradient_is_dense() -> None:
+    stage = Stage(HALF, fixed=True)
+    assert step_cost(stage) == Flop(0.5, 0.5, 0.5)
+    assert step_cost(stage, sparse_input_gradient=False) == Flop(0.5, 1.0, 0.5)
+    assert step_cost(Stage(HALF, fade=0.01)) == Flop(1.0, 1.0, 1.0)
+
+
+def test_a_models_flop_are_counted_by_layer_with_shared_calls() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+            self.fc = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.fc(self.conv(x)))
+
+    model = Twice()
+    counted = count_forward(model, lambda: model(torch.zeros(2, 3, 4, 5)))
+    assert counted == {"conv": 2 * 8 * 27 * (2 * 4 * 5), "fc": 2 * (2 * 25 * (2 * 8 * 4))}
+    dense = training_flop(None, {}, counted, 10)
+    assert dense.total == 30 * sum(counted.values())
+    pruned = training_flop(STE(), {"fc": Target(Unstructured(), 0.8)}, counted, 10)
+    assert pruned.forward == pytest.approx(10 * (counted["conv"] + 0.2 * counted["fc"]))
+    assert pruned.weight_gradient == dense.weight_gradient

@@ -1,0 +1,366 @@
+"""The methods' schedules by hand, and what is drawn when."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from latbench.errors import UsageError
+from search.pruning.acdc import ACDC
+from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC, WoodFisher
+from search.pruning.gmp import GMP, cubic_sparsity
+from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.mask_decay import MaskDecay
+from search.pruning.pruner import Stage, When
+from search.pruning.rigl import RigL, surviving
+from search.pruning.scores import Score
+from search.pruning.sr_ste import SRSTE
+from search.pruning.ste import STE
+from search.pruning.step import STEP
+from search.pruning.structure_decay import StructureDecay
+from search.pruning.targets import Target, erk, uniform
+from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
+
+HALF = Target(NM(2, 4), 0.5)
+THIN = Target(NM(1, 16), 15 / 16)
+SPARSE = Target(Unstructured(), 0.9)
+
+
+def linear(m: int = 16, k: int = 32, seed: int = 0) -> nn.Linear:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return nn.Linear(k, m, bias=False)
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def test_the_cubic_schedule_rises_fast_then_slowly_and_ends_exactly() -> None:
+    sparsities = [cubic_sparsity(step, 10, 110, 0.9) for step in range(130)]
+    assert sparsities[:11] == [0.0] * 11
+    assert sparsities[110:] == [0.9] * 20
+    assert sparsities[60] == pytest.approx(0.9 - 0.9 / 8)
+    steps = np.diff(sparsities[10:111])
+    assert (steps > 0).all()
+    assert (np.diff(steps) < 0).all()
+
+
+def test_gradual_pruning_updates_when_due_and_never_revives() -> None:
+    model, gmp = linear(), GMP(begin=0.1, end=0.6, updates=5)
+    gmp.prepare(model, {"": ("unstructured", 0.9)}, total_steps=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    kept: list[Tensor] = []
+    for step in range(20):
+        run(model, optimizer, step)
+        gmp.step()
+        kept.append(gmp.masks.get("", torch.ones(16, 32, dtype=torch.bool)))
+    counts = [int(mask.sum()) for mask in kept]
+    expected = [512 - round(512 * 0.9 * (1 - (1 - u / 5) ** 3)) for u in range(6)]
+    # Updates are due after 2 (nothing yet), 4, 6, 8, 10 and 12 steps.
+    assert counts == [*[512] * 3, *(n for n in expected[1:5] for _ in range(2)), *[expected[5]] * 9]
+    assert expected[5] == round(0.1 * 512)
+    assert all(bool((later <= earlier).all()) for earlier, later in itertools.pairwise(kept))
+
+
+@pytest.mark.parametrize("pattern", [NM(1, 4), VectorNM(8, 1, 4)], ids=str)
+def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM) -> None:
+    gmp = GMP(end=1.0, updates=40)
+    targets = [gmp.stage(Target(pattern, 0.75), When(step, 40)).target for step in range(41)]
+    keeps = [4 if target is None else target.pattern.keep for target in targets]  # type: ignore[union-attr]
+    assert list(dict.fromkeys(keeps)) == sorted(set(keeps), reverse=True) == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("score", [MFAC(gradients=5), WoodFisher(gradients=5)], ids=["mfac", "woodfisher"])
+def test_fisher_scores_prune_and_make_up_as_the_dense_inverse_says(score: Score) -> None:
+    """F of the latest five gradients; w^2 / (2 [F^-1]_qq) decides, each dropped weight's own update is added."""
+    model, gmp = linear(4, 32), GMP(begin=0.5, end=0.7, updates=1, score=score)
+    gmp.prepare(model, {"": ("unstructured", 0.25)}, total_steps=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    weight = model.weight.detach().clone().double().flatten()
+    gradients = []
+    for step in range(7):
+        run(model, optimizer, step)
+        assert model.weight.grad is not None
+        gradients.append(model.weight.grad.double().flatten())
+        gmp.step()
+    rows = torch.stack(gradients[-5:])
+    inverse = torch.linalg.inv(score.damping * torch.eye(128, dtype=torch.float64) + rows.T @ rows / 5)  # type: ignore[attr-defined]
+    cost = weight**2 / (2 * inverse.diagonal())
+    dropped = cost.argsort()[:32]
+    moved = weight - sum(weight[q] / inverse[q, q] * inverse[q] for q in dropped)
+    moved[dropped] = 0
+    mask = gmp.masks[""].flatten()
+    assert set((~mask).nonzero().flatten().tolist()) == set(dropped.tolist())
+    torch.testing.assert_close(model.weight.detach().double().flatten(), moved, rtol=1e-4, atol=1e-4)
+
+
+def test_acdc_takes_the_papers_turns() -> None:
+    """ResNet50, 100 epochs: dense to 10; 5 and 5 in turns; dense 75 to 85; compressed to the end."""
+    acdc = ACDC()
+    expected = [(0, False), *((e, e % 10 == 0) for e in range(10, 76, 5)), (85, True)]
+    assert acdc.phases(100) == expected
+    stages = [acdc.stage(SPARSE, When(step, 100)) for step in range(101)]
+    assert stages[9].target is None
+    assert stages[10] == stages[14] == stages[100] == Stage(SPARSE, fixed=True)
+    assert [step for step in range(101) if stages[step].forget] == [*range(15, 76, 10)]
+    assert ACDC(warmup=0).phases(100)[0] == (0, True)
+
+
+def test_acdc_hits_its_sparsity_in_every_compressed_phase_and_forgets_momentum() -> None:
+    model, acdc = linear(), ACDC()
+    acdc.prepare(model, {"": ("unstructured", 0.9)}, total_steps=100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    masks = {}
+    for step in range(100):
+        before = model.weight.detach().clone()
+        run(model, optimizer, step)
+        if step == 15:  # the first dense step after a compressed phase: the update is the gradient alone
+            assert model.weight.grad is not None
+            torch.testing.assert_close(model.weight.detach(), before - 0.1 * model.weight.grad)
+        acdc.step()
+        if acdc.masks:
+            masks[step + 1] = acdc.masks[""]
+            assert (model.weight != 0).sum() == round(0.1 * 512)
+    assert sorted(masks) == [s for s in range(1, 101) if (10 <= s < 75 and s // 5 % 2 == 0) or s >= 85]
+    assert torch.equal(masks[85], masks[100])
+    assert not torch.equal(masks[10], masks[100])
+
+
+def test_asp_keeps_one_mask_of_the_trained_weights() -> None:
+    model, asp = linear(), ASP()
+    expected = NM(2, 4).mask(model.weight.detach().double().square().numpy(), 0.5)
+    asp.prepare(model, {"": HALF}, total_steps=5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(5):
+        run(model, optimizer, step)
+        assert model.weight.grad is not None
+        assert bool((model.weight.grad[~torch.from_numpy(expected)] == 0).all())
+        asp.step()
+    asp.finish()
+    assert np.array_equal(asp.masks[""].numpy(), expected)
+    assert np.array_equal(model.weight.detach().numpy() != 0, expected)
+
+
+def test_masks_of_straight_through_are_drawn_every_so_often() -> None:
+    stages = [STE(dense=0.2, every=3).stage(HALF, When(step, 20)) for step in range(20)]
+    assert [stage.target is None for stage in stages] == [True] * 4 + [False] * 16
+    assert [step for step in range(20) if stages[step].redraw] == [4, 7, 10, 13, 16, 19]
+    assert SRSTE(dense=0.2).stage(HALF, When(3, 20)) == Stage()
+    assert SRSTE().stage(HALF, When(3, 20)) == replace(STE().stage(HALF, When(3, 20)), penalty=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("decay", "at"),
+    [
+        (MaskDecay(), lambda t: 1 - t / 70),
+        (MaskDecay(rate=0.05), lambda t: max(0.0, 1 - 0.05 * t)),
+        (MaskDecay(shape="exponential"), lambda t: 0.01 ** (t / 70)),
+        (MaskDecay(shape="exponential", rate=1e-4), lambda t: math.exp(-1e-4 * t)),
+    ],
+    ids=["linear", "linear-rate", "exponential", "exponential-rate"],
+)
+def test_the_decays_clock_starts_after_the_dense_phase_and_ends_at_zero(decay: MaskDecay, at: object) -> None:
+    stages = [decay.stage(HALF, When(step, 100)) for step in range(120)]
+    assert all(stage.target is None for stage in stages[:10])
+    assert [stage.fade for stage in stages[10:80]] == pytest.approx([at(t) for t in range(70)])  # type: ignore[operator]
+    assert stages[10].fade == 1
+    assert all(stage.fade == 0 for stage in stages[80:])
+    assert all(stage.backward == stage.fade for stage in stages[10:])
+    straight = replace(decay, backward="straight_through")
+    assert all(straight.stage(HALF, When(step, 100)).backward == 1 for step in range(10, 120))
+
+
+def test_structures_tighten_as_the_papers_do() -> None:
+    def patterns(target: Target, **settings: object) -> list[str]:
+        return [str(t.pattern) for t in StructureDecay(**settings).structures(target)]  # type: ignore[arg-type]
+
+    assert patterns(THIN) == ["nm:15:16", "nm:8:16", "nm:4:16", "nm:2:16", "nm:1:16"]
+    assert patterns(HALF) == ["nm:3:4", "nm:2:4"]
+    assert patterns(Target(NM(3, 8), 5 / 8)) == ["nm:7:8", "nm:4:8", "nm:3:8"]
+    assert patterns(Target(NM(1, 8), 7 / 8), stages="geometric") == ["nm:8:64", "nm:4:32", "nm:2:16", "nm:1:8"]
+    assert patterns(Target(NM(1, 64), 63 / 64), stages="geometric") == ["nm:4:256", "nm:2:128", "nm:1:64"]
+    assert patterns(THIN, stages=("nm:8:16",)) == ["nm:8:16", "nm:1:16"]
+    vectors = Target(VectorNM(4, 1, 4), 0.75)
+    assert patterns(vectors) == ["vectornm:4:3:4", "vectornm:4:2:4", "vectornm:4:1:4"]
+    sparsities = [t.sparsity for t in StructureDecay().structures(Target(ShflBW(4), 0.9))]
+    assert sparsities == [0.5, 0.75, 0.875, 0.9]
+    with pytest.raises(UsageError, match="geometric structure decay is for N:M patterns, not unstructured"):
+        StructureDecay(stages="geometric").structures(SPARSE)
+
+
+def test_structures_take_equal_shares_between_the_dense_and_the_final_phase() -> None:
+    stages = [StructureDecay().stage(THIN, When(step, 100)) for step in range(110)]
+    keeps = [None if stage.target is None else stage.target.pattern.keep for stage in stages]  # type: ignore[union-attr]
+    assert keeps == [None] * 10 + [15] * 14 + [8] * 14 + [4] * 14 + [2] * 14 + [1] * 44
+    assert all(stage.fade == stage.backward == 0 for stage in stages)
+
+
+def test_partitions_take_turns_to_grow() -> None:
+    method = GrowAndPrune(partitions=2, rounds=2, final=0.2)
+    dense = [[method.stage(SPARSE, When(s, 10, layer, 3)).target is None for s in range(10)] for layer in range(3)]
+    assert dense[0] == dense[1] == [True, True, False, False] * 2 + [False] * 2
+    assert dense[2] == [False, False, True, True] * 2 + [False] * 2
+    assert [s for s in range(10) if method.stage(SPARSE, When(s, 10, 0, 3)).forget] == [4]
+    assert [s for s in range(10) if method.stage(SPARSE, When(s, 10, 2, 3)).forget] == [2, 6]
+
+
+@pytest.mark.parametrize("pattern", ["unstructured", "nm:1:4", "vector:4", "block:4x4", "vectornm:4:1:4"])
+def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest(pattern: str) -> None:
+    model, rigl = linear(), RigL(every=2, until=1.0, alpha=0.5)
+    rigl.prepare(model, {"": (pattern, 0.75)}, total_steps=8)
+    before = rigl.masks[""]
+    weight = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    run(model, optimizer, 0)
+    rigl.step()
+    assert torch.equal(rigl.masks[""], before)
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    gradient = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
+    run(model, optimizer, 1)
+    rigl.step()
+    after = rigl.masks[""]
+    assert after.sum() == before.sum() == 512 // 4
+    share = 0.25 * (1 + math.cos(math.pi * 2 / 8))
+    left = surviving(Target(Unstructured(), 0.75), before, weight.double().square(), share)
+    if pattern == "unstructured":
+        dropped = round(share * 128)
+        assert left.sum() == 128 - dropped
+        assert weight[before & ~left].abs().max() <= weight[left].abs().min()
+        grown = after & ~left
+        assert bool((after[left]).all())
+        assert gradient[grown].abs().min() >= gradient[~left & ~after].abs().max()
+    assert (after & ~before).sum() > 0
+    assert bool((model.weight[after & ~before] == 0).all())  # what grows starts from zero
+    assert torch.equal(model.weight[after & before], weight[after & before])
+
+
+def test_rigl_refuses_row_groups() -> None:
+    with pytest.raises(UsageError, match="RigL has no Shfl-BW"):
+        RigL().prepare(linear(), {"": ("shflbw:4", 0.75)}, total_steps=4)
+
+
+def test_erk_densities_are_the_formulas_and_add_up() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(64, 128), nn.Linear(128, 2))
+    targets = erk(model, "unstructured", 0.8)
+    sizes = {"0": (16, 8, 3, 3), "2": (128, 64), "3": (2, 128)}
+    raw = {name: sum(size) / math.prod(size) for name, size in sizes.items()}
+    assert "3" not in targets  # so thin that it stays dense
+    assert targets["0"].density / targets["2"].density == pytest.approx(raw["0"] / raw["2"])
+    kept = sum(math.prod(sizes[name]) * (targets[name].density if name in targets else 1) for name in sizes)
+    assert kept == pytest.approx(0.2 * sum(map(math.prod, sizes.values())))
+
+
+def test_uniform_targets_leave_out_what_is_excluded() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
+    assert uniform(model, "nm:2:4", 0.5, exclude=["3"]) == {"0": HALF, "2": HALF}
+    with pytest.raises(UsageError, match="no layer 'head' to exclude"):
+        uniform(model, "nm:2:4", 0.5, exclude=["head"])
+
+
+@pytest.mark.parametrize("along", ["inputs", "outputs", "both"])
+def test_groups_run_along_the_axis_that_is_asked_for(along: str) -> None:
+    model, ste = linear(), STE()
+    ste.prepare(model, {"": Target(NM(2, 4), 0.5, along=along)}, total_steps=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(model, optimizer, 0)
+    ste.step()
+    mask = ste.masks[""]
+    rows, columns = mask.view(16, 8, 4).sum(dim=2), mask.view(4, 4, 32).sum(dim=1)
+    assert bool((rows == 2).all()) == (along != "outputs")
+    assert bool((columns == 2).all()) == (along != "inputs")
+
+
+@pytest.mark.parametrize("k", [32, 30, 3])
+def test_torch_draws_n_of_m_masks_as_the_pattern_does(k: int, rng: np.random.Generator) -> None:
+    scores = rng.integers(0, 4, (6, k)).astype(np.float64)  # many ties
+    for keep, of in ((1, 4), (2, 4), (3, 8), (5, 16)):
+        expected = NM(keep, of).mask(scores, 1 - keep / of)
+        found = Target(NM(keep, of), 1 - keep / of).mask(torch.from_numpy(scores))
+        assert np.array_equal(found.numpy(), expected)
+
+
+def test_step_freezes_adams_second_moments_and_makes_the_written_update() -> None:
+    model, method = linear(), STEP(earliest=0.5, latest=0.5, penalty=0.1)
+    method.prepare(model, {"": HALF}, total_steps=6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    for step in range(3):
+        run(model, optimizer, step)
+        method.step()
+    state = optimizer.state[model.weight]
+    second, first = state["exp_avg_sq"].clone(), state["exp_avg"].clone()
+    for step in range(3, 5):
+        layer = method.state.layers[""]
+        assert layer.dense is not None
+        dense, shown = layer.dense.clone(), model.weight.detach().clone()
+        mask = NM(2, 4).mask(dense.double().square().numpy(), 0.5)
+        assert torch.equal(shown, torch.where(torch.from_numpy(mask), dense, 0.0))
+        run(model, optimizer, step)
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        gradient = torch.autograd.grad(nn.functional.linear(x, shown.requires_grad_()).square().mean(), shown)[0]
+        gradient = gradient + 0.1 * torch.where(torch.from_numpy(mask), 0.0, dense)
+        method.step()
+        first = 0.9 * first + 0.1 * gradient
+        corrected = first / (1 - 0.9 ** (step + 1))
+        expected = dense * (1 - 0.01 * 0.1) - 0.01 * corrected / ((second / (1 - 0.999**3)).sqrt() + 1e-8)
+        torch.testing.assert_close(layer.dense, expected)
+        assert torch.equal(state["exp_avg_sq"], second)
+
+
+def test_step_switches_once_adams_second_moments_settle() -> None:
+    model, method = linear(), STEP(earliest=0.2, latest=0.8, tolerance=1e9)
+    method.prepare(model, {"": HALF}, total_steps=10)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    masked = []
+    for step in range(10):
+        masked.append(bool(method.masks))
+        run(model, optimizer, step)
+        method.step()
+    assert masked == [False] * 2 + [True] * 8  # any change is small enough, but not before a fifth
+    assert method.state.more["switch"] == 2
+
+
+def test_step_says_which_optimizers_it_takes() -> None:
+    model, method = linear(), STEP()
+    method.prepare(model, {"": HALF}, total_steps=10)
+    with pytest.raises(UsageError, match=r"train with Adam or AdamW, not SGD"):
+        run(model, torch.optim.SGD(model.parameters(), lr=0.01), 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: GMP(begin=0.6), "begins and ends within training"),
+        (lambda: GMP(updates=0), "updated at least once"),
+        (lambda: GMP(initial=1.0), r"initial sparsity lies in \[0, 1\)"),
+        (lambda: ACDC(final=1.0), "take more than all steps"),
+        (lambda: ACDC(period=0), "the period above 0"),
+        (lambda: ASP(dense=2), "dense phase is a share"),
+        (lambda: STE(every=0), "drawn every so many steps"),
+        (lambda: SRSTE(penalty=-1), "not negative"),
+        (lambda: MaskDecay(shape="cubic"), "linear or exponential, not 'cubic'"),
+        (lambda: MaskDecay(backward="none"), "scaled or straight_through"),
+        (lambda: MaskDecay(rate=0), "rate is above 0"),
+        (lambda: MaskDecay(dense=0.9), "at most 1 together"),
+        (lambda: StructureDecay(stages="fast"), "stepwise, geometric or a list"),
+        (lambda: StructureDecay(stages=("vector:4",)), "N:M patterns, such as"),
+        (lambda: StructureDecay(factor=3), "power of two"),
+        (lambda: RigL(alpha=2), "shares, from 0 to 1"),
+        (lambda: STEP(latest=0.05), "in that order"),
+        (lambda: GrowAndPrune(rounds=0), "one round"),
+        (lambda: Target(VectorWise(4), 0.5, along="both"), "only N:M masks can be transposable"),
+        (lambda: Target(BlockWise(4, 4), 0.5, along="across"), "groups run along inputs, outputs, both"),
+        (lambda: Target(Unstructured(), 1.0), "from 0 to below 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make: object, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make()  # type: ignore[operator]

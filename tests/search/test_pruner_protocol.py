@@ -1,0 +1,488 @@
+"""The protocol of pruners: what any training loop does with them, against formulas written out."""
+
+import copy
+import gc
+import io
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.optim.optimizer as optimizers
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from latbench.errors import BadData, UsageError
+from search.pruning.acdc import ACDC
+from search.pruning.asp import ASP
+from search.pruning.fisher_scores import MFAC
+from search.pruning.gmp import GMP
+from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.mask_decay import MaskDecay
+from search.pruning.pruner import Pruner
+from search.pruning.rigl import RigL
+from search.pruning.sr_ste import SRSTE
+from search.pruning.ste import STE
+from search.pruning.step import STEP
+from search.pruning.structure_decay import StructureDecay
+from search.pruning.targets import Target, targets_of
+from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
+
+TARGETS = {"conv": ("vector:4", 0.75), "fc1": ("unstructured", 0.8), "fc2": ("nm:1:4", 0.75)}
+STEPS = 20
+METHODS: dict[str, Callable[[], Pruner]] = {
+    "gmp": lambda: GMP(updates=4),
+    "gmp_mfac": lambda: GMP(updates=2, score=MFAC(gradients=3, damping=1e-3)),
+    "acdc": lambda: ACDC(warmup=0.1, period=0.1, last_dense=0.2, final=0.3),
+    "ste": STE,
+    "sr_ste": lambda: SRSTE(penalty=0.01),
+    "rigl": lambda: RigL(every=4),
+    "asp": lambda: ASP(dense=0.3),
+    "mask_decay": MaskDecay,
+    "mask_decay_exponential": lambda: MaskDecay(shape="exponential", backward="straight_through"),
+    "structure_decay": StructureDecay,
+    "step": lambda: STEP(earliest=0.2, latest=0.4, tolerance=0.0),
+    "grow_and_prune": lambda: GrowAndPrune(partitions=3, rounds=1),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.fc1 = nn.Linear(32, 12)
+        self.fc2 = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(self.conv(x).relu().flatten(1)).tanh())
+
+
+def net() -> Net:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return Net()
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 4, 4, 4, generator=generator), torch.randn(8, 6, generator=generator)
+
+
+def loss(model: nn.Module, step: int) -> Tensor:
+    x, y = batch(step)
+    return mse_loss(model(x), y)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def train(model: nn.Module, pruner: Pruner, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+        pruner.step()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", [adam, sgd])
+def test_every_method_ends_at_its_targets_and_masks_hold_through_momentum_and_weight_decay(
+    method: str, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    if method == "step":
+        make = adam
+    model, pruner = net(), METHODS[method]()
+    keys = list(model.state_dict())
+    parameters = list(model.parameters())
+    optimizer = make(model)
+    pruner.prepare(model, TARGETS, total_steps=STEPS)
+    train(model, pruner, optimizer, 0, STEPS + 5)  # past the end too
+    seen = [loss(model, 0).item(), pruner.masks]
+    pruner.finish()
+    assert seen[0] == loss(model, 0).item()
+    masks = pruner.masks
+    assert all(torch.equal(masks[name], seen[1][name]) for name in TARGETS)
+    assert masks["conv"].sum() == 8 * 36 / 4
+    assert bool((masks["conv"].view(2, 4, 36).sum(dim=1) % 4 == 0).all())
+    assert masks["fc1"].sum() == round(0.2 * 12 * 32)
+    assert bool((masks["fc2"].view(6, 3, 4).sum(dim=2) == 1).all())
+    for name, mask in masks.items():
+        weight = weight_matrix(model.get_submodule(name))
+        assert bool((weight[~mask] == 0).all())
+        assert bool((weight[mask] != 0).double().mean() > 0.9)
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    Net().load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("stop", [3, 7, 13])
+def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int) -> None:
+    whole, pruner = net(), METHODS[method]()
+    pruner.prepare(whole, TARGETS, total_steps=STEPS)
+    optimizer = adam(whole)
+    train(whole, pruner, optimizer, 0, stop)
+    buffer = io.BytesIO()
+    torch.save([whole.state_dict(), optimizer.state_dict(), pruner.state_dict()], buffer)
+    train(whole, pruner, optimizer, stop, STEPS)
+    pruner.finish()
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    resumed, again = Net(), METHODS[method]()
+    optimizer = adam(resumed)
+    again.prepare(resumed, TARGETS, total_steps=STEPS)
+    for thing, state in zip((resumed, optimizer, again), saved, strict=True):
+        thing.load_state_dict(state)
+    train(resumed, again, optimizer, stop, STEPS)
+    again.finish()
+    assert same(whole, resumed)
+    assert all(torch.equal(pruner.masks[name], again.masks[name]) for name in TARGETS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_optimizer_made_after_prepare_does_the_same(method: str) -> None:
+    results = []
+    for early in (True, False):
+        model, pruner = net(), METHODS[method]()
+        optimizer = adam(model) if early else None
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+        train(model, pruner, optimizer or adam(model), 0, STEPS)
+        pruner.finish()
+        results.append(model)
+    assert same(*results)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_closure_does_the_same_as_a_backward_before_the_step(method: str) -> None:
+    models = []
+    for closed in (False, True):
+        model, pruner = net(), METHODS[method]()
+        optimizer = adam(model)
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+        for step in range(STEPS):
+
+            def closure(
+                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, step: int = step
+            ) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(model, step)
+                value.backward()
+                return value
+
+            if closed:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            pruner.step()
+        pruner.finish()
+        models.append(model)
+    assert same(*models)
+
+
+def test_an_optimizer_that_calls_its_closure_often_sees_the_masked_function() -> None:
+    """LBFGS minimises the loss of the forward's weights, which it is shown anew at each call."""
+    model, pruner = net(), STE()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    pruner.prepare(model, {"fc1": ("unstructured", 0.5)}, total_steps=5)
+    densities = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        densities.append(int((model.fc1.weight != 0).sum()))
+        value = loss(model, 0)
+        value.backward()
+        return value
+
+    for _ in range(5):
+        optimizer.step(closure)
+        pruner.step()
+    assert len(densities) > 5
+    assert set(densities) == {12 * 32 // 2}
+
+
+@pytest.mark.parametrize(
+    ("pruner", "fade", "kept", "penalty"),
+    [
+        (STE(), 0.0, 1.0, 0.0),
+        (SRSTE(penalty=0.3), 0.0, 1.0, 0.3),
+        (MaskDecay(dense=0, final=0, rate=0.25), 0.75, 0.75, 0.0),
+        (MaskDecay(dense=0, final=0, rate=0.25, backward="straight_through"), 0.75, 1.0, 0.0),
+        (MaskDecay(dense=0, final=0, rate=0.25, shape="exponential"), math.exp(-0.25), math.exp(-0.25), 0.0),
+        (StructureDecay(dense=0, final=0, stages=()), 0.0, 0.0, 0.0),
+        (StructureDecay(dense=0, final=0, stages=(), backward="straight_through"), 0.0, 1.0, 0.0),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_two_steps_are_those_of_autograd_on_the_written_formula(
+    pruner: Pruner, fade: float, kept: float, penalty: float
+) -> None:
+    """W~ = W (m + D (1 - m)); dropped weights get `kept` of the gradient by W~, and penalty W."""
+    model = net()
+    pruner.prepare(model, {"fc1": ("nm:2:4", 0.5)}, total_steps=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+    train(model, pruner, optimizer, 0, 2)
+
+    other = net()
+    dense = other.fc1.weight.detach().clone()
+    expected = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+    for step in range(2):
+        mask = torch.from_numpy(NM(2, 4).mask(dense.double().square().numpy(), 0.5))
+        now = 1.0 if step == 0 and fade else fade
+        share = 1.0 if step == 0 and fade else kept
+        with torch.no_grad():
+            other.fc1.weight.copy_(torch.where(mask, dense, now * dense))
+        expected.zero_grad()
+        loss(other, step).backward()
+        gradient = other.fc1.weight.grad
+        assert gradient is not None
+        other.fc1.weight.grad = torch.where(mask, gradient, share * gradient + penalty * dense)
+        with torch.no_grad():
+            other.fc1.weight.copy_(dense)
+        expected.step()
+        dense = other.fc1.weight.detach().clone()
+    found = pruner.state.layers["fc1"].dense
+    assert found is not None
+    torch.testing.assert_close(found, dense, rtol=1e-6, atol=1e-7)
+
+
+def test_the_scaled_gradient_is_autograds_own() -> None:
+    model = net()
+    pruner = MaskDecay(dense=0, final=0, rate=0.25)
+    pruner.prepare(model, {"fc1": ("nm:1:4", 0.75)}, total_steps=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    train(model, pruner, optimizer, 0, 2)  # D = 0.5 now, the weights as they were
+
+    weight = net().fc1.weight.detach().requires_grad_()
+    mask = torch.from_numpy(NM(1, 4).mask(weight.detach().double().square().numpy(), 0.75))
+    other = net()
+    x, y = batch(7)
+    masked = weight * (mask + 0.5 * ~mask)
+    mse_loss(torch.func.functional_call(other, {"fc1.weight": masked}, x), y).backward()
+
+    optimizer.zero_grad()
+    loss(model, 7).backward()
+    optimizer.step()  # what the optimizer saw is left in the parameter's gradient
+    torch.testing.assert_close(model.fc1.weight.grad, weight.grad, rtol=1e-6, atol=1e-8)
+
+
+def test_accumulated_batches_make_one_step_with_one_penalty() -> None:
+    whole, parts = net(), net()
+    pruners = SRSTE(penalty=0.3), SRSTE(penalty=0.3)
+    both = []
+    for model, pruner in zip((whole, parts), pruners, strict=True):
+        pruner.prepare(model, TARGETS, total_steps=3)
+        both.append(sgd(model))
+    for step in range(3):
+        x, y = batch(step)
+        both[0].zero_grad()
+        mse_loss(whole(x), y).backward()
+        both[1].zero_grad()
+        for half in range(2):
+            (mse_loss(parts(x[4 * half : 4 * half + 4]), y[4 * half : 4 * half + 4]) / 2).backward()
+        for optimizer, pruner in zip(both, pruners, strict=True):
+            optimizer.step()
+            pruner.step()
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_changes_nothing_and_a_skipped_step_keeps_the_weights(fused: bool) -> None:
+    plain, scaled = net(), net()
+    pruners = SRSTE(penalty=0.3), SRSTE(penalty=0.3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    both = [torch.optim.SGD(model.parameters(), lr=0.1, fused=fused) for model in (plain, scaled)]
+    for model, pruner in zip((plain, scaled), pruners, strict=True):
+        pruner.prepare(model, TARGETS, total_steps=4)
+    for step in range(3):
+        for optimizer in both:
+            optimizer.zero_grad()
+        loss(plain, step).backward()
+        both[0].step()
+        scaler.scale(loss(scaled, step)).backward()
+        scaler.step(both[1])
+        scaler.update()
+        for pruner in pruners:
+            pruner.step()
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    before = copy.deepcopy(scaled.state_dict())
+    both[1].zero_grad()
+    scaler.scale(loss(scaled, 3) * math.inf).backward()
+    scaler.step(both[1])
+    scaler.update()
+    pruners[1].step()
+    assert all(torch.equal(before[name], value) for name, value in scaled.state_dict().items())
+
+
+def test_bfloat16_weights_are_pruned_too() -> None:
+    model, pruner = nn.Linear(16, 8).bfloat16(), STE()
+    pruner.prepare(model, {"": ("nm:2:4", 0.5)}, total_steps=1)
+    optimizer = sgd(model)
+    model(torch.ones(1, 16, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    pruner.step()
+    pruner.finish()
+    assert model.weight.dtype == torch.bfloat16
+    assert (model.weight != 0).sum() == 64
+
+
+def test_evaluation_and_checkpoints_between_steps_see_the_pruned_function() -> None:
+    model, pruner = net(), STE()
+    pruner.prepare(model, TARGETS, total_steps=9)
+    train(model, pruner, adam(model), 0, 4)
+    for name, mask in pruner.masks.items():
+        assert bool((weight_matrix(model.get_submodule(name))[~mask] == 0).all())
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain(batch(0)[0]), model(batch(0)[0]))
+
+
+def test_misuse_is_refused_in_a_sentence() -> None:
+    model, pruner = net(), STE()
+    with pytest.raises(UsageError, match="not at work: call prepare"):
+        pruner.step()
+    pruner.prepare(model, TARGETS, total_steps=5)
+    with pytest.raises(UsageError, match="at work already"):
+        pruner.prepare(model, TARGETS, total_steps=5)
+    optimizer = adam(model)
+    loss(model, 0).backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match=r"conv: save a checkpoint after pruner.step"):
+        pruner.state_dict()
+    with pytest.raises(UsageError, match=r"layer conv: call pruner.step\(\) after every optimizer.step\(\)"):
+        optimizer.step()
+    pruner.step()
+    with torch.no_grad():
+        model.fc1.weight += 1
+    with pytest.raises(UsageError, match="layer fc1: its weight was changed, but not by a torch"):
+        optimizer.step()
+
+
+def test_a_checkpoint_of_another_pruner_is_refused() -> None:
+    pruner = STE()
+    pruner.prepare(net(), TARGETS, total_steps=5)
+    saved = pruner.state_dict()
+    for other, targets, steps, what in (
+        (SRSTE(), TARGETS, 5, "differs in pruner"),
+        (STE(every=2), TARGETS, 5, "differs in pruner"),
+        (STE(), TARGETS, 6, "differs in total_steps"),
+        (STE(), {"fc1": ("unstructured", 0.7)}, 5, "differs in targets"),
+    ):
+        other.prepare(net(), targets, total_steps=steps)
+        with pytest.raises(BadData, match=what):
+            other.load_state_dict(saved)
+
+
+def test_weights_that_are_not_finite_are_said_with_layer_and_step() -> None:
+    model, pruner = net(), STE()
+    pruner.prepare(model, TARGETS, total_steps=5)
+    optimizer = adam(model)
+    loss(model, 0).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = torch.nan
+    with pytest.raises(BadData, match="layer fc2, after 1 steps: the weights hold NaN"):
+        pruner.step()
+
+
+@pytest.mark.parametrize(
+    ("targets", "sentence"),
+    [
+        ({"fc9": ("unstructured", 0.5)}, "no layer 'fc9': it has conv, fc1, fc2"),
+        ({"": ("unstructured", 0.5)}, "a Net has no sparse kernel"),
+        ({"fc1": ("nm:2:4", 0.75)}, "layer fc1: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
+        ({"fc1": ("nm:4:2", 0.5)}, "layer fc1: an N:M pattern keeps fewer"),
+        ({"conv": ("nm:2:8", 0.75)}, "layer conv: .*multiples of 8"),
+        ({"fc1": ("block:64x64", 0.5)}, "layer fc1: one block of block:64x64 covers the whole 12x32 layer"),
+        ({"fc2": Target(NM(2, 8), 0.75, along="both")}, "layer fc2: transposable nm:2:8 needs both sides in mult"),
+        ({"fc1": ("dense", 0.0)}, "no layer is to be pruned"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_by_name(targets: dict[str, tuple[str, float]], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        STE().prepare(net(), targets, total_steps=5)
+
+
+def test_a_shared_weight_has_one_mask() -> None:
+    model = net()
+    model.fc3 = nn.Linear(32, 12)
+    model.fc3.weight = model.fc1.weight
+    with pytest.raises(UsageError, match="fc1 and fc3 share one weight"):
+        targets_of({name: (Unstructured(), 0.5) for name in ("fc1", "fc3")}, model)
+
+
+def test_a_forgotten_pruner_leaves_optimizers_alone() -> None:
+    model = net()
+    pruner = STE()
+    pruner.prepare(model, TARGETS, total_steps=5)
+    hooks = optimizers._global_optimizer_pre_hooks
+    count = len(hooks)
+    del pruner
+    gc.collect()
+    assert len(hooks) == count - 1
+
+
+@pytest.mark.parametrize("pattern", [BlockWise(2, 4), VectorWise(4), ShflBW(4), Unstructured()], ids=str)
+def test_whole_units_fade(pattern: BlockWise | VectorWise | ShflBW | Unstructured) -> None:
+    """Mask decay on vectors, blocks and row groups: what fades in the forward is a mask of the pattern."""
+    model, pruner = net(), MaskDecay(dense=0, final=0.5, rate=0.25)
+    pruner.prepare(model, {"fc1": (pattern, 0.75)}, total_steps=8)
+    optimizer = sgd(model)
+    train(model, pruner, optimizer, 0, 2)
+    layer = pruner.state.layers["fc1"]
+    assert layer.dense is not None
+    shown = model.fc1.weight.detach() / layer.dense
+    assert set(shown.flatten().tolist()) == {0.5, 1.0}
+    mask = pattern.mask(layer.dense.double().square().numpy(), 0.75)
+    assert torch.equal(shown == 1, torch.from_numpy(mask))
+    train(model, pruner, optimizer, 2, 8)
+    pruner.finish()
+    assert (model.fc1.weight != 0).sum() == 12 * 32 / 4
+
+
+def ranks(rank: int, folder: str) -> None:
+    """One of two ranks with data of its own."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(net())
+    pruner = RigL(every=2, seed=rank)  # another seed on each: they would differ
+    pruner.prepare(model, TARGETS, total_steps=6)
+    optimizer = sgd(model)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss(model, 10 * step + rank).backward()
+        optimizer.step()
+        pruner.step()
+    pruner.finish()
+    torch.save([pruner.masks, model.module.state_dict()], f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_that_train_together_have_the_same_masks(tmp_path: Path) -> None:
+    processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    (masks, weights), (others, other_weights) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert all(torch.equal(masks[name], others[name]) for name in TARGETS)
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert (net().fc1.weight != weights["fc1.weight"]).any()
+
+
+if __name__ == "__main__":
+    ranks(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,231 @@
+"""Recipes: strict YAML, the loop they drive, and what `latbench prune --recipe` records."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from latbench.commands.prune import prune as prune_command
+from latbench.errors import BadData, LatbenchError, UsageError
+from search.database import Database, model_hash
+from search.profile import LayerChoice, Profile
+from search.pruning.build import build_database
+from search.pruning.checkpoint import Checkpoint
+from search.pruning.folder import load_pruned
+from search.pruning.mask_decay import MaskDecay
+from search.pruning.recipe import METHODS, Recipe, load
+from search.pruning.structure_decay import StructureDecay
+from search.pruning.train import learning_rate, train
+from search.task import Task
+from search.task import load as load_task
+
+TASK = Path(__file__).parent / "pruning_task.py"
+TARGETS = {"conv": ("vector:4", 0.75), "fc": ("nm:1:4", 0.75)}
+
+
+@pytest.fixture
+def task() -> Task:
+    return load_task(str(TASK))
+
+
+def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("method: mask_decay\nsettings: {shape: exponential, rate: 0.01}\nsteps: 40\noptimizer: sgd\n")
+    recipe = load(str(path))
+    assert (recipe.steps, recipe.optimizer, recipe.learning_rate) == (40, "sgd", 1e-3)
+    assert repr(recipe.pruner()) == repr(MaskDecay(shape="exponential", rate=0.01))
+    path.write_text("method: structure_decay\nsettings: {stages: ['nm:8:16'], score: magnitude}\n")
+    assert repr(load(str(path)).pruner()) == repr(StructureDecay(stages=("nm:8:16",)))
+    assert Recipe(**load(str(path)).facts()) == load(str(path))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_methods_name_is_a_recipe(method: str) -> None:
+    assert load(method) == Recipe(method=method)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "code"),
+    [
+        ("method: magic", "method 'magic' is unknown: known are gmp, acdc", 2),
+        ("lr: 1", "unknown entry 'lr': a recipe has method, settings", 5),
+        ("settings: {alpha: 1}", "gmp has no setting 'alpha': it has begin, end, initial, score, updates", 2),
+        ("settings: {updates: many}", "gmp's updates must be of kind int, not 'many'", 2),
+        ("settings: {end: .nan}", "gmp's end must be of kind float", 2),
+        ("settings: {score: luck}", "gmp's score is one of magnitude, mfac, woodfisher", 2),
+        ("settings: {begin: 0.9}", "begins and ends within training", 2),
+        ("settings: [1]", "settings are a mapping", 5),
+        ("steps: 0", "steps is a whole number of at least 1, not 0", 2),
+        ("steps: 1.5", "steps is a whole number", 2),
+        ("learning_rate: fast", "learning_rate is a number above 0, not 'fast'", 2),
+        ("transposable: 1", "transposable is true or false, not 1", 2),
+        ("schedule: up", "schedule 'up' is unknown", 2),
+        ("- a", "a recipe is a mapping", 5),
+        ("a: [", "not a YAML file", 5),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, code: int, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(LatbenchError, match=sentence) as raised:
+        load(str(path))
+    assert raised.value.exit_code == code
+    assert str(path) in str(raised.value)
+
+
+def test_a_recipe_that_is_missing_is_said() -> None:
+    with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
+        load("gone.yaml")
+
+
+def test_learning_rates_by_hand() -> None:
+    recipe = Recipe(steps=12, warmup=2)
+    assert [learning_rate(recipe, s) for s in (0, 1, 2, 7, 12)] == pytest.approx([0.5, 1, 1, 0.5, 0])
+    assert learning_rate(replace(recipe, schedule="linear"), 7) == pytest.approx(0.5)
+    assert learning_rate(replace(recipe, schedule="constant"), 11) == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Task) -> None:
+    recipe = Recipe(method=method, steps=8, learning_rate=1e-2, warmup=1, clip_norm=1.0, accumulate=2, seed=4)
+    results = []
+    for _ in range(2):
+        model = task.model()
+        trained = train(task, model, TARGETS, recipe)
+        results.append(model_hash(model))
+        assert not model.training
+        assert trained.masks["conv"].sum() == 8 * 54 / 4
+        assert trained.masks["fc"].sum() == 16 * 72 / 4
+        assert 0 < trained.flop.total < trained.dense_flop.total
+    assert results[0] == results[1]
+    # conv, fc and head, 64 images a step
+    assert trained.dense_flop.total == 8 * 3 * 2 * 64 * (8 * 54 * 9 + 16 * 72 + 3 * 16)
+
+
+@pytest.mark.parametrize("method", ["gmp", "mask_decay", "step"])
+def test_training_that_was_stopped_goes_on_bit_equal(method: str, task: Task, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(step: int, _: int) -> None:
+        if step == 6:
+            raise Stopped
+
+    recipe = Recipe(method=method, steps=10, learning_rate=1e-2, accumulate=2)
+    whole, part = task.model(), task.model()
+    expected = train(task, whole, TARGETS, recipe)
+    path = tmp_path / "training"
+    ticks = itertools.chain([0, 1, 1], itertools.repeat(2))  # two seconds are gone after the third step
+    checkpoint = Checkpoint(path, seconds=2, clock=lambda: next(ticks))
+    with pytest.raises(Stopped):
+        train(task, part, TARGETS, recipe, checkpoint=checkpoint, progress=stop)
+    assert torch.load(path, weights_only=True)["step"] == 3
+    resumed = task.model()
+    steps: list[int] = []
+    found = train(
+        task, resumed, TARGETS, recipe, checkpoint=Checkpoint(path), progress=lambda step, _: steps.append(step)
+    )
+    assert steps[0] == 4
+    assert model_hash(resumed) == model_hash(whole)
+    assert found.facts() == expected.facts()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(BadData, match=r"damaged .*; delete it to train from the start"):
+        train(task, task.model(), TARGETS, recipe, checkpoint=Checkpoint(path))
+
+
+def test_optimizers_are_the_recipes(task: Task) -> None:
+    for optimizer in ("adam", "adamw", "sgd"):
+        model = task.model()
+        train(task, model, TARGETS, Recipe(optimizer=optimizer, steps=2, weight_decay=0.1))
+        assert model_hash(model) != model_hash(task.model())
+
+
+class Diverging:
+    """The tiny task with a loss or a gradient that is not finite after a step."""
+
+    def __init__(self, task: Task, gradient: bool) -> None:
+        self.task, self.gradient, self.calls = task.implementation, gradient, 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.calls += 1
+        loss = self.task.loss(model, batch)
+        if self.calls == 1:
+            return loss
+        return loss + (loss - loss.detach()).sqrt() if self.gradient else loss * torch.nan
+
+    def train_batches(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.task.train_batches(rng)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "sentence"),
+    [
+        (False, "the loss is nan at step 1"),
+        (True, "the gradient of conv.weight holds NaN or infinite values at step 1"),
+    ],
+)
+def test_training_that_diverges_is_said_at_once(gradient: bool, sentence: str, task: Task) -> None:
+    with pytest.raises(BadData, match=f"training diverged: {sentence}; lower the learning rate"):
+        train(replace(task, implementation=Diverging(task, gradient)), task.model(), TARGETS, Recipe(steps=3))
+
+
+def test_masks_can_be_transposable_where_all_layers_are_n_of_m(task: Task) -> None:
+    recipe = Recipe(method="asp", steps=2, transposable=True)
+    mask = train(task, task.model(), {"fc": ("nm:1:4", 0.75)}, recipe).masks["fc"]
+    assert bool((mask.view(16, 18, 4).sum(dim=2) == 1).all())
+    assert bool((mask.view(4, 4, 72).sum(dim=1) == 1).all())
+    with pytest.raises(UsageError, match="layer conv: only N:M masks can be transposable, not vector:4"):
+        train(task, task.model(), TARGETS, recipe)
+
+
+def test_training_batches_that_end_are_said(task: Task) -> None:
+    class Short(Diverging):
+        def train_batches(self, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+            return iter([next(self.task.train_batches(rng))])
+
+    with pytest.raises(UsageError, match=r"train_batches\(\) ended at step 1 of 3"):
+        train(replace(task, implementation=Short(task, False)), task.model(), TARGETS, Recipe(steps=3))
+
+
+def test_the_command_records_recipe_and_flop_and_keeps_what_is_there_when_training_fails(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = task.model()
+    layers = {name: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for name, choice in TARGETS.items()}
+    Profile(
+        task=task.name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
+        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
+        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
+        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
+        seed=0, table_hash="t", model_hash=model_hash(model), inputs="i",
+    ).save(tmp_path / "profile.json")  # fmt: skip
+    build_database(task, model, {n: [c] for n, c in TARGETS.items()}, Database(tmp_path / "db", model_hash(model)))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("method: sr_ste\nsteps: 200\nlearning_rate: 1.0e-2\nseed: 7\n")
+
+    def run(**options: object) -> str:
+        prune_command(
+            str(TASK), tmp_path / "profile.json", tmp_path / "db", tmp_path / "pruned", joint=False, **options
+        )  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    output = run(recipe=str(recipe))
+    manifest = json.loads((tmp_path / "pruned" / "manifest.json").read_text())
+    assert manifest["recipe"] == Recipe(method="sr_ste", steps=200, learning_rate=1e-2, seed=7).facts()
+    flop = {stage["name"]: stage.get("training_flop") for stage in manifest["stages"]}
+    assert flop["one-shot"] is None
+    assert flop["sr_ste"]["dense_total"] == 200 * 3 * 2 * 32 * (8 * 54 * 9 + 16 * 72 + 3 * 16)
+    assert f"{flop['sr_ste']['total'] / flop['sr_ste']['dense_total']:.3f}" in output
+    assert manifest["method"] == "sr_ste"
+    load_pruned(tmp_path / "pruned", task.model())
+    assert "up to date" in run(recipe=str(recipe))
+    recipe.write_text("method: sr_ste\nsteps: 20\nlearning_rate: 1.0e+30\n")
+    with pytest.raises(BadData, match=r"training diverged|hold NaN"):
+        run(recipe=str(recipe))
+    assert json.loads((tmp_path / "pruned" / "manifest.json").read_text()) == manifest
