@@ -53,8 +53,7 @@ ALL: dict[str, Callable[[Tensor, Tensor], OneShot]] = {**METHODS, "sparsegpt, re
 def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
     done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     missing = {
-        method: [pair for pair in OPTIONS if not any((method, *pair) == key(row) for row in done)]
-        for method in ALL
+        method: [pair for pair in OPTIONS if not any((method, *pair) == key(row) for row in done)] for method in ALL
     }
     if not any(missing.values()):
         return done
