@@ -62,8 +62,8 @@ class Settings:
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`).
     `method` is how layers are pruned, one of `search.pruning.build.METHODS`.
-    `time_budget` is in seconds: no profile is tried after so long. `processes` prune layers and judge
-    profiles, which changes nothing in what is found.
+    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles,
+    which changes nothing in what is found.
     """
 
     target: float
@@ -271,7 +271,7 @@ def prepare(
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
-        method=settings.method, processes=settings.processes,
+        method=settings.method,
     )  # fmt: skip
     if settings.errors == "output":
         given = layer_errors.output_errors(problem, database)

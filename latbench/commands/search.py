@@ -64,7 +64,7 @@ def search(
         int | None,
         typer.Option(
             min=1,
-            help="That prune layers and judge profiles; the result is the same. Default: a thread each, up to 8.",
+            help="That judge profiles; the result is the same. Default: a thread each, up to 8.",
         ),
     ] = None,
     method: Annotated[
