@@ -52,15 +52,22 @@ def from_frame(
 
     `dense_seconds` are of the whole dense model, `fixed_seconds` what it takes beside these layers. Where one of them
     is missing it follows from the other and the sum of the dense layers; where both are, nothing else takes time.
-    Raises BadData, naming the layer, for what is no such frame.
+    Raises BadData, naming the layer, for what is no such frame, and where `fixed_seconds` follow to be negative.
     """
     layers = tuple(_layers(frame))
+    if dense_seconds is not None and not 0 < _interval(dense_seconds).low < math.inf:
+        raise BadData(f"a dense model takes more than no time, not {_interval(dense_seconds).low:g} s")
     if dense_seconds is None or fixed_seconds is None:
         every = _dense_of(layers)
         if dense_seconds is None:
             dense_seconds = _sum(every, _interval(fixed_seconds or 0.0))
         else:
             fixed = _interval(dense_seconds).value - every.value
+            if fixed < 0:
+                raise BadData(
+                    f"the dense model takes {_interval(dense_seconds).value:.4g} s, its layers on their own "
+                    f"{every.value:.4g} s: say what the pruned model takes beside them (fixed seconds)"
+                )
             fixed_seconds = Interval(fixed, fixed, fixed)
     return Problem(layers, _interval(fixed_seconds or 0.0), _interval(dense_seconds), dense_engine)
 

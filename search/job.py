@@ -61,7 +61,6 @@ class Settings:
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`).
-    `method` is how layers are pruned, one of `search.pruning.build.METHODS`.
     `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles,
     which changes nothing in what is found.
     """
@@ -79,14 +78,14 @@ class Settings:
     errors: str = "output"
     time_budget: float | None = None
     processes: int = 1
-    method: str = "adaprune"
 
 
 @dataclass(frozen=True)
 class Inputs:
     """The task's model and what was measured for its layers, with the hashes that say which they are.
 
-    There is no cost model where the table holds the layers' own times.
+    There is no cost model where the table holds the layers' own times. `method` is how layers are pruned, one of
+    `search.pruning.build.METHODS`.
     """
 
     task: Task
@@ -97,6 +96,12 @@ class Inputs:
     model_hash: str
     table_hash: str
     recipe: str
+    method: str = "adaprune"
+
+    @property
+    def judged(self) -> str:
+        """What losses depend on beside the profile: a hash."""
+        return key_of(self.task, self.model_hash, self.recipe)
 
     def conditions(self, settings: Settings) -> dict[str, Any]:
         """What whole-model times depend on, whatever the layers become."""
@@ -117,7 +122,7 @@ class Inputs:
         timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
         errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
         asked = {**asdict(settings), "processes": 0}  # which change nothing
-        parts = [self.key(settings), asked, self.recipe, asdict(self.task.limits), errors]
+        parts = [self.key(settings), asked, self.judged, asdict(self.task.limits), errors]
         return _hash([*parts, [sessions.digest(one) for one in timed]])
 
     def probes(self, settings: Settings) -> Path:
@@ -161,7 +166,7 @@ def read_inputs(
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
     hashes = model_hash(model), tables.table_hash(table), recipe(task, method)
-    return Inputs(task, model, table, cost_model, database, *hashes)
+    return Inputs(task, model, table, cost_model, database, *hashes, method)
 
 
 def search(
@@ -271,7 +276,7 @@ def prepare(
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
-        method=settings.method,
+        method=inputs.method,
     )  # fmt: skip
     if settings.errors == "output":
         given = layer_errors.output_errors(problem, database)
@@ -281,7 +286,7 @@ def prepare(
     if not inputs.verified(settings):  # which moved all layers together
         problem = chance.apart(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
-    trials = Trials(names, inputs.database / "trials.jsonl", key_of(task, inputs.model_hash, inputs.recipe))
+    trials = Trials(names, inputs.database / "trials.jsonl", inputs.judged)
     judge = Judges(task, inputs.model, problem.layers, database, trials, processes=settings.processes)
     return Ready(problem, judge, layers, probes, whole)
 

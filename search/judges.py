@@ -6,6 +6,7 @@ apart. So the losses, and with them the search, are bit for bit the same whateve
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +31,8 @@ JUDGE_SECONDS = 3600.0  # an answer that takes longer will not come
 class Judges:
     """Answers mean losses of profiles over the first calibration batches; remembers what it answered in `trials`.
 
-    With one process `model` is changed in place, in this process; with more, each loads the task's model itself, and
-    is started when it is first needed. A context: it ends the processes.
+    With one process it is this one, with a copy of `model`; with more, each loads the task's model itself, and is
+    started when it is first needed. A context: it ends the processes.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Judges:
         names = [part.name for layer in layers for part in layer.parts]
         self.batches = len(task.calibration())
         """How many batches the calibration data are."""
-        self._own = Judge(task, model, names, database) if processes == 1 else None
+        self._own = Judge(task, copy.deepcopy(model), names, database) if processes == 1 else None
         folder = str(database.folder.resolve())
         self._opening = task.reference, folder, database.model_hash, names, MEMORY_BYTES // processes
         # A worker dies with the thread that started it: these threads last as long as the workers.

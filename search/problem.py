@@ -95,8 +95,9 @@ class Problem:
 
     def speedup(self, seconds: Interval) -> Interval:
         """How much faster than the dense model that is, both intervals at their worst and at their best."""
+        dense = self.dense
         return Interval(
-            self.dense.value / seconds.value, self.dense.low / seconds.high, _ratio(self.dense.high, seconds.low)
+            _ratio(dense.value, seconds.value), _ratio(dense.low, seconds.high), _ratio(dense.high, seconds.low)
         )
 
     @property
@@ -121,6 +122,8 @@ class Problem:
         """
         if not 0 < target < math.inf:
             raise UsageError(f"a target is a speedup such as 2, not {target:g}")
+        if not 0 < self.dense.low < math.inf:
+            raise BadData(f"the dense model takes {self.dense.low:g} s: there is no speedup over that")
         whole = self.dense.low / target
         while self.dense.low / whole < target:
             whole = math.nextafter(whole, 0.0)

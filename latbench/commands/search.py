@@ -102,7 +102,7 @@ def search(
         target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
         sparsities=plan.wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES), method=method,
+        processes=processes or min(threads, MOST_PROCESSES),
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:

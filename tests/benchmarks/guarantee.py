@@ -61,6 +61,9 @@ def main() -> None:
             flush=True,
         )
     found = [ratio for ratio in measured if ratio is not None]
+    if not found:
+        print("every target was refused")
+        return
     print(
         f"met {sum(ratio >= 1 for ratio in found)} of {len(measured)} ({len(measured) - len(found)} refused); "
         f"overshoot {np.mean(found) - 1:+.1%} in the mean, {np.min(found) - 1:+.1%} to {np.max(found) - 1:+.1%}"

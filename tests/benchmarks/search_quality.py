@@ -116,11 +116,11 @@ def main() -> None:
     inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
-    every, judge_every, _ = job.prepare(inputs, settings, progress=lambda what, done, total: None)
-    every = every.certain()
+    ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)
+    every, judge_every = ready.problem.certain(), ready.judge
     problem = every.without_hopeless()
     trials = Trials(
-        [layer.name for layer in problem.layers],
+        [part.name for layer in problem.layers for part in layer.parts],
         given.database / "trials.jsonl",
         key_of(task, inputs.model_hash, inputs.recipe),
     )
