@@ -308,6 +308,37 @@ class Problem:
             dense_engine,
         )
 
+    def on_line(
+        self, choice: Choice, other: Choice, measured: Interval, others: float, dense: Interval, dense_engine: str
+    ) -> Problem | None:
+        """The problem corrected by two measurements, not one: `choice` took `measured`, `other` took others.
+
+        Seconds follow the line through both, each with the relative interval of `measured`. None where there is no
+        such line, because the one that was predicted to be slower was not.
+        """
+        first, second = (
+            sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, places, strict=True))
+            for places in (choice, other)
+        )
+        if not (second - first) * (others - measured.value) > 0:
+            return None
+        scale = (others - measured.value) / (second - first)
+        fixed = measured.value - scale * first
+        value, low, high = (end / measured.value for end in (measured.value, measured.low, measured.high))
+        return Problem(
+            tuple(
+                layer.changed(
+                    lambda it: replace(
+                        it, seconds=it.seconds * scale, low=it.seconds * scale * low, high=it.seconds * scale * high
+                    )
+                )
+                for layer in self.layers
+            ),
+            Interval(fixed * value, fixed * low, fixed * high),
+            Interval(dense.value, dense.value, dense.value),
+            dense_engine,
+        )
+
     def certain(self) -> Problem:
         """The problem as if every number were exact: for a search whose result is measured anyway."""
         fixed, dense = self.fixed.value, self.dense.value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from search.strategies import find
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
-ROUNDS = 3
+ROUNDS = 4
 
 
 class Settings(Protocol):
@@ -114,6 +114,7 @@ def keep_promise(
     if not _fits(problem, settings.target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
+    predicted = problem
     for number in range(1 + ROUNDS):
         try:
             solution = problem.solve(settings.target)
@@ -130,7 +131,7 @@ def keep_promise(
         if found.choice in times:
             if times[found.choice].speedup.low >= settings.target:
                 break
-            problem = corrected(problem, found.choice, times[found.choice])
+            problem = _closed_in(predicted, times, settings.target)
             continue
         if number == 0:
             losses = judge.losses(before, judge.batches)
@@ -141,7 +142,7 @@ def keep_promise(
         latest = times[found.choice]
         if number > 0 and settings.target <= latest.speedup.low <= settings.target * (1 + TO_SPARE):
             break
-        problem = corrected(problem, found.choice, latest)
+        problem = _closed_in(predicted, times, settings.target)
     held = [choice for choice, one in times.items() if one.speedup.low >= settings.target]
     if not held:
         fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
@@ -151,12 +152,28 @@ def keep_promise(
             "search again with --remeasure when the machine is quiet"
         )
     best = min(held, key=lambda choice: tried[choice].found.loss)
-    return Kept(corrected(problem, best, times[best]), tried[best].found, tried[best].bound, times[best])
+    return Kept(corrected(predicted, best, times[best]), tried[best].found, tried[best].bound, times[best])
 
 
 def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
     """The problem that predicts for the profile what was measured of it."""
     return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
+
+
+def _closed_in(problem: Problem, times: Mapping[Choice, Measured], target: float) -> Problem:
+    """The problem that predicts what was measured of the two profiles next to the target, one a side if there is.
+
+    Between and beyond them seconds are taken to follow the line through both. With one profile, or no such line, all
+    is as much slower or faster than predicted as the nearest was.
+    """
+    near = sorted(times, key=lambda choice: abs(math.log(times[choice].speedup.low / target)))
+    sides = [[choice for choice in near if (times[choice].speedup.low >= target) == held] for held in (True, False)]
+    one, *others = near if not all(sides) else (sides[0][0], sides[1][0])
+    measured, found = times[one], None
+    if others:
+        seconds = measured.dense.value / times[others[0]].speedup.value
+        found = problem.on_line(one, others[0], measured.seconds, seconds, measured.dense, measured.dense_engine)
+    return found or corrected(problem, near[0], times[near[0]])
 
 
 def _round(progress: Progress, number: int) -> Progress:

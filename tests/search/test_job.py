@@ -150,6 +150,22 @@ def test_a_speedup_is_over_the_engine_that_was_the_fastest_in_each_session() -> 
     assert both.speedup.value == pytest.approx(4.5)
 
 
+def test_rounds_close_in_where_seconds_are_no_line() -> None:
+    # Sparse layers are as fast as predicted, others much slower: one correction for all overshoots either way.
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        found = []
+        for choice in choices:
+            layers = sum(float(problem().layers[0].seconds[j]) ** 0.6 for j in choice)
+            value = DENSE_SECONDS / (FIXED + 0.9 * layers)
+            dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
+            found.append(Measured(Interval(value, 0.97 * value, 1.03 * value), dense, "torch"))
+        return found
+
+    for target in (2.0, 2.4, 2.8):
+        kept = keep_promise(problem(), Judge(), measure, settings(target), quiet)
+        assert target <= kept.measured.speedup.low <= 1.12 * target
+
+
 def test_infeasible_before_anything_is_measured() -> None:
     measure, asked = machine(1.0)
     with pytest.raises(Infeasible, match="target 15x is infeasible"):
