@@ -25,7 +25,7 @@ from search.problem import Interval
 
 SPREAD, WEIGHT = 0.0225, 4
 MOOD = 0.01
-"""Of digits, ResNet20 and MiniLM on two virtual cores: `python tests/benchmarks/guarantee.py` prints both."""
+"""Guesses from few searches and verifications on two virtual cores, which came out 0.4 to 3% apart."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def search(
     evaluations: Annotated[
         int,
         typer.Option(
-            min=1, help="How often the calibration data may be gone through; a part of it counts as a part."
+            min=1, help="How often each round may go through the calibration data; a part of them counts as a part."
         ),
     ] = 200,
     batches: Annotated[
