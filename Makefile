@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("latbench needs Python 3.11 or newer, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[onnx,openvino,report,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[onnx,openvino,report,notebooks,dev]'
 	touch $@
 
 # What compiles CUDA kernels, no GPU needed; half a gigabyte that the demo does without.
