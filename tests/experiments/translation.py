@@ -8,8 +8,8 @@ layers go to 1:16 (5 seeds), 1:8 and 2:4, the negative control (3 seeds each), b
 equal training FLOPs of the FFN layers as `search.pruning.flops` counts them (the softmax over words, which is dense
 in all, would hide the difference). The seed fixes the weights, the order of sentences and dropout, so that methods
 are compared in pairs. First each method gets the same number of trials at 1:16, judged on validation data with a seed
-of their own; test data is only ever reported. BLEU is sacrebleu's, of greedy translations in
-lower-cased words and marks, one reference.
+of their own; test data is only ever reported. BLEU is sacrebleu's, of greedy
+translations in lower-cased words and marks, one reference.
 
 Scales 0.25,0.5,1,2 repeat the comparison at four budgets.
 
