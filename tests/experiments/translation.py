@@ -302,7 +302,7 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
     return {
         **key, "learning_rate": rate, "settings": settings, "steps": steps,
         "validation": mean_loss(model, data, "val"), "test": mean_loss(model, data, "test"),
-        "bleu": corpus_bleu(translations(model, data), [data.references], tokenize="none").score,
+        "bleu": corpus_bleu(translations(model, data), [data.references], tokenize="none", force=True).score,
         "density": statistics.fmean(kept),
         "relative_cost": spent / dense, "dense_steps": steps * spent / dense, "seconds": time.monotonic() - started,
     }  # fmt: skip
