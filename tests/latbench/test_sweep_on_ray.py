@@ -22,7 +22,7 @@ from latbench.runners.worker import resolve
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LATBENCH = Path(sys.executable).with_name("latbench")
 TASKS = Path(__file__).with_name("node_tasks.py")
@@ -68,7 +68,7 @@ def cluster() -> Iterator[Any]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
