@@ -1,8 +1,9 @@
 """Where tables lie: in a folder of this machine, or in an object store that pyarrow reaches by a URI.
 
 `s3://bucket/table`, `gs://bucket/table`, `abfs://container@account/table`, `file:///folder/table` and whatever else
-`pyarrow.fs.FileSystem.from_uri` knows. Places of this machine are plain Paths and are written atomically; an object
-is there when it is written to its end, so in a store it is whole or absent without a rename.
+`pyarrow.fs.FileSystem.from_uri` knows; `bundled://NAME` is a table that came with latbench. Places of this machine
+are plain Paths and are written atomically; an object is there when it is written to its end, so in a store it is
+whole or absent without a rename.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from latbench import files
+from latbench import bundled, files
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.*", re.S)
@@ -95,6 +96,8 @@ def at(where: str | Place) -> Place:
     if (uri := _URI.fullmatch(where)) is None:
         return Path(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
+    if scheme == bundled.SCHEME:
+        return bundled.table(where.partition("://")[2])
     if scheme == "gs" and "retry_limit_seconds" not in where:
         where += f"{'&' if '?' in where else '?'}retry_limit_seconds={_GCS_PATIENCE_SECONDS}"
     try:

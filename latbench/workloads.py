@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from latbench import strict_yaml
-from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from latbench.bundled import folder
+from latbench.errors import BadData, UsageError
 from latbench.files import write_text_atomically
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -51,7 +52,7 @@ class Workload:
 
 def bundled() -> list[str]:
     """The names of the workloads that come with latbench, sorted."""
-    return sorted(path.stem for path in _bundled_folder().glob("*.yaml"))
+    return sorted(path.stem for path in folder("workloads").glob("*.yaml"))
 
 
 def load(name_or_path: str | Path) -> Workload:
@@ -61,7 +62,7 @@ def load(name_or_path: str | Path) -> Workload:
     """
     path = Path(name_or_path)
     if str(name_or_path) in bundled():
-        return _read(_bundled_folder() / f"{name_or_path}.yaml")
+        return _read(folder("workloads") / f"{name_or_path}.yaml")
     if path.is_file():
         return _read(path)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
@@ -197,14 +198,6 @@ def _timed(shape: Shape) -> Shape:
     if shape.n < 1:
         raise ValueError("it is given nothing to work on (n = 0)")
     return shape
-
-
-def _bundled_folder() -> Path:
-    package = Path(__file__).parent
-    for folder in (package / "datasets" / "workloads", package.parent / "datasets" / "workloads"):
-        if folder.is_dir():
-            return folder
-    raise EnvironmentUnusable(f"no datasets/workloads beside {package}: latbench is not whole, install it again")
 
 
 _WHOLE = {"m", "k", "n", "count", "batch", "c_in", "h", "w", "c_out", "kh", "kw"}

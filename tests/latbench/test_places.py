@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from latbench import places, tables
+from latbench import bundled, places, tables
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
 DENSE = {"pattern": "dense", "sparsity_target": 0.0, "backend": "torch"}
@@ -136,3 +136,11 @@ def test_what_is_no_table_is_not_written_to_a_folder_called_s3(latbench: Any, tm
     refused = latbench("report", tmp_path / "table", "-o", "s3://bucket/report.html").refused(2)
     assert "only tables go to a URI" in refused
     assert not Path("s3:").exists()
+
+
+def test_a_bundled_table_is_read_by_its_name(latbench: Any) -> None:
+    assert bundled.tables()
+    for name in bundled.tables():
+        assert tables.holds_rows(f"bundled://{name}") and latbench("validate", f"bundled://{name}").code == 0
+    refused = latbench("validate", "bundled://nothing").refused(2)
+    assert "bundled://nothing: no such table; there are " in refused and bundled.tables()[0] in refused
