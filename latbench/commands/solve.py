@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
+    from search.also import Also
     from search.problem import Problem
     from search.selection import Selection, TradeOffs
 
@@ -115,7 +116,8 @@ def solve(
     if target is None:
         _show_frontier(problem.frontier())
         return
-    second, budget = None, None
+    second: Problem | None = None
+    budget: Also | None = None
     if also is not None:
         wanted = differences.pop("target")
         second = stated.on(_read(also, **{**shared, **differences}))
@@ -125,7 +127,7 @@ def solve(
     found = problem.solve(target, also=budget)
     _show(found, "of those within both budgets" if budget else "so fast")
     if second is not None:
-        _show_second(second.selection(found.options), str(also))
+        typer.echo(f"{also}: {_promise(second.selection(found.options))}")
     elif budget is not None:
         typer.echo(f"weights take {budget.used(found.options):,.0f} of {most_bytes:,.0f} bytes")
     if output is not None:
@@ -160,7 +162,7 @@ def _show(found: Selection, others: str) -> None:
     """Layer by layer, and the whole."""
     from rich.console import Console
 
-    from latbench.report.units import ratio, seconds
+    from latbench.report.units import seconds
 
     table = _table("layer", "pattern", "sparsity", "time", "error")
     for row in found.to_frame().to_dict("records"):
@@ -168,25 +170,22 @@ def _show(found: Selection, others: str) -> None:
         table.add_row(row["layer"], row["pattern"], share, seconds(row["seconds"]), error)
     console = Console()
     console.print(table)
-    speedup, predicted = found.speedup, found.predicted
-    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
     proof = f"no profile {others} has less" + ("" if found.bound == found.error else f" than {found.bound:.6g}")
     console.print(
-        f"\n{known} over {found.problem.dense_engine}: "
-        f"{seconds(predicted.value)} instead of {seconds(found.problem.dense.value)}; "
-        f"total error {found.error:.6g}, and {proof}",
+        f"\n{_promise(found)}; total error {found.error:.6g}, and {proof}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _show_second(found: Selection, what: str) -> None:
+def _promise(found: Selection) -> str:
     from latbench.report.units import ratio, seconds
 
-    speedup, predicted = found.speedup, found.predicted
-    typer.echo(
-        f"{ratio(speedup.value, speedup.low, speedup.high)} in {what}, over {found.problem.dense_engine}: "
-        f"{seconds(predicted.value)} instead of {seconds(found.problem.dense.value)}"
+    speedup = found.speedup
+    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
+    return (
+        f"{known} over {found.problem.dense_engine}: "
+        f"{seconds(found.predicted.value)} instead of {seconds(found.problem.dense.value)}"
     )
 
 

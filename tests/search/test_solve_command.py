@@ -125,7 +125,7 @@ def test_a_target_may_be_kept_on_a_second_device(run: Run) -> None:
     # By hand: on the slow one 0.5556 s are for all, 0.3556 of them for both layers: conv at 50 or 90%, fc at 90%.
     assert read_spdy_profile(Path("alone.txt")) == {"conv": 0.9, "fc": 0.5}
     assert read_spdy_profile(Path("p.txt")) == {"conv": 0.9, "fc": 0.9}
-    assert "2.00× in slow.txt, over the dense model: 500 ms instead of 1.00 s" in out
+    assert "slow.txt: 2.00× over the dense model: 500 ms instead of 1.00 s" in out
     code, _, err = run("t.txt", "--target", "2", "--also", "slow.txt", "--also-with", "target=3")
     assert code == 1 and err.startswith("latbench: slow.txt: target 3x is infeasible: the best is 2.00x")
     Path("other.txt").write_text(TIMINGS.replace("0.1 0.9\n", ""))
