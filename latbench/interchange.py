@@ -101,10 +101,10 @@ def read_spdy_profile(path: Path) -> dict[str, float]:
 
 
 def write_spdy_profile(profile: Mapping[str, float], path: Path) -> None:
-    """Write layer sparsities as a SPDY profile, to its four digits. Raises ValueError for a name with a space."""
+    """Write layer sparsities as a SPDY profile, to its four digits. Raises BadData for a name with a space."""
     for name in profile:
-        if not name or name.split() != [name]:
-            raise ValueError(f"a SPDY profile cannot hold the layer name {name!r}")
+        if name.split() != [name]:
+            raise BadData(f"a SPDY profile cannot hold a layer called {name!r}: names have no space; CSV can")
     write_text_atomically(path, "".join(f"{sparsity:.4f} {name}\n" for name, sparsity in profile.items()))
 
 

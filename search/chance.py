@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike
 
 from search.layers import Interval, Layer
 from search.problem import Problem
-from search.solve import BadProblem, Floats, Infeasible, Solution, solve, sum_in_order
+from search.solve import BadProblem, Choice, Floats, Infeasible, Solution, solve, sum_in_order
 
 WIDTH = 1.25
 """Upper by lower end of a cell: the tangent is at most 0.7% of s too high in it."""
@@ -79,7 +79,7 @@ def solve_with_chance(
     if most == 0:
         return solve(t, errors, budget), 0.0
     small = max(least, most * SMALL)
-    found: list[tuple[float, float, tuple[int, ...], float]] = []
+    found: list[tuple[float, float, Choice, float]] = []
     bounds = []
     fastest = math.inf
 
@@ -126,9 +126,9 @@ def _cells(low: float, high: float) -> list[float]:
 
 
 def _of(
-    seconds: Sequence[Floats], deviations: Sequence[Floats], errors: Sequence[ArrayLike], choice: tuple[int, ...],
+    seconds: Sequence[Floats], deviations: Sequence[Floats], errors: Sequence[ArrayLike], choice: Choice,
     shared: float,
-) -> tuple[float, float, tuple[int, ...], float]:  # fmt: skip
+) -> tuple[float, float, Choice, float]:  # fmt: skip
     """Error, seconds, choice and deviation of a profile."""
     error = sum_in_order(np.asarray(e, np.float64)[j] for e, j in zip(errors, choice, strict=True))
     spent = sum_in_order(t[j] for t, j in zip(seconds, choice, strict=True))
@@ -138,14 +138,18 @@ def _of(
 def apart(problem: Problem, target: float) -> Problem:
     """The problem with the upper ends that it has for this target if layers err on their own, not all together.
 
-    What they share is in `fixed`, as it is once whole models were timed. Layers with the same predictions err alike:
-    n of them are taken to deviate by sqrt(n) more each, which is never too little (Cauchy and Schwarz). Upper ends
-    added up are as `upper` says for the profile of least error, and too high for others; lower ends shrink alike. The
-    problem as it is where nothing reaches the target even so.
+    What they share is in `fixed`, as it is once whole models were timed. Layers of one shape err alike, whatever
+    options limits leave each, and so are those of unknown shape taken to: each of n counts n times as much, which is
+    never too little (Cauchy and Schwarz). Upper ends added up are as `upper` says for the profile of least error, and
+    too high for others; lower ends shrink alike. The problem as it is where nothing reaches the target even so.
     """
-    alike = Counter(layer.seconds.tobytes() for layer in problem.layers)
-    seconds = [layer.seconds for layer in problem.layers]
-    deviations = [math.sqrt(alike[it.seconds.tobytes()]) * (it.high - it.seconds) for it in problem.layers]
+    alike = Counter(part.shape for layer in problem.layers for part in layer.parts)
+
+    def deviation(layer: Layer) -> Floats:
+        squares = [alike[part.shape] * (part.high - part.seconds) ** 2 for part in layer.parts]
+        return np.asarray(np.sqrt(np.sum(squares, axis=0)))
+
+    seconds, deviations = [layer.seconds for layer in problem.layers], list(map(deviation, problem.layers))
     shared = problem.fixed.high - problem.fixed.value
     budget = problem.dense.low / target - problem.fixed.value
     try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike
 
-from search.solve import BadProblem, Floats, efficient_options, solve
+from search.solve import BadProblem, Choice, Floats, efficient_options, solve
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Frontier:
     errors: Floats
     _problem: tuple[Sequence[ArrayLike], Sequence[ArrayLike]] = field(repr=False)
 
-    def choice(self, i: int) -> tuple[int, ...]:
+    def choice(self, i: int) -> Choice:
         """One option a layer. Solved for on demand: storing all would take layers x trade-offs.
 
         Raises BadProblem where the solver, cut short by `max_states`, comes out at another trade-off.

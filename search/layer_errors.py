@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from latbench.errors import BadData
 from search.layers import DENSE, Option, option
 from search.problem import Problem
-from sparse_kernels.patterns import parse
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
     from search.database import Database
-    from search.solve import Floats
 
 KINDS = ("output", "weight")
 
@@ -37,29 +34,17 @@ def weight_errors(problem: Problem, database: Database, model: nn.Module) -> Err
     def error(layer: str, it: Option) -> float:
         dense = weight_matrix(model.get_submodule(layer)).double().numpy()
         pruned = database.get(layer, it.pattern, it.sparsity).weight.double().numpy()
-        return _share(pruned - dense, dense)
-
-    return _each(problem, error)
-
-
-def magnitude_errors(problem: Problem, weights: Mapping[str, Floats]) -> Errors:
-    """|dW|^2 / |W|^2 where the smallest weights go: no calibration data, no database. `weights` are (m, k) each."""
-
-    def error(layer: str, it: Option) -> float:
-        dense = np.asarray(weights[layer], np.float64)
-        return _share(dense * ~parse(it.pattern).mask(dense**2, it.sparsity), dense)
+        whole = float((dense**2).sum())
+        return float(((pruned - dense) ** 2).sum()) / whole if whole else 0.0
 
     return _each(problem, error)
 
 
 def read(path: Path) -> Errors:
     """A user's own, from a CSV or Parquet file with the columns of `of_frame`. Raises BadData."""
-    import pandas as pd
+    from search import frames
 
-    try:
-        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
-    except (OSError, ValueError) as error:
-        raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
+    frame = frames.load(path)
     try:
         return of_frame(frame)
     except BadData as error:
@@ -67,7 +52,10 @@ def read(path: Path) -> Errors:
 
 
 def of_frame(frame: pd.DataFrame) -> Errors:
-    """From the columns layer, pattern, sparsity, error. Raises BadData for what is missing, or given twice."""
+    """From the columns layer, pattern, sparsity, error; inf where an option is not to be had.
+
+    Raises BadData for what is missing, blank, or given twice.
+    """
     columns = ["layer", "pattern", "sparsity", "error"]
     if missing := [name for name in columns if name not in frame.columns]:
         raise BadData(f"errors have the columns {', '.join(columns)}: {', '.join(missing)} missing")
@@ -75,23 +63,26 @@ def of_frame(frame: pd.DataFrame) -> Errors:
     for name, pattern, sparsity, error in frame[columns].itertuples(index=False):
         try:
             it, value = option(str(pattern), float(sparsity)), float(error)
-        except ValueError as refusal:
+        except (TypeError, ValueError) as refusal:
             raise BadData(f"layer {name}: {refusal}") from refusal
         own = errors.setdefault(str(name), {})
         if it in own:
             raise BadData(f"layer {name} has two errors as {it}")
+        if math.isnan(value) and it.pattern != DENSE:
+            raise BadData(f"layer {name} has no error as {it}: write inf where it is not to be had")
         own[it] = value
     return errors
 
 
 def _each(problem: Problem, error: Callable[[str, Option], float]) -> Errors:
+    """NaN, of outputs that overflow, is infinite: that option is not to be had."""
+
+    def known(layer: str, it: Option) -> float:
+        value = error(layer, it)
+        return math.inf if math.isnan(value) else value
+
     return {
-        part.name: {it: error(part.name, it) for it in part.options if it.pattern != DENSE}
+        part.name: {it: known(part.name, it) for it in part.options if it.pattern != DENSE}
         for layer in problem.layers
         for part in layer.parts
     }
-
-
-def _share(difference: Floats, dense: Floats) -> float:
-    whole = float((dense**2).sum())
-    return float((difference**2).sum()) / whole if whole else 0.0

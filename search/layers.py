@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from latbench.errors import UsageError
-from search.solve import Floats
+from search.solve import Choice, Floats
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
-
-Choice = tuple[int, ...]
+from sparse_kernels.shapes import Shape
 
 DENSE = "dense"
 
@@ -27,6 +26,19 @@ class Interval:
     value: float
     low: float
     high: float
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """All three numbers."""
+        return self.value, self.low, self.high
+
+    def __add__(self, other: Interval) -> Interval:
+        return Interval(self.value + other.value, self.low + other.low, self.high + other.high)
+
+
+def interval(seconds: float | Interval) -> Interval:
+    """The same; a number is an interval without width."""
+    return seconds if isinstance(seconds, Interval) else Interval(float(seconds), float(seconds), float(seconds))
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ def option(spec: str, sparsity: float | None = None) -> Option:
 class Layer:
     """A layer to choose for: (options,) arrays of predicted seconds, their intervals, and relative output errors.
 
-    Or several layers of the model that are `tied`, with the same options each: one for all of them.
+    Or several layers of the model that are `tied`, with the same options each: one for all of them. `shape` is the
+    layer's, where it is known.
     """
 
     name: str
@@ -73,6 +86,7 @@ class Layer:
     high: Floats
     errors: Floats
     tied: tuple[Layer, ...] = ()
+    shape: Shape | None = None
 
     def __repr__(self) -> str:
         return f"<Layer {self.name} with {len(self.options)} options>"
@@ -81,6 +95,10 @@ class Layer:
     def parts(self) -> tuple[Layer, ...]:
         """The layers of the model that it stands for."""
         return self.tied or (self,)
+
+    def time(self, j: int) -> Interval:
+        """The seconds of one option."""
+        return Interval(float(self.seconds[j]), float(self.low[j]), float(self.high[j]))
 
     def changed(self, change: Callable[[Layer], Layer]) -> Layer:
         """The layer with every part of it changed."""
@@ -91,9 +109,9 @@ class Layer:
         index = np.asarray(places, np.intp)
 
         def taken(part: Layer) -> Layer:
-            return Layer(
-                part.name, tuple(part.options[i] for i in places),
-                part.seconds[index], part.low[index], part.high[index], part.errors[index],
+            return replace(
+                part, options=tuple(part.options[i] for i in places), seconds=part.seconds[index],
+                low=part.low[index], high=part.high[index], errors=part.errors[index],
             )  # fmt: skip
 
         return self.changed(taken)

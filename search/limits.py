@@ -16,14 +16,15 @@ of them hold. A glob leaves out the layers that are excluded; a name, or a glob,
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from latbench import strict_yaml
 from latbench.errors import BadData, UsageError
+from search.globs import matched, with_wildcards
 from search.layers import DENSE, Layer, Option, listed, option, tie
 from search.problem import Problem
 from sparse_kernels.patterns import parse
@@ -32,166 +33,6 @@ CLOSE = 1e-6
 """Sparsities as near as this are the same: 2:3 keeps a third, which no text says exactly."""
 
 Group = tuple[str, ...]
-
-_BY_GLOB = ("fixed", "minimum", "maximum", "patterns")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """As the module says; `fixed` and the like are pairs of a glob and what holds for its layers."""
-
-    tied: tuple[Group, ...] = ()
-    tied_in_each: tuple[Group, ...] = ()
-    fixed: tuple[tuple[str, Option], ...] = ()
-    minimum: tuple[tuple[str, float], ...] = ()
-    maximum: tuple[tuple[str, float], ...] = ()
-    patterns: tuple[tuple[str, Group], ...] = ()
-    excluded: Group = ()
-
-    def __add__(self, other: Limits) -> Limits:
-        """Both at once."""
-        return Limits(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
-
-    def without(self, names: Sequence[str]) -> list[str]:
-        """Those of the layers `names` that are not excluded. Raises UsageError for what matches none."""
-        gone = {name for glob in self.excluded for name in _matched(glob, names, "excluded")}
-        return [name for name in names if name not in gone]
-
-    def on(self, problem: Problem) -> Problem:
-        """The problem under these limits; excluded layers count among what is not searched. Raises as `narrow`."""
-        every = [part.name for layer in problem.layers for part in layer.parts]
-        gone = set(every) - set(self.without(every))
-        for layer in problem.layers:
-            if layer.tied and gone & {part.name for part in layer.parts}:
-                raise UsageError(f"layer {layer.name} is tied already, and excluded now")
-        problem = problem.without(gone)
-        return replace(problem, layers=self.narrow(problem.layers, gone))
-
-    def narrow(self, layers: Sequence[Layer], gone: Collection[str] = ()) -> tuple[Layer, ...]:
-        """The layers, but for the excluded ones, which are `gone`: with what options are left, and tied.
-
-        Raises UsageError for names that match nothing, for limits that contradict each other, and where they leave a
-        layer no option.
-        """
-        parts = {part.name: part for layer in layers for part in layer.parts}
-        names = list(parts)
-        matches: dict[str, set[str]] = {}
-        for limit, glob in self._globs():
-            if glob in gone:
-                raise UsageError(f"layer {glob} is excluded, and {limit} speaks of it")
-            matches[glob] = _matched(glob, names, limit)
-        already = [{part.name for part in layer.tied} for layer in layers]
-        narrowed = {name: self._narrowed(part, matches) for name, part in parts.items()}
-        return tuple(_tied(narrowed, _joined([*already, *self._groups(names, matches)])))
-
-    def _globs(self) -> list[tuple[str, str]]:
-        """Every glob of all but `excluded`, with the limit that it is in."""
-        tied = [("tied", glob) for group in self.tied for glob in group]
-        tied += [("tied_in_each", glob) for group in self.tied_in_each for glob in group]
-        return tied + [(limit, glob) for limit in _BY_GLOB for glob, _ in getattr(self, limit)]
-
-    def _narrowed(self, layer: Layer, matches: Mapping[str, set[str]]) -> Layer:
-        """The layer with the options that it may have; `matches` are the layers of each glob."""
-
-        def of(limit: Iterable[tuple[str, Any]]) -> list[Any]:
-            return [value for glob, value in limit if layer.name in matches[glob]]
-
-        low, high = max(of(self.minimum), default=0.0), min(of(self.maximum), default=1.0)
-        if low > high + CLOSE:
-            raise UsageError(f"layer {layer.name} is to have a sparsity of at least {low:g} and of at most {high:g}")
-        allowed = of(self.patterns)
-        fixed = of(self.fixed)
-        if len({(it.pattern, round(it.sparsity, 6)) for it in fixed}) > 1:
-            raise UsageError(f"layer {layer.name} is fixed to {' and to '.join(map(str, fixed))}")
-
-        def may(own: Option) -> bool:
-            return (
-                low - CLOSE <= own.sparsity <= high + CLOSE
-                and all(own.pattern in (DENSE, *some) for some in allowed)
-                and all(own.pattern == it.pattern and abs(own.sparsity - it.sparsity) <= CLOSE for it in fixed)
-            )
-
-        places = [j for j, own in enumerate(layer.options) if may(own)]
-        if not places:
-            raise UsageError(
-                f"the limits leave layer {layer.name} no option: it has {listed(map(str, layer.options), 20)}"
-            )
-        return layer if len(places) == len(layer.options) else layer.take(places)
-
-    def _groups(self, names: Sequence[str], matches: Mapping[str, set[str]]) -> list[set[str]]:
-        """The layers that are tied, a set a group."""
-        groups = [{name for glob in group for name in matches[glob]} for group in self.tied]
-        for globs in self.tied_in_each:
-            by_stars: dict[tuple[str, ...], set[str]] = {}
-            for glob in globs:
-                for name, stars in _with_wildcards(glob, names):
-                    by_stars.setdefault(stars, set()).add(name)
-            groups += by_stars.values()
-        return groups
-
-
-def _joined(groups: Sequence[set[str]]) -> list[set[str]]:
-    """The groups of two or more; those that share a layer are one."""
-    joined: list[set[str]] = []
-    for group in groups:
-        apart = [other for other in joined if not other & group]
-        joined = [*apart, group.union(*(other for other in joined if other & group))]
-    return [group for group in joined if len(group) > 1]
-
-
-def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer]:
-    """The layers, those of a group as one in the place of its first."""
-    group_of = {name: group for group in groups for name in group}
-    found: list[Layer] = []
-    done: set[str] = set()
-    for name, layer in layers.items():
-        if name not in group_of:
-            found.append(layer)
-        elif name not in done:
-            found.append(tie([layers[other] for other in layers if other in group_of[name]]))
-            done |= group_of[name]
-    return found
-
-
-def _matched(glob: str, names: Sequence[str], limit: str) -> set[str]:
-    found = {name for name, _ in _with_wildcards(glob, names)}
-    if not found:
-        raise UsageError(f"{limit}: no layer is called {glob!r}; there are {listed(names)}")
-    return found
-
-
-def _with_wildcards(glob: str, names: Iterable[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """The names that match, each with the texts that the wildcards stand for."""
-    if glob in names:
-        return [(glob, ())]
-    pieces = re.split(r"(\*|\?|\[[^\]]+\])", glob)
-    kinds = {"*": "(.*)", "?": "(.)"}
-    texts = [
-        kinds.get(piece) or (f"({piece.replace('[!', '[^', 1)})" if i % 2 else re.escape(piece))
-        for i, piece in enumerate(pieces)
-    ]
-    pattern = re.compile("".join(texts), re.DOTALL)
-    return [(name, found.groups()) for name in names if (found := pattern.fullmatch(name))]
-
-
-# Reading -----------------------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> Limits:
-    """The limits in a YAML file. Raises BadData for a file that does not state any."""
-    return of(strict_yaml.read(path), str(path))
-
-
-def of(content: Any, where: str) -> Limits:
-    """Limits from a mapping with the module's keys. Raises BadData, saying `where`, for anything else."""
-    if not isinstance(content, Mapping):
-        raise BadData(f"{where}: limits are a mapping with keys among {', '.join(_READ)}, not {content!r}")
-    if unknown := [key for key in content if key not in _READ]:
-        raise BadData(f"{where}: unknown limit {unknown[0]!r}; known are {', '.join(_READ)}")
-    try:
-        return Limits(**{key: _READ[key](value) for key, value in content.items()})
-    except _Malformed as error:
-        raise BadData(f"{where}: {error}") from error
 
 
 class _Malformed(Exception):
@@ -245,7 +86,144 @@ def _patterns(value: Any) -> Group:
         raise _Malformed(str(error)) from error
 
 
-_READ: dict[str, Callable[[Any], Any]] = {
-    "tied": _groups, "tied_in_each": _groups, "fixed": _each(_option), "minimum": _each(_sparsity),
-    "maximum": _each(_sparsity), "patterns": _each(_patterns), "excluded": _names,
-}  # fmt: skip
+def _limit(read_one: Callable[[Any], Any], globs: Callable[[Any], Iterable[str]]) -> Any:
+    """A field that is read by `read_one`, and speaks of the layers that match `globs` of its value."""
+    return field(default=(), metadata={"read": read_one, "globs": globs})
+
+
+def _of_groups(read_one: Callable[[Any], Any]) -> Any:
+    return _limit(read_one, itertools.chain.from_iterable)
+
+
+def _by_glob(read_one: Callable[[Any], Any]) -> Any:
+    return _limit(_each(read_one), lambda pairs: [glob for glob, _ in pairs])
+
+
+@dataclass(frozen=True)
+class Limits:
+    """As the module says; `fixed` and the like are pairs of a glob and what holds for its layers."""
+
+    tied: tuple[Group, ...] = _of_groups(_groups)
+    tied_in_each: tuple[Group, ...] = _of_groups(_groups)
+    fixed: tuple[tuple[str, Option], ...] = _by_glob(_option)
+    minimum: tuple[tuple[str, float], ...] = _by_glob(_sparsity)
+    maximum: tuple[tuple[str, float], ...] = _by_glob(_sparsity)
+    patterns: tuple[tuple[str, Group], ...] = _by_glob(_patterns)
+    excluded: tuple[str, ...] = _limit(_names, lambda names: ())  # they are matched before the others
+
+    def __add__(self, other: Limits) -> Limits:
+        """Both at once."""
+        return Limits(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
+
+    def without(self, names: Sequence[str]) -> list[str]:
+        """Those of the layers `names` that are not excluded. Raises UsageError for what matches none."""
+        gone = {name for glob in self.excluded for name in matched(glob, names, "excluded")}
+        return [name for name in names if name not in gone]
+
+    def on(self, problem: Problem) -> Problem:
+        """The problem under these limits; excluded layers count among what is not searched. Raises as `narrow`."""
+        every = [part.name for layer in problem.layers for part in layer.parts]
+        gone = set(every) - set(self.without(every))
+        for layer in problem.layers:
+            if layer.tied and gone & {part.name for part in layer.parts}:
+                raise UsageError(f"layer {layer.name} is tied already, and excluded now")
+        problem = problem.without(gone)
+        return replace(problem, layers=self.narrow(problem.layers, gone))
+
+    def narrow(self, layers: Sequence[Layer], gone: Collection[str] = ()) -> tuple[Layer, ...]:
+        """The layers, but for the excluded ones, which are `gone`: with what options are left, and tied.
+
+        Raises UsageError for names that match nothing, for limits that contradict each other, and where they leave a
+        layer no option.
+        """
+        parts = {part.name: part for layer in layers for part in layer.parts}
+        names = list(parts)
+        matches: dict[str, set[str]] = {}
+        for limit in fields(self):
+            for glob in limit.metadata["globs"](getattr(self, limit.name)):
+                if glob in gone:
+                    raise UsageError(f"layer {glob} is excluded, and {limit.name} speaks of it")
+                matches[glob] = matched(glob, names, limit.name)
+        already = [{part.name for part in layer.tied} for layer in layers]
+        narrowed = {name: self._narrowed(part, matches) for name, part in parts.items()}
+        return tuple(_tied(narrowed, _joined([*already, *self._groups(names, matches)])))
+
+    def _narrowed(self, layer: Layer, matches: Mapping[str, set[str]]) -> Layer:
+        """The layer with the options that it may have; `matches` are the layers of each glob."""
+
+        def of(limit: Iterable[tuple[str, Any]]) -> list[Any]:
+            return [value for glob, value in limit if layer.name in matches[glob]]
+
+        low, high = max(of(self.minimum), default=0.0), min(of(self.maximum), default=1.0)
+        if low > high + CLOSE:
+            raise UsageError(f"layer {layer.name} is to have a sparsity of at least {low:g} and of at most {high:g}")
+        allowed = of(self.patterns)
+        fixed = of(self.fixed)
+        if len({(it.pattern, round(it.sparsity, 6)) for it in fixed}) > 1:
+            raise UsageError(f"layer {layer.name} is fixed to {' and to '.join(map(str, fixed))}")
+
+        def may(own: Option) -> bool:
+            return (
+                low - CLOSE <= own.sparsity <= high + CLOSE
+                and all(own.pattern in (DENSE, *some) for some in allowed)
+                and all(own.pattern == it.pattern and abs(own.sparsity - it.sparsity) <= CLOSE for it in fixed)
+            )
+
+        places = [j for j, own in enumerate(layer.options) if may(own)]
+        if not places:
+            raise UsageError(
+                f"the limits leave layer {layer.name} no option: it has {listed(map(str, layer.options), 20)}"
+            )
+        return layer if len(places) == len(layer.options) else layer.take(places)
+
+    def _groups(self, names: Sequence[str], matches: Mapping[str, set[str]]) -> list[set[str]]:
+        """The layers that are tied, a set a group."""
+        groups = [{name for glob in group for name in matches[glob]} for group in self.tied]
+        for globs in self.tied_in_each:
+            by_stars: dict[tuple[str, ...], set[str]] = {}
+            for glob in globs:
+                for name, stars in with_wildcards(glob, names):
+                    by_stars.setdefault(stars, set()).add(name)
+            groups += by_stars.values()
+        return groups
+
+
+def _joined(groups: Sequence[set[str]]) -> list[set[str]]:
+    """The groups of two or more; those that share a layer are one."""
+    joined: list[set[str]] = []
+    for group in groups:
+        apart = [other for other in joined if not other & group]
+        joined = [*apart, group.union(*(other for other in joined if other & group))]
+    return [group for group in joined if len(group) > 1]
+
+
+def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer]:
+    """The layers, those of a group as one in the place of its first."""
+    group_of = {name: group for group in groups for name in group}
+    found: list[Layer] = []
+    done: set[str] = set()
+    for name, layer in layers.items():
+        if name not in group_of:
+            found.append(layer)
+        elif name not in done:
+            found.append(tie([layers[other] for other in layers if other in group_of[name]]))
+            done |= group_of[name]
+    return found
+
+
+def read(path: Path) -> Limits:
+    """The limits in a YAML file. Raises BadData for a file that does not state any."""
+    return of(strict_yaml.read(path), str(path))
+
+
+def of(content: Any, where: str) -> Limits:
+    """Limits from a mapping with the module's keys. Raises BadData, saying `where`, for anything else."""
+    known = {limit.name: limit.metadata["read"] for limit in fields(Limits)}
+    if not isinstance(content, Mapping):
+        raise BadData(f"{where}: limits are a mapping with keys among {', '.join(known)}, not {content!r}")
+    if unknown := [key for key in content if key not in known]:
+        raise BadData(f"{where}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
+    try:
+        return Limits(**{key: known[key](value) for key, value in content.items()})
+    except _Malformed as error:
+        raise BadData(f"{where}: {error}") from error

@@ -103,7 +103,28 @@ def predicted_layers(
                     f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
                     "trace, then latbench sweep --workload)"
                 )
-            known[shape] = _predicted(model, wanted, name, coverage)
+            low, high = model.predict_interval(wanted, coverage)
+            known[shape] = _layer(name, wanted, np.asarray(model.predict(wanted)), low, high, shape)
+    return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
+
+
+def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:
+    """Each layer with every pattern and sparsity that these rows hold for its shape, as measured; errors are NaN yet.
+
+    The rows are of one backend and so many threads. Raises BadData where they hold nothing of a shape.
+    """
+    known: dict[Shape, Layer] = {}
+    for name, shape in shapes.items():
+        if shape in known:
+            continue
+        own = of_shape(table, shape)
+        if own.empty:
+            raise BadData(
+                f"the table holds no time of layer {name} ({describe(shape)}): sweep its shape, or give a cost model"
+            )
+        seconds = own["median_seconds"].to_numpy(float)
+        low, high = (own[column].to_numpy(float) for column in ("low_seconds", "high_seconds"))
+        known[shape] = _layer(name, own, seconds, np.fmin(low, seconds), np.fmax(high, seconds), shape)
     return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
 
 
@@ -122,35 +143,45 @@ def network_rows(
 def measured_layers(
     table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int, coverage: float = 0.9
 ) -> tuple[Layer, ...]:
-    """Each layer with every sparsity that the table holds for it inside the network, dense first; errors are NaN yet.
-
-    Its seconds are measured, not predicted: a layer's place counts. Intervals hold one more run with probability
-    `coverage`, from how far each run of any layer was from the median of its others; without width where nothing was
-    run twice. Raises BadData where a layer has no dense time.
-    """
+    """`layers_inside` of what `latbench layers` measured on this machine. Raises BadData without a dense time."""
     rows = network_rows(table, network, shapes, threads=threads, batch=batch)
-    again = [
-        samples[i] / np.median(np.delete(samples, i))
-        for samples in rows.loc[(rows["op"] != "model") & (rows["sample_count"] > 1), "samples_seconds"]
-        for i in range(len(samples))
-    ]
-    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
-    low, high = min(low, 1.0), max(high, 1.0)
-    found = []
+    dense = set(rows.loc[rows["pattern"] == DENSE, "model"])
     for name in shapes:
-        own = rows[rows["model"] == f"{network}:{name}"]
-        if DENSE not in set(own["pattern"]):
+        if f"{network}:{name}" not in dense:
             raise BadData(
                 f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
                 f"threads and batch {batch}: `latbench layers` measures it; a layer that DeepSparse never runs by "
                 "itself must be one that the task excludes"
             )
+    return layers_inside(rows, network, shapes, coverage)
+
+
+def layers_inside(
+    rows: pd.DataFrame, network: str, shapes: Mapping[str, Shape | None], coverage: float
+) -> tuple[Layer, ...]:
+    """Each layer with every sparsity that the rows hold for it inside the network, dense first; errors are NaN yet.
+
+    Its seconds are measured, not predicted: a layer's place counts. Without a shape (None) all of its rows count.
+    Intervals hold one more run with probability `coverage`, from how far each run of any layer was from the median of
+    its others; without width where nothing was run twice. Raises BadData for a layer without rows.
+    """
+    of_layers = {}
+    for name, shape in shapes.items():
+        own = rows[rows["model"] == f"{network}:{name}"]
+        of_layers[name] = one_each(own) if shape is None else of_shape(own, shape)
+        if of_layers[name].empty:
+            raise BadData(f"the table holds no time of layer {name} inside {network}, of that shape")
+    again = [
+        samples[i] / np.median(np.delete(samples, i))
+        for own in of_layers.values()
+        for samples in own.loc[(own["purpose"] == "sweep") & (own["sample_count"] > 1), "samples_seconds"]
+        for i in range(len(samples))
+    ]
+    low, high = np.quantile(again, [(1 - coverage) / 2, (1 + coverage) / 2]) if again else (1.0, 1.0)
+    found = []
+    for name, own in of_layers.items():
         seconds = own["median_seconds"].to_numpy(float)
-        options = tuple(
-            Option(str(pattern), float(sparsity))
-            for pattern, sparsity in zip(own["pattern"], own["sparsity_target"], strict=True)
-        )
-        found.append(Layer(name, options, seconds, seconds * low, seconds * high, np.full(len(options), np.nan)))
+        found.append(_layer(name, own, seconds, seconds * min(low, 1.0), seconds * max(high, 1.0), shapes[name]))
     return tuple(found)
 
 
@@ -188,10 +219,10 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
     return one_each(wanted[model.covers(wanted)])
 
 
-def _predicted(model: CostModel, rows: pd.DataFrame, name: str, coverage: float) -> Layer:
-    low, high = model.predict_interval(rows, coverage)
+def _layer(name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None) -> Layer:
+    """The layer whose options are in these rows."""
     options = tuple(
         Option(str(pattern), float(sparsity))
         for pattern, sparsity in zip(rows["pattern"], rows["sparsity_target"], strict=True)
     )
-    return Layer(name, options, np.asarray(model.predict(rows)), low, high, np.full(len(options), np.nan))
+    return Layer(name, options, seconds, low, high, np.full(len(options), np.nan), shape=shape)

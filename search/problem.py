@@ -10,7 +10,7 @@ them the same way; where whole models were timed and that is known, `chance.apar
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.errors import BadData, UsageError
-from latbench.interchange import write_spdy
+from search.also import Also, bytes_of_weights, order_of
 from search.layers import (
     DENSE,
     DENSE_OPTION,
-    Choice,
     Interval,
     Layer,
     Option,
     as_free,
     every_option,
+    interval,
     listed,
     place_of,
     uniform_choice,
 )
 from search.selection import Selection, TradeOffs
-from search.solve import Floats, Infeasible, solve, sum_in_order
+from search.solve import Choice, Floats, Infeasible, Solution, solve, sum_in_order
 from search.spdy import quadratic_prior
 from search.two import solve_two
 
@@ -48,31 +48,19 @@ SLOWEST = 3
 """So many layers are named where a target is infeasible."""
 
 
-@dataclass(frozen=True)
-class Also:
-    """A second budget: what each option of each layer of the model takes of it, and how much there is.
-
-    Any unit: bytes of weights, seconds on another device (`Problem.within`). `what` names it in sentences; `order`
-    says which layers must add up in which order, tied ones together, where the last bit counts.
-    """
-
-    costs: Mapping[str, Mapping[Option, float]]
-    budget: float
-    what: str = "the second budget"
-    order: tuple[tuple[str, ...], ...] = ()
-
-
 @dataclass(frozen=True, repr=False)
 class Problem:
     """Layers to choose for, what the converted model takes beyond them, and the fastest dense model, in seconds.
 
-    `fixed` may be negative: layers can be faster inside the model than on their own.
+    `fixed` may be negative: layers can be faster inside the model than on their own. The seconds of layers that are
+    `excluded`, and stay dense, are in it.
     """
 
     layers: tuple[Layer, ...]
     fixed: Interval
     dense: Interval
     dense_engine: str
+    excluded: tuple[Layer, ...] = ()
 
     def __repr__(self) -> str:
         options = sum(len(layer.options) for layer in self.layers)
@@ -124,16 +112,9 @@ class Problem:
             raise UsageError(f"a target is a speedup such as 2, not {target:g}")
         if not 0 < self.dense.low < math.inf:
             raise BadData(f"the dense model takes {self.dense.low:g} s: there is no speedup over that")
-        whole = self.dense.low / target
-        while self.dense.low / whole < target:
-            whole = math.nextafter(whole, 0.0)
-        while self.dense.low / math.nextafter(whole, math.inf) >= target:
-            whole = math.nextafter(whole, math.inf)
-        budget = whole - self.fixed.high + math.ulp(whole) / 2  # sums up to there round to `whole`, about
-        while budget + self.fixed.high > whole:
-            budget = math.nextafter(budget, -math.inf)
-        while math.nextafter(budget, math.inf) + self.fixed.high <= whole:
-            budget = math.nextafter(budget, math.inf)
+        whole = _last(self.dense.low / target, lambda it: self.dense.low / it >= target)
+        # Sums up to half a unit in the last place above the difference round to `whole`, about.
+        budget = _last(whole - self.fixed.high + math.ulp(whole) / 2, lambda it: it + self.fixed.high <= whole)
         fastest = sum_in_order(layer.high.min() for layer in self.layers)
         if budget < fastest:
             raise Infeasible(budget, fastest, self._infeasible(target))
@@ -162,43 +143,61 @@ class Problem:
     def solve(self, target: float, *, also: Also | None = None) -> Selection:
         """The profile of least total error that keeps the promise, and `also` a second budget. Raises Infeasible."""
         self._check_errors()
+        solution = self.solver(target, also)(self.errors)
+        return Selection(self, solution.choice, solution.bound)
+
+    def solver(self, target: float, also: Also | None = None) -> Callable[[Sequence[Floats]], Solution]:
+        """What finds the profile of least error that keeps the promise, and `also` a second budget, for any errors.
+
+        Raises Infeasible, here or when it is called.
+        """
         budget = self.budget(target)
         if also is None:
-            solution = solve(self.safe_seconds, self.errors, budget)
-        else:
-            costs = self._costs(also)
+            return lambda errors: solve(self.safe_seconds, errors, budget)
+        costs, left = also.arrays(self.layers), also.budget - also.fixed
+
+        def both(errors: Sequence[Floats]) -> Solution:
             try:
-                solution = solve_two(self.safe_seconds, self.errors, budget, costs, also.budget)
+                return solve_two(self.safe_seconds, errors, budget, costs, left)
             except Infeasible as error:
+                least = solve(self.safe_seconds, costs, budget).error + also.fixed
                 raise Infeasible(
                     error.budget, error.fastest_seconds,
                     f"no profile that reaches {target:g}x keeps {also.what}, {also.budget:.6g}: "
-                    f"the least that one takes is {solve(self.safe_seconds, costs, budget).error:.6g}",
+                    f"the least that one takes is {least:.6g}",
                 ) from error  # fmt: skip
-        return Selection(self, solution.choice, solution.bound)
+
+        return both
 
     def frontier(self) -> TradeOffs:
         """Every efficient trade-off between speedup and total error, profiles on demand."""
         self._check_errors()
         return TradeOffs.of(self)
 
-    def within(self, target: float) -> Also:
+    def within(self, target: float, what: str = "the other problem") -> Also:
         """The second budget of another problem: reach `target` here, too, on this device or at this batch.
 
-        Both must have the same layers in the same order, tied alike. Raises Infeasible.
+        Both must have the same layers in the same order, tied alike. Raises Infeasible, saying `what` this is.
         """
+        try:
+            budget = self.budget(target)
+        except Infeasible as error:
+            raise Infeasible(error.budget, error.fastest_seconds, f"{what}: {error}") from error
         costs = {
             part.name: dict(zip(part.options, part.high.tolist(), strict=True))
             for layer in self.layers
             for part in layer.parts
         }
-        return Also(costs, self.budget(target), f"the seconds for {target:g}x in the other problem", self._order)
+        return Also(costs, budget, f"the seconds for {target:g}x in {what}", order=order_of(self.layers))
 
-    def bytes_within(self, budget: float, shapes: Mapping[str, Shape]) -> Also:
-        """The second budget of packed weights, in bytes; `shapes` are of the layers of the model, by name."""
-        from search import weight_bytes
+    def bytes_within(self, budget: float, shapes: Mapping[str, Shape] | None = None) -> Also:
+        """The second budget of packed weights, in bytes: of all layers, those that stay dense among them.
 
-        return Also(weight_bytes.of_layers(self.layers, shapes), budget, "bytes of weights", self._order)
+        `shapes` are of the layers of the model, by name, where the layers themselves do not know. Raises UsageError
+        for a layer without a shape.
+        """
+        parts = [part for layer in (*self.layers, *self.excluded) for part in layer.parts]
+        return bytes_of_weights(self.layers, {**{part.name: part.shape for part in parts}, **(shapes or {})}, budget)
 
     def limited(self, limits: Limits | str | Path | None = None, **stated: Any) -> Problem:
         """The problem under limits: of a YAML file, or stated with the same keys (see `search.limits`).
@@ -209,25 +208,6 @@ class Problem:
 
         given = limiting.read(Path(limits)) if isinstance(limits, str | Path) else limits or limiting.Limits()
         return (given + limiting.of(stated, "limits")).on(self)
-
-    @property
-    def _order(self) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(part.name for part in layer.parts) for layer in self.layers)
-
-    def _costs(self, also: Also) -> list[Floats]:
-        """What the options take of the second budget, an array a layer. Raises UsageError for what it leaves out."""
-        if also.order not in ((), self._order):
-            raise UsageError(
-                f"{also.what}: it has other layers, or they are tied otherwise; set both the same limits"
-            )
-
-        def costs(part: Layer) -> Layer:
-            known = also.costs.get(part.name, {})
-            if missing := [option for option in part.options if option not in known]:
-                raise UsageError(f"{also.what}: nothing says what layer {part.name} takes as {missing[0]}")
-            return replace(part, errors=np.array([known[option] for option in part.options]))
-
-        return [layer.changed(costs).errors for layer in self.layers]
 
     @property
     def errors_known(self) -> bool:
@@ -290,23 +270,11 @@ class Problem:
         `measured` alone.
         """
         fixed = min(self.fixed.value, measured.low / 2)
-        layers = sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, choice, strict=True))
+        layers = self._alone(choice)
         if not layers > 0:  # nothing to correct but what is around them
-            return replace(
-                self, fixed=measured, dense=Interval(dense.value, dense.value, dense.value), dense_engine=dense_engine
-            )
-        value, low, high = ((end - fixed) / layers for end in (measured.value, measured.low, measured.high))
-        return Problem(
-            tuple(
-                layer.changed(
-                    lambda it: replace(it, seconds=it.seconds * value, low=it.seconds * low, high=it.seconds * high)
-                )
-                for layer in self.layers
-            ),
-            Interval(fixed, fixed, fixed),
-            Interval(dense.value, dense.value, dense.value),
-            dense_engine,
-        )
+            return replace(self, fixed=measured, dense=interval(dense.value), dense_engine=dense_engine)
+        by = Interval(*((end - fixed) / layers for end in measured.ends))
+        return self._timed(by, interval(fixed), dense.value, dense_engine)
 
     def on_line(
         self, choice: Choice, other: Choice, measured: Interval, others: float, dense: Interval, dense_engine: str
@@ -316,49 +284,39 @@ class Problem:
         Seconds follow the line through both, each with the relative interval of `measured`. None where there is no
         such line, because the one that was predicted to be slower was not.
         """
-        first, second = (
-            sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, places, strict=True))
-            for places in (choice, other)
-        )
+        first, second = self._alone(choice), self._alone(other)
         if not (second - first) * (others - measured.value) > 0:
             return None
         scale = (others - measured.value) / (second - first)
         fixed = measured.value - scale * first
-        value, low, high = (end / measured.value for end in (measured.value, measured.low, measured.high))
-        return Problem(
-            tuple(
-                layer.changed(
-                    lambda it: replace(
-                        it, seconds=it.seconds * scale, low=it.seconds * scale * low, high=it.seconds * scale * high
-                    )
-                )
-                for layer in self.layers
-            ),
-            Interval(fixed * value, fixed * low, fixed * high),
-            Interval(dense.value, dense.value, dense.value),
-            dense_engine,
-        )
+        low, high = measured.low / measured.value, measured.high / measured.value
+        by, around = (Interval(it, it * low, it * high) for it in (scale, fixed))
+        return self._timed(by, around, dense.value, dense_engine)
 
     def certain(self) -> Problem:
         """The problem as if every number were exact: for a search whose result is measured anyway."""
-        fixed, dense = self.fixed.value, self.dense.value
-        return replace(
-            self,
-            layers=tuple(
-                layer.changed(lambda it: replace(it, low=it.seconds, high=it.seconds)) for layer in self.layers
-            ),
-            fixed=Interval(fixed, fixed, fixed),
-            dense=Interval(dense, dense, dense),
-        )
+        return self._timed(interval(1.0), interval(self.fixed.value), self.dense.value, self.dense_engine)
 
     def scaled(self, factor: float) -> Problem:
         """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
-        return replace(self, layers=tuple(
-            layer.changed(lambda it: replace(
-                it, seconds=it.seconds * factor, low=it.low * factor, high=it.high * factor
-            ))
-            for layer in self.layers
+        return self._changed(
+            lambda it: replace(it, seconds=it.seconds * factor, low=it.low * factor, high=it.high * factor)
+        )
+
+    def _alone(self, choice: Choice) -> float:
+        """The layers' seconds."""
+        return sum_in_order(layer.seconds[j] for layer, j in zip(self.layers, choice, strict=True))
+
+    def _timed(self, by: Interval, fixed: Interval, dense: float, dense_engine: str) -> Problem:
+        """The problem whose layers take their seconds times `by`."""
+        timed = self._changed(lambda it: replace(
+            it, seconds=it.seconds * by.value, low=it.seconds * by.low, high=it.seconds * by.high
         ))  # fmt: skip
+        return replace(timed, fixed=fixed, dense=interval(dense), dense_engine=dense_engine)
+
+    def _changed(self, change: Callable[[Layer], Layer]) -> Problem:
+        """The problem with every layer of the model changed."""
+        return replace(self, layers=tuple(layer.changed(change) for layer in self.layers))
 
     def without_hopeless(self) -> Problem:
         """Leave out what no efficient profile needs, before its errors are known.
@@ -380,11 +338,9 @@ class Problem:
     def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
         """The same problem with the options' errors; dense options have none, whatever is given.
 
-        A frame has the columns layer, pattern, sparsity and error.
-        Options whose error is not finite go: a layer whose outputs they ruin is not to be had. Raises BadData where
-        an option has no error.
+        A frame has the columns layer, pattern, sparsity and error. Options whose error is infinite go: a layer whose
+        outputs they ruin is not to be had. Raises BadData where an option has no error.
         """
-
         if not isinstance(errors, Mapping):
             from search.layer_errors import of_frame
 
@@ -392,25 +348,26 @@ class Problem:
         given: Mapping[str, Mapping[Option, float]] = errors
 
         def known(part: Layer) -> Layer:
-            own = {DENSE_OPTION: 0.0, **given.get(part.name, {})}
-            if missing := [it for it in part.options if it.pattern != DENSE and it not in own]:
+            own = given.get(part.name, {})
+            found = [0.0 if it.pattern == DENSE else own.get(it, math.nan) for it in part.options]
+            if missing := [it for it, error in zip(part.options, found, strict=True) if math.isnan(error)]:
                 raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
-            return replace(part, errors=np.array([0.0 if it.pattern == DENSE else own[it] for it in part.options]))
+            return replace(part, errors=np.array(found))
 
         def finite(layer: Layer) -> Layer:
             if not np.isfinite(layer.errors).any():
                 raise BadData(f"layer {layer.name} has no option whose error is finite")
             return layer.take(np.flatnonzero(np.isfinite(layer.errors)).tolist())
 
-        return replace(self, layers=tuple(finite(layer.changed(known)) for layer in self.layers))
+        return replace(self, layers=tuple(map(finite, self._changed(known).layers)))
 
     def with_prior(self) -> Problem:
         """The same problem with SPDY's guess for errors: the square of a sparsity's place in its layer."""
+        return self._changed(lambda it: replace(it, errors=quadratic_prior([own.sparsity for own in it.options])))
 
-        def guessed(part: Layer) -> Layer:
-            return replace(part, errors=quadratic_prior([option.sparsity for option in part.options]))
-
-        return replace(self, layers=tuple(layer.changed(guessed) for layer in self.layers))
+    def with_shapes(self, shapes: Mapping[str, Shape]) -> Problem:
+        """The same problem with what is known of the layers' shapes, by name."""
+        return self._changed(lambda it: replace(it, shape=shapes.get(it.name, it.shape)))
 
     def without(self, names: Collection[str]) -> Problem:
         """The problem in which these layers stay dense: their time is counted among what is not searched.
@@ -422,35 +379,32 @@ class Problem:
         kept = tuple(layer for layer in self.layers if layer.name not in names)
         if not kept:
             raise UsageError("every layer is excluded: nothing is left to prune")
-        value, low, high = self.fixed.value, self.fixed.low, self.fixed.high
-        for layer in self.layers:
-            if layer.name in names:
-                j = place_of(layer, DENSE_OPTION)
-                value, low, high = value + layer.seconds[j], low + layer.low[j], high + layer.high[j]
-        return replace(self, layers=kept, fixed=Interval(float(value), float(low), float(high)))
+        gone = tuple(layer for layer in self.layers if layer.name in names)
+        fixed = sum((layer.time(place_of(layer, DENSE_OPTION)) for layer in gone), start=self.fixed)
+        return replace(self, layers=kept, fixed=fixed, excluded=(*self.excluded, *gone))
 
-    # In and out: `search.frames`, `search.plots` ------------------------------------------------------------------
+    # In and out ---------------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_table(table: str | Path | Place | pd.DataFrame, layers: Any = None, **settings: Any) -> Problem:
-        """The problem of a table that latbench measured; see `search.frames.from_table`."""
-        from search import frames
+        """The problem of a table that latbench measured; see `search.from_table.from_table`."""
+        from search.from_table import from_table
 
-        return frames.from_table(table, layers, **settings)
+        return from_table(table, layers, **settings)
 
     @staticmethod
     def from_frame(frame: pd.DataFrame, **settings: Any) -> Problem:
         """The problem of a frame with a row an option; see `search.frames.from_frame`."""
-        from search import frames
+        from search.frames import from_frame
 
-        return frames.from_frame(frame, **settings)
+        return from_frame(frame, **settings)
 
     @staticmethod
     def from_spdy(path: str | Path, **settings: Any) -> Problem:
-        """The problem of a SPDY timing file, with SPDY's guess for errors; see `search.frames.from_spdy`."""
-        from search import frames
+        """The problem of a SPDY timing file, with SPDY's guess for errors; see `search.timing_files.from_spdy`."""
+        from search.timing_files import from_spdy
 
-        return frames.from_spdy(path, **settings)
+        return from_spdy(path, **settings)
 
     def to_frame(self) -> pd.DataFrame:
         """A row an option; `from_frame` reads it back."""
@@ -460,15 +414,24 @@ class Problem:
 
     def save_spdy(self, path: str | Path) -> None:
         """Write SPDY's timing file, which knows no patterns, intervals, errors. Raises UsageError, BadData."""
-        from search import frames
+        from search.timing_files import write
 
-        write_spdy(frames.spdy_timings_of(self), Path(path))
+        write(self, Path(path))
 
     def plot(self) -> Any:
         """Seconds over sparsity, a line a layer and pattern: a plotly figure."""
         from search import plots
 
         return plots.of_problem(self)
+
+
+def _last(near: float, holds: Callable[[float], bool]) -> float:
+    """The largest number that it holds for, which is not far from `near`; it holds for all that are smaller."""
+    while not holds(near):
+        near = math.nextafter(near, -math.inf)
+    while holds(math.nextafter(near, math.inf)):
+        near = math.nextafter(near, math.inf)
+    return near
 
 
 def _ratio(above: float, below: float) -> float:

@@ -11,15 +11,13 @@ import numpy as np
 from latbench.interchange import write_spdy_profile
 from search.frontier import Frontier, frontier
 from search.layers import options_of
-from search.solve import Floats, sum_in_order
+from search.solve import Choice, Floats, sum_in_order
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from search.layers import Interval, Option
     from search.problem import Problem
-
-Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True, repr=False)

@@ -25,6 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from latbench.errors import BadData, PromiseMissed
 
+Choice = tuple[int, ...]
+"""One option a layer, as places in the layers' arrays."""
+
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]
 Labels = tuple[Floats, Floats, NDArray[np.int64], float]
@@ -55,7 +58,7 @@ class Solution:
     `bound == error` certifies the optimum; it is smaller only where `max_states` cut the search short.
     """
 
-    choice: tuple[int, ...]
+    choice: Choice
     seconds: float
     error: float
     bound: float
@@ -81,7 +84,7 @@ class Options:
         first = np.searchsorted(layer, np.arange(len(self.first)))
         return Options(self.seconds[kept], self.errors[kept], layer, self.place[kept], first)
 
-    def profile(self, taken: Places) -> tuple[float, float, tuple[int, ...]]:
+    def profile(self, taken: Places) -> tuple[float, float, Choice]:
         """Error, seconds and choice of one option a layer."""
         error, seconds = sum_in_order(self.errors[taken].tolist()), sum_in_order(self.seconds[taken].tolist())
         return error, seconds, tuple(self.place[taken].tolist())

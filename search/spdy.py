@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from search.evaluations import Choice, Evaluations
-from search.solve import Floats, solve
+from search.evaluations import Evaluations
+from search.solve import Choice, Floats, solve
 
 DRAWS = 100
 TRIALS = 100

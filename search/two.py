@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from search.solve import (
     NARROW,
     BadProblem,
+    Choice,
     Floats,
     Infeasible,
     Options,
@@ -34,7 +35,6 @@ from search.solve import (
     sum_in_order,
 )
 
-Choice = tuple[int, ...]
 Arrays = list[Floats]
 
 PRICES = 60

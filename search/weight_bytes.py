@@ -1,26 +1,20 @@
-"""What packed weights take in memory: bytes of each option of a layer."""
+"""What packed weights take in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
 
-from search.layers import Layer, Option
+from search.layers import Option
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW, VectorWise, parse
 from sparse_kernels.shapes import Shape
 
 
-def weight_bytes(layer: Layer, shape: Shape) -> dict[Option, float]:
-    """Bytes of the layer's weight as `sparse_kernels.formats` packs it: values, and what says where they are."""
-    return {option: float(_packed(option, shape.m, shape.k)) for option in layer.options}
-
-
-def of_layers(layers: tuple[Layer, ...], shapes: Mapping[str, Shape]) -> dict[str, dict[Option, float]]:
-    """The same for the layers of the model that these stand for."""
-    return {part.name: weight_bytes(part, shapes[part.name]) for layer in layers for part in layer.parts}
+def weight_bytes(option: Option, shape: Shape) -> float:
+    """Bytes of a weight as `sparse_kernels.formats` packs it: values, and what says where they are."""
+    return float(_packed(option, shape.m, shape.k))
 
 
 @cache

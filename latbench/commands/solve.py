@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.table import Table
 
+    from search.also import Also
+    from search.problem import Problem
     from search.selection import Selection, TradeOffs
 
 SHOWN = 12
 """Points of a frontier that are printed."""
+
+DIFFERENCES: dict[str, Callable[[str], Any]] = {
+    "target": float, "workload": str, "model": Path, "network": str, "device": str, "backend": str, "threads": int,
+    "batch": int, "dense_seconds": float, "fixed_seconds": float,
+}  # fmt: skip
+"""What --also-with may say."""
 
 
 def solve(
@@ -34,7 +44,11 @@ def solve(
     ] = None,
     pattern: Annotated[str, typer.Option(help="What the sparse times of a timing file are of.")] = "unstructured",
     workload: Annotated[
-        str | None, typer.Option(help="Of a table: the layers, by shape; without it those timed inside a network.")
+        str | None,
+        typer.Option(
+            help="Of a table: the layers, by shape; without it, or with --network, those timed inside a network. "
+            "Elsewhere their shapes, for --most-bytes."
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Of a table: the cost model that latbench fit made of it, to predict with.")
@@ -47,52 +61,108 @@ def solve(
         typer.Option(help="Of a table: only these, or `fine`; with --model also those between the measured ones."),
     ] = None,
     network: Annotated[str | None, typer.Option(help="Of a table: which network, where it holds several.")] = None,
+    device: Annotated[str | None, typer.Option(help="Of a table: which, where it holds several.")] = None,
     backend: Annotated[str | None, typer.Option(help="Of a table: which, where sparse layers have several.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of a table: how many, where it holds several.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Of layers inside a network: which, where the table holds several.")
+    ] = None,
     dense_seconds: Annotated[
         float | None, typer.Option(help="Of the whole dense model; by default as timed, else the sum of its layers.")
     ] = None,
     fixed_seconds: Annotated[
         float | None, typer.Option(help="What the model takes beside the layers; by default dense less their sum.")
     ] = None,
+    most_bytes: Annotated[
+        float | None, typer.Option(min=0.0, help="What the packed weights of all layers may take together.")
+    ] = None,
+    also: Annotated[
+        str | None,
+        typer.Option(help="Times like TIMINGS, of another device or batch, where the target shall be reached, too."),
+    ] = None,
+    also_with: Annotated[
+        list[str] | None,
+        typer.Option(help=f"What of --also is not as here: {', '.join(f'{key}=...' for key in DIFFERENCES)}."),
+    ] = None,
 ) -> None:
     """The profile of least error, proven, that a table of layer times allows at a target speedup."""
-    import cost_models
     from latbench import plan
     from latbench.errors import UsageError
-    from search import frames, layer_errors
+    from search import layer_errors
     from search import limits as limiting
 
-    if output is not None and target is None:
-        raise UsageError("--output is a profile: it needs a --target")
-    problem = frames.read(
-        timings, pattern=pattern, layers=workload, network=network, backend=backend, threads=threads,
-        model=cost_models.load(model, timings) if model else None,
-        patterns=[str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
-        sparsities=plan.wanted_sparsities(sparsities),
+    if target is None and (output, most_bytes, also) != (None, None, None):
+        raise UsageError("--output, --most-bytes and --also are of a profile: they need a --target")
+    if most_bytes is not None and also is not None:
+        raise UsageError("--most-bytes and --also are a second budget each, and a profile can have one")
+    if also_with and also is None:
+        raise UsageError("--also-with says more of --also, which is missing")
+    differences = {"target": target, **_differences(also_with or [])}
+    shared: dict[str, Any] = {
+        "pattern": pattern, "workload": workload, "network": network,
+        "patterns": [str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
+        "sparsities": plan.wanted_sparsities(sparsities),
+    }  # fmt: skip
+    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    problem = _read(
+        timings, **shared, model=model, device=device, backend=backend, threads=threads, batch=batch,
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
     if errors is not None:
         problem = problem.with_errors(layer_errors.read(errors))
     elif not problem.errors_known:
         problem = problem.with_prior()
-    if limits is not None:
-        problem = limiting.read(limits).on(problem)
+    problem = stated.on(problem)
     if target is None:
         _show_frontier(problem.frontier())
         return
-    found = problem.solve(target)
-    _show(found)
+    second: Problem | None = None
+    budget: Also | None = None
+    if also is not None:
+        wanted = differences.pop("target")
+        second = stated.on(_read(also, **{**shared, **differences}))
+        budget = second.within(wanted, also)
+    if most_bytes is not None:
+        budget = problem.bytes_within(most_bytes)
+    found = problem.solve(target, also=budget)
+    _show(found, "of those within both budgets" if budget else "so fast")
+    if second is not None:
+        typer.echo(f"{also}: {_promise(second.selection(found.options))}")
+    elif budget is not None:
+        typer.echo(f"weights take {budget.used(found.options):,.0f} of {most_bytes:,.0f} bytes")
     if output is not None:
         _save(found, output)
         typer.echo(f"{output} is written")
 
 
-def _show(found: Selection) -> None:
+def _read(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
+    import cost_models
+    from search import sources
+
+    learned = cost_models.load(model, source) if model else None
+    return sources.read(source, layers=workload, model=learned, **settings)
+
+
+def _differences(words: list[str]) -> dict[str, Any]:
+    """What --also-with says. Raises UsageError."""
+    from latbench.errors import UsageError
+
+    found = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        key = name.replace("-", "_")
+        try:
+            found[key] = DIFFERENCES[key](text)
+        except (KeyError, ValueError):
+            raise UsageError(f"--also-with says {', '.join(DIFFERENCES)}, as in batch=16, not {word!r}") from None
+    return found
+
+
+def _show(found: Selection, others: str) -> None:
     """Layer by layer, and the whole."""
     from rich.console import Console
 
-    from latbench.report.units import ratio, seconds
+    from latbench.report.units import seconds
 
     table = _table("layer", "pattern", "sparsity", "time", "error")
     for row in found.to_frame().to_dict("records"):
@@ -100,28 +170,35 @@ def _show(found: Selection) -> None:
         table.add_row(row["layer"], row["pattern"], share, seconds(row["seconds"]), error)
     console = Console()
     console.print(table)
-    speedup, predicted = found.speedup, found.predicted
-    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
-    proof = "no profile so fast has less" if found.bound == found.error else f"none so fast has {found.bound:.6g}"
+    proof = f"no profile {others} has less" + ("" if found.bound == found.error else f" than {found.bound:.6g}")
     console.print(
-        f"\n{known} over {found.problem.dense_engine}: "
-        f"{seconds(predicted.value)} instead of {seconds(found.problem.dense.value)}; "
-        f"total error {found.error:.6g}, and {proof}",
+        f"\n{_promise(found)}; total error {found.error:.6g}, and {proof}",
         highlight=False,
         soft_wrap=True,
     )
 
 
+def _promise(found: Selection) -> str:
+    from latbench.report.units import ratio, seconds
+
+    speedup = found.speedup
+    known = ratio(speedup.value, speedup.low, speedup.high) if speedup.low < speedup.high else ratio(speedup.value)
+    return (
+        f"{known} over {found.problem.dense_engine}: "
+        f"{seconds(found.predicted.value)} instead of {seconds(found.problem.dense.value)}"
+    )
+
+
 def _show_frontier(every: TradeOffs) -> None:
-    """Some of the efficient profiles, evenly spread over their speedups."""
+    """Some of the efficient profiles, evenly spread over their seconds."""
     import numpy as np
     from rich.console import Console
 
     from latbench.report.units import ratio, seconds
 
     table = _table("speedup", "time", "total error", left=0)
-    wanted = np.linspace(every.speedups[-1], every.speedups[0], SHOWN)
-    shown = sorted({int(np.flatnonzero(every.speedups >= least)[-1]) for least in wanted}, reverse=True)
+    wanted = np.linspace(every.seconds[0], every.seconds[-1], SHOWN)
+    shown = sorted({int(np.flatnonzero(every.seconds <= most)[-1]) for most in wanted}, reverse=True)
     for i in shown:
         table.add_row(ratio(every.speedups[i]), seconds(every.seconds[i]), f"{every.errors[i]:.4g}")
     console = Console()

@@ -79,7 +79,7 @@ def test_profiles_survive_a_round_trip(tmp_path: Path) -> None:
     write_spdy_profile(profile, tmp_path / "p.txt")
     assert (tmp_path / "p.txt").read_text().startswith("0.4000 layer1.0.conv1\n")
     assert read_spdy_profile(tmp_path / "p.txt") == profile
-    with pytest.raises(ValueError, match="cannot hold the layer name 'a b'"):
+    with pytest.raises(BadData, match="cannot hold a layer called 'a b': names have no space"):
         write_spdy_profile({"a b": 0.5}, tmp_path / "p.txt")
     assert read_spdy_profile(tmp_path / "p.txt") == profile
 

@@ -9,8 +9,10 @@ import pytest
 
 from search.chance import apart, solve_with_chance, tangent, upper
 from search.layers import DENSE, Interval, Layer, Option, tie
+from search.limits import of as limits_of
 from search.problem import Problem
-from search.solve import BadProblem, Infeasible, solve
+from search.solve import BadProblem, Infeasible, solve, sum_in_order
+from sparse_kernels.shapes import LinearShape
 
 
 def problem(rng: np.random.Generator, layers: int, options: int) -> tuple[list[np.ndarray], ...]:
@@ -113,7 +115,7 @@ def searched(rng: np.random.Generator, layers: int = 12, options: int = 8) -> Pr
     t, d, e = problem(rng, layers, options)
     names = (Option(DENSE, 0.0), *(Option("unstructured", 0.5 + i / 100) for i in range(1, options)))
     found = [
-        Layer(f"fc{i}", names, *it)
+        Layer(f"fc{i}", names, *it, shape=LinearShape(m=8 + i, k=8, n=1))
         for i, it in enumerate(zip(t, map(np.subtract, t, d), map(np.add, t, d), e, strict=True))
     ]
     found[3] = replace(found[2], name="twin", errors=found[3].errors)
@@ -128,9 +130,9 @@ def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rn
     found = apart(asked, target)
     best, careful = found.solve(target), asked.solve(target)
     assert best.error < careful.error
-    deviations = [layer.high - layer.seconds for layer in asked.layers]
-    for i in (1, 2):  # the twins
-        deviations[i] = deviations[i] * math.sqrt(2)
+    own = [layer.high - layer.seconds for layer in asked.layers[1:]]
+    tied = [part.high - part.seconds for part in asked.layers[0].parts]  # of two shapes: each errs on its own
+    deviations = [np.hypot(*tied), own[0] * math.sqrt(2), own[1] * math.sqrt(2), *own[2:]]  # own[:2] are the twins
     seconds, budget = [layer.seconds for layer in asked.layers], asked.dense.low / target - asked.fixed.value
     exact, _ = solve_with_chance(seconds, deviations, asked.errors, budget, 0.5)
     assert best.error == pytest.approx(exact.error)
@@ -148,3 +150,29 @@ def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rn
 def test_a_target_that_is_out_of_reach_leaves_the_problem_as_it_is(rng: np.random.Generator) -> None:
     asked = searched(rng)
     assert apart(asked, 40.0) is asked
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"minimum": {"fc0": 0.52, "fc1": 0.54, "fc2": 0.56}, "maximum": {"fc3": 0.53}, "fixed": {"fc4": "dense"}},
+        {"tied": [["fc0", "fc5", "fc6"], ["fc1", "fc2"]]},
+        {"tied": [["fc0", "fc5"]], "maximum": {"fc0": 0.55}, "minimum": {"fc6": 0.51}},
+    ],
+)
+def test_layers_of_one_shape_err_alike_whatever_limits_leave_them(limits: dict, rng: np.random.Generator) -> None:
+    asked = searched(rng)
+    one = replace(asked.layers[1], shape=LinearShape(m=8, k=8, n=1))
+    free = replace(asked, layers=tuple(replace(one, name=f"fc{i}") for i in range(7)))
+    limited = limits_of(limits, "limits").on(replace(free, dense=Interval(*(3 * x for x in asked.dense.ends))))
+    found = apart(limited, 1.2)
+    assert found is not limited
+    for _ in range(100):
+        choice = tuple(int(rng.integers(0, len(layer.options))) for layer in found.layers)
+        seconds, high = (
+            sum_in_order(values(layer)[j] for layer, j in zip(limited.layers, choice, strict=True))
+            for values in (lambda it: it.seconds, lambda it: it.high)
+        )
+        together = seconds + math.hypot(high - seconds, limited.fixed.high - limited.fixed.value)
+        assert found.predict(choice).high - limited.fixed.value >= together * (1 - 1e-12)

@@ -45,14 +45,13 @@ def test_errors_of_outputs_and_weights_come_from_the_database(tmp_path: Path, rn
     assert layer.errors.tolist() == pytest.approx([0.0, *(sum(weights[n][o] for n in NAMES) for o in OPTIONS[1:])])
 
 
-def test_the_smallest_weights_go_where_nothing_was_pruned_yet() -> None:
-    weights = {"0": np.array([[1.0, -2.0], [3.0, 4.0]]), "2": np.array([[1.0, 0.0], [0.0, 7.0]])}
-    found = layer_errors.magnitude_errors(problem(), weights)
-    assert found["0"] == pytest.approx({OPTIONS[1]: 5 / 30, OPTIONS[2]: 10 / 30})
-    assert found["2"] == pytest.approx({OPTIONS[1]: 0.0, OPTIONS[2]: 1 / 50})
-    assert (
-        layer_errors.magnitude_errors(problem(), {name: np.zeros((2, 2)) for name in NAMES})["0"][OPTIONS[1]] == 0.0
-    )
+def test_outputs_that_overflow_rule_an_option_out(tmp_path: Path) -> None:
+    database = Database(tmp_path, "hash")
+    for name in NAMES:
+        for option, error in zip(OPTIONS[1:], (0.5, np.nan), strict=True):
+            database.put(name, option.pattern, option.sparsity, torch.ones(2, 2), torch.ones(2, 2, dtype=bool), error)
+    p = problem().with_errors(layer_errors.output_errors(problem(), database))
+    assert p.layers[0].options == OPTIONS[:2]
 
 
 def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
@@ -74,6 +73,7 @@ def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
         ("layer,pattern,sparsity,error\n0,nm:2:4,0.6,1\n", "nm:2:4 has a sparsity of 0.5 and no other"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,1\n0,vector:2,0.5,2\n", "layer 0 has two errors as vector:2"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,high\n", "layer 0: .*high"),
+        ("layer,pattern,sparsity,error\n0,vector:2,0.5,\n", "layer 0 has no error as vector:2 at 0.5: write inf"),
         ("", r"errors\.csv: no CSV or Parquet file that can be read"),
     ],
 )  # fmt: skip

@@ -140,6 +140,8 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
         ({"tied": [["block.0.q", "tail"]]}, "tied: no layer is called 'tail'"),
         ({"tied_in_each": [["*.v", "*.k"]]}, r"tied_in_each: no layer is called '\*.v'"),
         ({"excluded": ["tail"]}, "excluded: no layer is called 'tail'"),
+        ({"fixed": {"block.[2-1].q": "dense"}}, r"fixed: no layer is called 'block.\[2-1\].q'"),
+        ({"fixed": {"block.[[a].q": "dense"}}, r"fixed: no layer is called 'block.\[\[a\].q'"),
         ({"excluded": ["*"]}, "every layer is excluded"),
         ({"excluded": ["head"], "fixed": {"head": "dense"}}, "layer head is excluded, and fixed speaks of it"),
         (

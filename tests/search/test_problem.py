@@ -3,13 +3,16 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from latbench.errors import BadData, UsageError
+from search.also import Also
+from search.building import problem_of
 from search.layers import DENSE, Interval, Layer, Option, at_least_as_free, option, tie, uniform_choice
-from search.problem import Also, Problem
+from search.problem import Problem
 from search.solve import Infeasible, sum_in_order
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
@@ -175,9 +178,12 @@ def test_what_is_no_speedup_is_refused(target: float) -> None:
         problem().solve(target)
 
 
-def test_options_with_an_error_that_is_not_finite_cannot_be_had() -> None:
-    errors = {name: {OPTIONS[1]: 1.0, OPTIONS[2]: np.inf, OPTIONS[3]: np.nan} for name in ("a", "b")}
+def test_options_with_an_infinite_error_cannot_be_had() -> None:
+    errors = {name: {OPTIONS[1]: 1.0, OPTIONS[2]: np.inf, OPTIONS[3]: np.inf} for name in ("a", "b")}
     assert [layer.options for layer in problem().with_errors(errors).layers] == [OPTIONS[:2]] * 2
+    errors["b"][OPTIONS[3]] = np.nan
+    with pytest.raises(BadData, match=r"no error is given for layer b as unstructured at 0\.5"):
+        problem().with_errors(errors)
 
 
 def test_uniform_profiles_are_not_worse_for_options_that_were_left_out() -> None:
@@ -286,6 +292,10 @@ def test_two_problems_at_once_keep_both_promises(rng: np.random.Generator) -> No
         assert solution.error == min(sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fitting)
     with pytest.raises(UsageError, match="other layers, or they are tied otherwise"):
         p.solve(1.0, also=random_problem(rng, layers=5).within(1.0))
+    with pytest.raises(
+        Infeasible, match=r"^the phone: target 99x is infeasible: the best is .*; .* of the time is in"
+    ):
+        p.within(99.0, "the phone")
 
 
 def test_a_second_budget_in_any_unit() -> None:
@@ -327,3 +337,49 @@ def test_options_of_one_sparsity_need_none_said() -> None:
     assert option("nm:1:3") == option("nm:1:3", 0.6667) == Option("nm:1:3", 1 - 1 / 3)
     assert option("dense") == option("dense", 0.0) == Option(DENSE, 0.0)
     assert option("vector:8", 1) == Option("vector:8", 1.0)
+
+
+def test_a_model_that_takes_no_time_is_infinitely_fast_and_said_to_be(tmp_path: Path) -> None:
+    free = layer("a", [4.0, 0.0], [0.0, 1.0], spread=0.0)
+    p = Problem((free,), Interval(0, 0, 0), Interval(4.0, 4.0, 4.0), "torch")
+    found = p.solve(3.0)
+    assert found.speedup == Interval(np.inf, np.inf, np.inf) and "inf" in repr(found)
+    found.save_spdy(tmp_path / "p.txt")
+    assert p.frontier().speedups.tolist() == [np.inf, 1.0]
+    faster = replace(p, fixed=Interval(-1.0, -1.0, -1.0))  # inside the model layers take less than on their own
+    assert faster.speedup(faster.predict((1,))).value == np.inf and faster.solve(100.0).choice == (1,)
+
+
+@pytest.mark.parametrize(
+    ("dense", "fixed", "said"),
+    [
+        (0.0, 0.0, "a dense model takes a finite time above 0, not 0 s"),
+        (-1.0, 0.0, "above 0, not -1 s"),
+        (np.nan, 0.0, "above 0, not nan s"),
+        (np.inf, 0.0, "above 0"),
+        (None, -4.0, "above 0, not 0 s"),
+        (5.0, np.nan, "what a model takes beside its layers is a finite time, not nan s"),
+        (None, np.inf, "a finite time, not inf s"),
+        (3.0, None, r"the dense model takes 3 s, its layers on their own 4 s: .*fixed_seconds \(--fixed-seconds\)"),
+    ],
+)
+def test_times_that_cannot_be_are_no_problem(dense: float | None, fixed: float | None, said: str) -> None:
+    one = layer("a", [4.0, 1.0], [0.0, 1.0], spread=0.0)
+    with pytest.raises(BadData, match=said):
+        problem_of([one], dense_seconds=dense, fixed_seconds=fixed)
+
+
+def test_layers_that_take_no_time_at_all_are_no_problem() -> None:
+    with pytest.raises(BadData, match="above 0, not 0 s"):
+        problem_of([layer("a", [0.0, 0.0], [0.0, 1.0])])
+
+
+def test_the_solver_of_a_problem_keeps_its_budgets_for_any_errors(rng: np.random.Generator) -> None:
+    p, other = random_problem(rng), random_problem(rng)
+    both = [c for c in all_profiles(p) if p.speedup(p.predict(c)).low >= 1.5]
+    also = [c for c in both if other.speedup(other.predict(c)).low >= 1.2]
+    for fitting, second in ((both, None), (also, other.within(1.2))):
+        errors = [rng.random(len(one)) for one in p.errors]
+        totals = {c: sum_in_order(e[j] for e, j in zip(errors, c, strict=True)) for c in fitting}
+        found = p.solver(1.5, second)(errors)
+        assert found.choice in fitting and found.error == min(totals.values()) == found.bound

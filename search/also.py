@@ -1,0 +1,73 @@
+"""A second budget beside the seconds: bytes of weights, or the seconds on another device or at another batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from latbench.errors import UsageError
+from search.layers import DENSE_OPTION, Layer, Option
+from search.solve import Floats
+from search.weight_bytes import weight_bytes
+from sparse_kernels.shapes import Shape
+
+Order = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Also:
+    """What each option of each layer of the model takes of it, and how much there is, in any unit.
+
+    `what` names it in sentences; `fixed` is what all else takes of it; `order` says which layers must add up in which
+    order, tied ones together, where the last bit counts.
+    """
+
+    costs: Mapping[str, Mapping[Option, float]]
+    budget: float
+    what: str = "the second budget"
+    fixed: float = 0.0
+    order: Order = ()
+
+    def arrays(self, layers: Sequence[Layer]) -> list[Floats]:
+        """What the options take, an array a layer. Raises UsageError for a layer or an option that it leaves out."""
+        if self.order not in ((), order_of(layers)):
+            raise UsageError(
+                f"{self.what}: it has other layers, or they are tied otherwise; set both the same limits"
+            )
+
+        def costs(part: Layer) -> Layer:
+            known = self.costs.get(part.name, {})
+            if missing := [option for option in part.options if option not in known]:
+                raise UsageError(
+                    f"{self.what}: nothing says what layer {part.name} takes as {missing[0]}; leave that option out"
+                )
+            return replace(part, errors=np.array([known[option] for option in part.options]))
+
+        return [layer.changed(costs).errors for layer in layers]
+
+    def used(self, options: Mapping[str, Option]) -> float:
+        """What a profile takes of it: `Selection.options`."""
+        return self.fixed + sum(self.costs[name][option] for name, option in options.items())
+
+
+def order_of(layers: Sequence[Layer]) -> Order:
+    """The names of the layers of the model that each stands for."""
+    return tuple(tuple(part.name for part in layer.parts) for layer in layers)
+
+
+def bytes_of_weights(searched: Sequence[Layer], shapes: Mapping[str, Shape | None], budget: float) -> Also:
+    """The budget of packed weights, in bytes; the layers of `shapes` that are not `searched` are dense.
+
+    Raises UsageError for a layer without a shape.
+    """
+    parts = {part.name: part for layer in searched for part in layer.parts}
+    known = {name: shape for name, shape in shapes.items() if shape is not None}
+    if missing := [name for name in (*parts, *shapes) if name not in known]:
+        raise UsageError(
+            f"bytes of weights: the shape of layer {missing[0]} is not known: give a workload that has it"
+        )
+    costs = {name: {it: weight_bytes(it, known[name]) for it in part.options} for name, part in parts.items()}
+    dense = sum(weight_bytes(DENSE_OPTION, shape) for name, shape in known.items() if name not in parts)
+    return Also(costs, budget, "bytes of weights", dense)
