@@ -113,28 +113,36 @@ class Transfer(Learned):
         return model.learn(X[rows].reset_index(drop=True), seconds[rows])
 
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
+        told = {name: source(X) for name, source in self.sources_.items()}
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
-        left_out = np.empty((len(X), 1 + len(self.sources_)))
+        left_out = np.empty((len(X), 1 + len(told)))
         for held_out in (fold == number for number in range(int(fold.max()) + 1)):
-            alone, tilted = self._candidates(X[~held_out], seconds[~held_out])
-            left_out[held_out] = np.stack([alone(X[held_out]), *(t(X[held_out]) for t in tilted.values())], axis=1)
+            left_out[held_out, 0] = self._alone(X[~held_out], seconds[~held_out])(X[held_out])
+            for column, log_told in enumerate(told.values(), start=1):
+                centre, line = _error_line(X[~held_out], np.log(seconds[~held_out]) - log_told[~held_out])
+                left_out[held_out, column] = log_told[held_out] + _design(X[held_out], centre) @ line
         weights, _ = nnls(
             np.vstack([left_out - np.log(seconds)[:, None], np.full((1, left_out.shape[1]), _SUM)]),
             np.append(np.zeros(len(X)), _SUM),
         )
-        return Stacked(*self._candidates(X, seconds), weights / weights.sum())
+        tilted = {
+            name: Tilted(source, *_error_line(X, np.log(seconds) - told[name]))
+            for name, source in self.sources_.items()
+        }
+        return Stacked(self._alone(X, seconds), tilted, weights / weights.sum())
 
-    def _candidates(self, X: pd.DataFrame, seconds: Array) -> tuple[Rates, dict[str, Tilted]]:
-        formats = tuple(sorted(self.encoder_.levels["format"]))
-        tilted = {name: _tilt(source, X, np.log(seconds)) for name, source in self.sources_.items()}
-        return roofline.fitted(X, seconds, formats, "plain"), tilted
+    def _alone(self, X: pd.DataFrame, seconds: Array) -> Rates:
+        """The roofline of the anchors."""
+        return roofline.fitted(X, seconds, tuple(sorted(self.encoder_.levels["format"])), "plain")
 
 
-def _tilt(source: Predict, X: pd.DataFrame, log_seconds: Array) -> Tilted:
+def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:
+    """Where a source's error on the anchors is centred, (sizes,), and its line, (1 + sizes,)."""
     centre = np.log2(X[list(SIZES)].to_numpy(np.float64)).mean(axis=0)
-    design, error = _design(X, centre), log_seconds - source(X)
+    design = _design(X, centre)
     penalty = np.diag([0.0, *[_RIDGE] * len(SIZES)])
-    return Tilted(source, centre, np.linalg.solve(design.T @ design + penalty, design.T @ error))
+    line = np.linalg.solve(design.T @ design + penalty, design.T @ error)
+    return centre, np.asarray(line, dtype=np.float64)
 
 
 def _design(X: pd.DataFrame, centre: Array) -> Array:

@@ -118,6 +118,7 @@ def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Pa
     assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
 
 
+@pytest.mark.slow
 def test_a_hybrid_looks_up_what_was_measured(latbench: Run, swept: Path, tmp_path: Path) -> None:
     learned = ("--estimator", "hybrid", "--backend", "numba")
     assert "Hybrid, 84 points" in latbench("fit", swept, "-o", tmp_path / "h.json", *learned)[1]
