@@ -117,34 +117,41 @@ def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, F
     return found
 
 
-MEANINGS = {
-    "held_out": "held-out points",
-    "median": "median error",
-    "p90": "90% of errors below",
-    "mape": "mean error",
-    "within_5": "share within 5%",
-    "within_10": "share within 10%",
-    "coverage": "share inside the interval",
-    "nominal_coverage": "the share it promises",
-    "width": "width of the interval",
-    "noise_floor": "noise floor (measured)",
+COLUMNS = {
+    "held_out": "points",
+    "median": "median",
+    "p90": "p90",
+    "mape": "mean",
+    "within_5": "≤5%",
+    "within_10": "≤10%",
+    "coverage": "inside",
+    "width": "width",
 }
 
 
 def validation_table(validation: Mapping[str, Figures]) -> Table:
-    """A row a figure, a column a way of holding out."""
+    """A row a way of holding out, a column a figure; what they mean, and the noise floor, below."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    first = next(iter(validation.values()))
+    nominal, noise = first.get("nominal_coverage"), first.get("noise_floor")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        caption_justify="left",
+        caption="Errors |predicted / measured - 1|: median, 90th percentile, mean, shares of at most 5% and 10%; "
+        f"the share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval, and its width. Noise "
+        f"floor (median width of the measured 95% intervals): {'unknown' if noise is None else f'{noise:.1%}'}.",
+    )
     table.add_column("")
-    for method in validation:
-        table.add_column(method, justify="right")
-    for key, meaning in MEANINGS.items():
-        table.add_row(meaning, *(_cell(key, figures.get(key)) for figures in validation.values()))
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for method, figures in validation.items():
+        table.add_row(method, *(_cell(name, figures.get(name)) for name in COLUMNS))
     return table
 
 
 def _cell(key: str, value: float | None) -> str:
     if value is None:
-        return "unknown"
+        return "-"
     return str(value) if key == "held_out" else f"{value:.1%}"
