@@ -1,8 +1,4 @@
-"""What a learned model sees of a layer: work, traffic, tiles that do not come out even, and the pattern.
-
-The time is learned as a factor on a roofline-like sum of what the layer must do: so much a multiplication (a rate for
-each format), so much a byte, so much a call. The rates are fitted to the table itself, so no data sheet is needed.
-"""
+"""What a learned model sees of a layer: work, traffic, tiles that do not come out even, and the pattern."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import nnls
 
+from cost_models.errors import BadRows
 from cost_models.rows import Array, sparsities
 from latbench import tables
 
@@ -21,7 +17,10 @@ SIZES = ("m", "k", "n")
 CATEGORIES = ("op", "format", "layout", "epilogue", "kernel_requested")
 _NUMBERS = ("unit_rows", "unit_columns", "kh", "kw", "stride_h", "c_in", "h", "w", "batch", "threads")
 _TILES = {"m": (8, 32, 128), "k": (8, 32), "n": (8, 32, 128)}
-_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
+_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int8_wo": 1, "fp8": 1, "fp8_static": 1,
+    "fp8_block": 1, "int4_wo": 0.5, "nvfp4": 0.5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,34 +42,23 @@ class Physics:
         if {"batch", "c_in", "h", "w"} <= set(X.columns):
             image = np.prod([X[name].to_numpy(np.float64) for name in ("batch", "c_in", "h", "w")], axis=0)
             inputs = np.where(np.isnan(image), inputs, image)
-        element = X["dtype_w"].map(_BYTES).to_numpy(np.float64) if "dtype_w" in X.columns else np.full(len(X), 4.0)
+        element = np.full(len(X), 4.0)
+        if "dtype_w" in X.columns:
+            if unknown := set(X["dtype_w"]) - set(_BYTES):
+                raise BadRows(f"dtype_w {unknown.pop()} has no known size, only {', '.join(_BYTES)} have")
+            element = X["dtype_w"].map(_BYTES).to_numpy(np.float64)
         return cls(
             2 * m * k * n, 2 * m * k * n * density, element * m * k * density, element * inputs, element * m * n
         )
 
 
 class Encoder:
-    """Turns rows into a matrix of numbers, with the categories and the rates of the rows it was made from."""
+    """Turns rows into a matrix of numbers, with the categories and the columns of the rows it was made from."""
 
-    def __init__(self, X: pd.DataFrame, seconds: Array) -> None:
+    def __init__(self, X: pd.DataFrame) -> None:
         X = with_structure(X)
         self.levels = {name: set(X[name].dropna().unique()) for name in CATEGORIES if name in X.columns}
         self.numbers = [name for name in _NUMBERS if name in X.columns and X[name].notna().any()]
-        work = self._work(X)
-        # Relative errors count: each row is divided by its own time.
-        self.rates, _ = nnls(work / seconds[:, None], np.ones(len(X)))
-
-    def roofline(self, X: pd.DataFrame) -> Array:
-        """Seconds of every row if each unit of work always took the same, (rows,)."""
-        return np.asarray(self._work(with_structure(X)) @ self.rates, dtype=np.float64)
-
-    def _work(self, X: pd.DataFrame) -> Array:
-        physics = Physics.of(X)
-        by_format = [
-            np.where(X["format"] == level, physics.flop_kept, 0.0) for level in sorted(self.levels["format"])
-        ]
-        moved = [physics.weight_bytes, physics.input_bytes, physics.output_bytes]
-        return np.stack([*by_format, *moved, np.ones(len(X))], axis=1)
 
     def matrix(self, X: pd.DataFrame) -> Array:
         """The features of every row, (rows, features); NaN where a column means nothing for the row."""

@@ -16,22 +16,27 @@ from typing import Any
 
 from cost_models.boosted import Boosted
 from cost_models.errors import BadModel
+from cost_models.hybrid import Hybrid
 from cost_models.lookup import AnchoredLookup
+from cost_models.roofline import Roofline
 from cost_models.rows import KEY, read_training_rows
-from cost_models.validation import Figures
+from cost_models.transfer import Transfer
+from cost_models.validation import CostModel, Figures
 from latbench import tables
 from latbench.files import write_text_atomically
 from latbench.places import Place
 
 VERSION = 1
-ESTIMATORS: dict[str, type[AnchoredLookup] | type[Boosted]] = {"AnchoredLookup": AnchoredLookup, "Boosted": Boosted}
+ESTIMATORS: dict[str, type[CostModel]] = {
+    kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)
+}
 
 
 @dataclass(frozen=True)
 class ModelFile:
     """What a model file says. backend: the only one whose rows were used, or None; validation: figures by method."""
 
-    estimator: AnchoredLookup | Boosted
+    estimator: CostModel
     table_hash: str
     backend: str | None
     validation: Mapping[str, Figures]
@@ -39,7 +44,7 @@ class ModelFile:
 
 def save(
     path: str | Path,
-    model: AnchoredLookup | Boosted,
+    model: CostModel,
     table_hash: str,
     *,
     backend: str | None = None,
@@ -81,7 +86,7 @@ def read(path: str | Path) -> ModelFile:
     return ModelFile(estimator, str(content["table_hash"]), content.get("backend"), validation)
 
 
-def load(path: str | Path, table: str | Place) -> AnchoredLookup | Boosted:
+def load(path: str | Path, table: str | Place) -> CostModel:
     """The model of the file `path`, fitted again to the table at `table`.
 
     Raises BadModel as `read` does, and for a table other than the one it was fitted to; BadData for no table.

@@ -6,7 +6,7 @@ set, and intervals calibrated so cover far less of a new shape than they say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,27 +14,28 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.base import clone
 
-from cost_models.boosted import Boosted
-from cost_models.errors import Uncalibrated
+from cost_models.errors import Unanchored, Uncalibrated
+from cost_models.hybrid import Hybrid
+from cost_models.learned import Learned
 from cost_models.lookup import AnchoredLookup
 from cost_models.rows import CURVE, Array, checked, keys, sparsities
 
 ANCHORS = 6
 Mask = npt.NDArray[np.bool_]
-
+CostModel = AnchoredLookup | Learned | Hybrid
+Outcome = tuple[Array, Mask, Array]
+"""Errors of what was held out; of the rows that have an interval, whether they are inside, and its relative width."""
 
 Figures = dict[str, float | int | None]
 
 
-def validate(
-    estimator: AnchoredLookup | Boosted, X: pd.DataFrame, y: npt.ArrayLike, coverage: float = 0.9
-) -> Figures:
+def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: float = 0.9) -> Figures:
     """Errors of `estimator`, fitted to (X, y), on the parts of (X, y) that it did not see.
 
     A learned model predicted shapes that were held out when it was fitted; their intervals are calibrated on the
-    shapes of other folds. A look-up predicts the
-    other sparsities of curves of which it keeps six anchors, spread evenly over those measured; a curve of no more
-    than six leaves out one inner anchor at a time.
+    shapes of other folds. A hybrid is judged by its learned part. A look-up predicts the other sparsities of curves
+    of which it keeps six anchors, spread evenly over those measured; a curve of no more than six leaves out one inner
+    anchor at a time.
 
     Errors are |predicted / measured - 1|. Returns median, p90, mape (their mean), within_5 and within_10 (shares),
     coverage (the share inside the interval of nominal_coverage), width (median of (high - low) / predicted; both None
@@ -42,10 +43,30 @@ def validate(
     all figures are None where nothing could be held out.
     """
     seconds = checked(X, y)
-    if isinstance(estimator, Boosted):
-        errors, covered, widths = _held_out_shapes(estimator, coverage)
+    if isinstance(estimator, Hybrid):
+        estimator = estimator.learned_
+    if isinstance(estimator, Learned):
+        outcome = _held_out_shapes(estimator, coverage)
     else:
-        errors, covered, widths = _held_out_sparsities(estimator, X, seconds, coverage)
+        outcome = _held_out(estimator, X, seconds, coverage, by_sparsity(X))
+    return _figures(outcome, X, seconds, coverage)
+
+
+def validate_held_out(
+    estimator: Learned, X: pd.DataFrame, y: npt.ArrayLike, held_out: Iterable[Mask], coverage: float = 0.9
+) -> Figures:
+    """Errors of `estimator`, fitted again without each of `held_out` (rows,) in turn, on what was held out.
+
+    It may extrapolate: that is what a family of layers or an edge of the measured sizes asks of it. What it refuses
+    even so, such as an operation that only the rows held out have, does not count. Figures as of `validate`.
+    """
+    seconds = checked(X, y)
+    bold = clone(estimator).set_params(allow_extrapolation=True)
+    return _figures(_held_out(bold, X, seconds, coverage, held_out), X, seconds, coverage)
+
+
+def _figures(outcome: Outcome, X: pd.DataFrame, seconds: Array, coverage: float) -> Figures:
+    errors, covered, widths = outcome
     return {
         "median": _over(np.median, errors),
         "p90": _over(lambda values: np.quantile(values, 0.9), errors),
@@ -60,8 +81,7 @@ def validate(
     }
 
 
-def _held_out_shapes(model: Boosted, coverage: float) -> tuple[Array, Mask, Array]:
-    """Errors of every row, and of those that have intervals whether they are inside, and the intervals' widths."""
+def _held_out_shapes(model: Learned, coverage: float) -> Outcome:
     log_errors = model.held_out_errors_
     if np.isnan(log_errors).any():  # one shape alone
         return np.empty(0), np.empty(0, bool), np.empty(0)
@@ -72,16 +92,21 @@ def _held_out_shapes(model: Boosted, coverage: float) -> tuple[Array, Mask, Arra
     return np.abs(np.expm1(log_errors)), np.abs(log_errors[: half.size]) <= half, 2 * np.sinh(half)
 
 
-def _held_out_sparsities(
-    estimator: AnchoredLookup, X: pd.DataFrame, seconds: Array, coverage: float
-) -> tuple[Array, Mask, Array]:
+def _held_out(
+    estimator: CostModel, X: pd.DataFrame, seconds: Array, coverage: float, masks: Iterable[Mask]
+) -> Outcome:
     errors, covered, widths = np.empty(0), np.empty(0, bool), np.empty(0)
-    for held_out in by_sparsity(X):
-        model = clone(estimator).fit(X[~held_out], seconds[~held_out])
-        truth, predicted = seconds[held_out], model.predict(X[held_out])
+    for held_out in masks:
+        rest, asked = X[~held_out].reset_index(drop=True), X[held_out].reset_index(drop=True)
+        try:
+            model = clone(estimator).fit(rest, seconds[~held_out])
+            predicted = model.predict(asked)
+        except Unanchored:
+            continue
+        truth = seconds[held_out]
         errors = np.append(errors, np.abs(predicted / truth - 1))
         try:
-            low, high = model.predict_interval(X[held_out], coverage)
+            low, high = model.predict_interval(asked, coverage)
         except Uncalibrated:
             continue
         covered = np.append(covered, (low <= truth) & (truth <= high))

@@ -17,7 +17,7 @@ Names without any time may follow, as in one of the published files. SPDY, profi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,14 +208,3 @@ def _is_number(text: str) -> bool:
 
 def _bad(path: Path, index: int, message: str) -> BadData:
     return BadData(f"{path}, line {index + 1}: {message}")
-
-
-Read = Callable[..., Sequence[dict[str, Any]]]
-
-
-def _import_spdy(path: Path, **settings: Any) -> list[dict[str, Any]]:
-    return spdy_rows(read_spdy(path), **settings)
-
-
-FORMATS: dict[str, Read] = {"spdy": _import_spdy}
-"""What `latbench import` reads: (path, network=, pattern=, device=, threads=, shapes=) -> table rows."""

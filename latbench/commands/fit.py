@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
     from rich.table import Table
 
+    from cost_models import CostModel
     from cost_models.validation import Figures
 
 
@@ -19,17 +22,26 @@ class Kind(StrEnum):
     """The cost models that can be fitted."""
 
     lookup = "lookup"
+    roofline = "roofline"
     boosted = "boosted"
+    hybrid = "hybrid"
+    transfer = "transfer"
 
 
 def fit(
     table: Annotated[str, typer.Argument(help="A table: folder of parts or a Parquet file.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Model file to write (JSON).")],
     estimator: Annotated[
-        Kind, typer.Option(help="lookup: interpolates measured shapes; boosted: predicts others too.")
+        Kind,
+        typer.Option(
+            help="lookup: interpolates measured shapes; roofline: sums of work at fitted rates; boosted: learns what "
+            "they miss, for other shapes; hybrid: lookup where measured, else boosted; transfer: a new device from a "
+            "few of its rows and many of others (merge --allow-mixed)."
+        ),
     ] = Kind.lookup,
     backend: Annotated[str | None, typer.Option(help="Learn from this backend's rows alone.")] = None,
-    random_state: Annotated[int, typer.Option(min=0, help="Seed of the boosted trees and of their hold-outs.")] = 0,
+    device: Annotated[str | None, typer.Option(help="transfer: the device to predict.")] = None,
+    random_state: Annotated[int, typer.Option(min=0, help="Seed of learned models and of their hold-outs.")] = 0,
 ) -> None:
     """Fit a cost model and say how wrong it is where it did not see the answer, beside the noise of the table."""
     from rich.console import Console
@@ -38,16 +50,14 @@ def fit(
     from latbench import tables
     from latbench.errors import UsageError
 
+    if (estimator is Kind.transfer) != (device is not None):
+        raise UsageError("--estimator transfer needs a --device to predict, and no other estimator takes one")
     table_hash = tables.table_hash(table)
     X, y = cost_models.read_training_rows(table, backend)
-    model: cost_models.AnchoredLookup | cost_models.Boosted
-    if estimator is Kind.boosted:
-        backends = sorted(set(X["backend"]))
-        if len(backends) > 1:
-            raise UsageError(f"a boosted model is of one backend: say --backend {' or '.join(backends)}")
-        model = cost_models.Boosted(random_state=random_state)
-    else:
-        model = cost_models.AnchoredLookup()
+    backends = sorted(set(X["backend"]))
+    if estimator is not Kind.lookup and len(backends) > 1:
+        raise UsageError(f"a {estimator.value} model is of one backend: say --backend {' or '.join(backends)}")
+    model = _model(estimator, device, random_state)
 
     console = Console()
     try:
@@ -59,51 +69,89 @@ def fit(
     if same:
         validation = saved.validation
     else:
-        model.fit(X, y)
-        name = "held-out sparsities of measured shapes"
-        if isinstance(model, cost_models.AnchoredLookup):
-            validation = {name: cost_models.validate(model, X, y)}
-        else:
-            # The look-up beside it says what measuring six sparsities of a shape would buy.
-            look_up = cost_models.AnchoredLookup().fit(X, y)
-            validation = {
-                "held-out shapes": cost_models.validate(model, X, y),
-                f"look-up, {name}": cost_models.validate(look_up, X, y),
-            }
+        validation = _validation(model.fit(X, y), X, y)
         cost_models.save(output, model, table_hash, backend=backend, validation=validation)
     console.print(validation_table(validation))
     shapes = X[["op", "m", "k", "n"]].drop_duplicates().shape[0]
     typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
 
 
-MEANINGS = {
-    "held_out": "held-out points",
-    "median": "median error",
-    "p90": "90% of errors below",
-    "mape": "mean error",
-    "within_5": "share within 5%",
-    "within_10": "share within 10%",
-    "coverage": "share inside the interval",
-    "nominal_coverage": "the share it promises",
-    "width": "width of the interval",
-    "noise_floor": "noise floor (measured)",
+def _model(estimator: Kind, device: str | None, random_state: int) -> CostModel:
+    import cost_models
+
+    match estimator:
+        case Kind.lookup:
+            return cost_models.AnchoredLookup()
+        case Kind.roofline:
+            return cost_models.Roofline(random_state=random_state)
+        case Kind.boosted:
+            return cost_models.Boosted(random_state=random_state)
+        case Kind.hybrid:
+            return cost_models.Hybrid(random_state=random_state)
+        case Kind.transfer:
+            return cost_models.Transfer(device or "", random_state=random_state)
+
+
+def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, Figures]:
+    """What the model gets wrong, by what was held out, and what simpler ones do: a roofline, and the look-up, which
+    says what measuring six sparsities of a shape would buy.
+    """
+    import cost_models
+    from cost_models import AnchoredLookup, Hybrid, Roofline, Transfer
+
+    sparsities = "held-out sparsities of measured shapes"
+    if isinstance(model, AnchoredLookup):
+        return {sparsities: cost_models.validate(model, X, y)}
+    found = {"held-out shapes": cost_models.validate(model, X, y)}
+    if isinstance(model, Transfer):
+        ours = X["device"].eq(model.device).to_numpy()
+        X, y = X[ours].reset_index(drop=True), y[ours]
+    else:
+        learned = model.learned_ if isinstance(model, Hybrid) else model
+        for name, masks in cost_models.hold_outs(X).items():
+            if name != "shapes":
+                found[name] = cost_models.validate_held_out(learned, X, y, masks)
+    if not isinstance(model, Roofline):
+        found["roofline, held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
+    found[f"look-up, {sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)
+    return found
+
+
+COLUMNS = {
+    "held_out": "points",
+    "median": "median",
+    "p90": "p90",
+    "mape": "mean",
+    "within_5": "≤5%",
+    "within_10": "≤10%",
+    "coverage": "inside",
+    "width": "width",
 }
 
 
 def validation_table(validation: Mapping[str, Figures]) -> Table:
-    """A row a figure, a column a way of holding out."""
+    """A row a way of holding out, a column a figure; what they mean, and the noise floor, below."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
+    first = next(iter(validation.values()))
+    nominal, noise = first.get("nominal_coverage"), first.get("noise_floor")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        caption_justify="left",
+        caption="Errors |predicted / measured - 1|: median, 90th percentile, mean, shares of at most 5% and 10%; "
+        f"the share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval, and its width. Noise "
+        f"floor (median width of the measured 95% intervals): {'unknown' if noise is None else f'{noise:.1%}'}.",
+    )
     table.add_column("")
-    for method in validation:
-        table.add_column(method, justify="right")
-    for key, meaning in MEANINGS.items():
-        table.add_row(meaning, *(_cell(key, figures.get(key)) for figures in validation.values()))
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for method, figures in validation.items():
+        table.add_row(method, *(_cell(name, figures.get(name)) for name in COLUMNS))
     return table
 
 
 def _cell(key: str, value: float | None) -> str:
     if value is None:
-        return "unknown"
+        return "-"
     return str(value) if key == "held_out" else f"{value:.1%}"

@@ -3,56 +3,102 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 
 def import_(
-    format: Annotated[str, typer.Argument(help="spdy: per-layer timings as published with SPDY.")],
+    format: Annotated[
+        str,
+        typer.Argument(
+            help="spdy: per-layer timings as published with SPDY; kernel timings: neusight and deepbench (csv), "
+            "aiconfigurator (Parquet)."
+        ),
+    ],
     path: Annotated[Path, typer.Argument(help="The file to read.")],
     output: Annotated[str, typer.Option("--output", "-o", help="Folder or URI of the table to add to.")],
-    pattern: Annotated[str, typer.Option(help="What the sparse rows hold, such as block:1x4.")] = "unstructured",
-    network: Annotated[str | None, typer.Option(help="The network's name; by default the file's.")] = None,
-    device: Annotated[str, typer.Option(help="The machine that was timed, such as amd-epyc-7742.")] = "unknown",
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that were used, if known.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="COLUMN=VALUE: kernel timings of these lines alone, such as 'Device=Tesla T4'; repeatable."
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None, typer.Option(help="spdy: what the sparse rows hold, such as block:1x4. Default: unstructured.")
+    ] = None,
+    network: Annotated[str | None, typer.Option(help="spdy: the network's name; by default the file's.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="The machine that was timed, such as amd-epyc-7742; by default as the file says."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="spdy: threads that were used, if known.")] = None,
     workload: Annotated[
-        str | None, typer.Option(help="Gives the layers their shapes, by name: a bundled workload or a YAML file.")
+        str | None,
+        typer.Option(help="spdy: gives the layers their shapes, by name: a bundled workload or a YAML file."),
     ] = None,
 ) -> None:
     """Read timings of another project into a table; what is in it already is not added twice."""
     import hashlib
 
-    from latbench import interchange, plan, tables, workloads
-    from latbench.errors import BadData, UsageError
-    from sparse_kernels import patterns
+    from latbench import kernel_timings, tables
+    from latbench.errors import UsageError
 
-    if format not in interchange.FORMATS:
-        raise UsageError(f"unknown format {format!r}: known are {', '.join(interchange.FORMATS)}")
-    try:
-        patterns.parse(pattern)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    layers = workloads.load(workload).layers if workload else ()
-    settings = {
-        "network": network or path.stem,
-        "pattern": pattern,
-        "device": device,
-        "threads": threads,
-        "shapes": {layer.name: plan.shape_columns(layer.shape) for layer in layers},
-    }
-    rows = interchange.FORMATS[format](path, **settings)
+    if format == "spdy":
+        if only:
+            raise UsageError("--only is for kernel timings; a file of spdy has no columns")
+        rows = _spdy_rows(path, pattern or "unstructured", network, device or "unknown", threads, workload)
+    elif format in kernel_timings.FORMATS:
+        given = {"--pattern": pattern, "--network": network, "--threads": threads, "--workload": workload}
+        if foreign := [name for name, value in given.items() if value is not None]:
+            raise UsageError(f"{', '.join(foreign)}: for spdy alone, {format} says it itself")
+        rows = kernel_timings.read(format, path, only=dict(map(_column_and_value, only or ())), device=device)
+    else:
+        raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if tables.exists(output):
         table = tables.read(output)
         if run_id in set(table["run_id"]):
             typer.echo(f"{output}: up to date, {path} is in it")
             return
-        if others := set(table["device"]) - {device}:
-            raise UsageError(f"{output} is a table of {', '.join(sorted(others))}, not {device}: give another folder")
-    if layers and not any(row.get("m") for row in rows):
-        raise BadData(f"no layer of {path} is called as one of workload {workload}: the shapes would all be unknown")
+        if others := set(table["device"]) - {rows[0]["device"]}:
+            named = ", ".join(sorted(others))
+            raise UsageError(f"{output} is a table of {named}, not {rows[0]['device']}: give another folder")
     tables.write_part(output, [{**row, "run_id": run_id, "timer": format} for row in rows])
     unknown = len({row["model"] for row in rows if row.get("op") != "model" and row.get("m") is None})
     without = f", {unknown} layers of unknown shape (--workload gives them)" if unknown else ""
     typer.echo(f"{output}: {len(rows)} rows from {path}{without}")
+
+
+def _spdy_rows(
+    path: Path, pattern: str, network: str | None, device: str, threads: int | None, workload: str | None
+) -> list[dict[str, Any]]:
+    from latbench import interchange, plan, workloads
+    from latbench.errors import BadData, UsageError
+    from sparse_kernels import patterns
+
+    try:
+        patterns.parse(pattern)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    layers = workloads.load(workload).layers if workload else ()
+    rows = interchange.spdy_rows(
+        interchange.read_spdy(path),
+        network=network or path.stem,
+        pattern=pattern,
+        device=device,
+        threads=threads,
+        shapes={layer.name: plan.shape_columns(layer.shape) for layer in layers},
+    )
+    if layers and not any(row.get("m") for row in rows):
+        raise BadData(f"no layer of {path} is called as one of workload {workload}: the shapes would all be unknown")
+    return rows
+
+
+def _column_and_value(text: str) -> tuple[str, str]:
+    from latbench.errors import UsageError
+
+    column, separator, value = text.partition("=")
+    if not (column and separator and value):
+        raise UsageError(f"--only is COLUMN=VALUE, not {text!r}")
+    return column, value

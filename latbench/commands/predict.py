@@ -45,7 +45,8 @@ def predict(
         raise UsageError(f"--coverage lies between 0 and 1, not {coverage:g}")
     fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
     given = {"op": kind, **_sizes(shape), "pattern": str(parsed), "sparsity_target": own[0]}
-    choices = {"backend": backend, "kernel_requested": kernel, "threads": threads}
+    device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
+    choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
     asked = given | {name: value for name, value in choices.items() if value is not None}
     measured, _ = cost_models.read_training_rows(table, cost_models.read(model).backend)
     query = pd.DataFrame([_settled(measured, asked) | asked])
@@ -58,10 +59,18 @@ def predict(
         except cost_models.Uncalibrated as reason:
             typer.echo(text)
             typer.echo(f"latbench: no interval: {reason}", err=True)
+        if not isinstance(fitted, cost_models.AnchoredLookup):
+            _flag(max(float(octaves[0]) for octaves in fitted.octaves_outside(query).values()))
     except LatbenchError:
         raise
     except ValueError as error:
         raise UsageError(f"{error}: the table holds several, say which") from error
+
+
+def _flag(octaves: float) -> None:
+    """Say that a prediction is an extrapolation."""
+    if octaves > 0:
+        typer.echo(f"latbench: extrapolated: {octaves:.1f} octaves outside the measured range; measure it", err=True)
 
 
 def _sizes(text: str) -> dict[str, int]:

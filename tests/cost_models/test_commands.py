@@ -63,7 +63,7 @@ def test_fit_says_what_it_gets_wrong_and_the_second_time_that_nothing_changed(
 ) -> None:
     code, out, _ = latbench("fit", swept, "-o", tmp_path / "m.json")
     assert code == 0
-    for said in ("held-out sparsities", "share within 10%", "share inside the interval", "noise floor"):
+    for said in ("held-out sparsities", "≤10%", "share inside the 90% interval", "Noise floor"):
         assert said in out
     assert out.endswith("AnchoredLookup, 96 points of 12 shapes\n")
     before = (tmp_path / "m.json").read_bytes()
@@ -89,9 +89,66 @@ def test_fit_boosted_is_of_one_backend_and_shows_the_lookup_beside_it(
     assert not (tmp_path / "m.json").exists()
     arguments = ("fit", swept, "-o", tmp_path / "m.json", "--estimator", "boosted", "--backend", "numba")
     out = latbench(*arguments)[1]
-    assert re.search(r"held-out shapes +look-up, held-out sparsities", out)
+    ways = [line.split("  ")[0] for line in out.splitlines()[1:7]]
+    assert ways[0] == "held-out shapes" and ways[-1] == "look-up, held-out sparsities of measured shapes"
     predicted = latbench("predict", tmp_path / "m.json", "--table", swept, *_query("300x300x100"))[1]
     assert re.fullmatch(r"linear 300x300x100 vector:32 at 75%: [\d.]+ µs \([\d.]+ to [\d.]+ with 90%\)\n", predicted)
+
+
+def test_fit_says_how_a_learned_model_fares_by_family_and_at_the_edges(
+    latbench: Run, swept: Path, tmp_path: Path
+) -> None:
+    arguments = ("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", "--backend", "numba")
+    code, out, _ = latbench(*arguments)
+    assert code == 0
+    validation = json.loads((tmp_path / "m.json").read_text())["validation"]
+    ways = ["held-out shapes", "layer families", "smallest fifth", "largest fifth"]
+    assert list(validation)[:4] == ways and list(validation)[4].startswith("look-up")
+    assert validation["largest fifth"]["held_out"] == 2 * 7
+    assert validation["held-out shapes"]["median"] < 0.05
+    assert latbench(*arguments)[1].splitlines()[:-1] == out.splitlines()[:-1]
+
+
+def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", "--backend", "numba")
+    asked = ("predict", tmp_path / "m.json", "--table", swept, *_query("4000x320x37"))
+    assert "m is 2.0 octaves outside" in _refused(latbench(*asked), 5)
+    code, out, err = latbench(*asked, "--allow-extrapolation")
+    assert code == 0 and "with 90%" in out
+    assert err == "latbench: extrapolated: 2.0 octaves outside the measured range; measure it\n"
+    assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
+
+
+@pytest.mark.slow
+def test_a_hybrid_looks_up_what_was_measured(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    learned = ("--estimator", "hybrid", "--backend", "numba")
+    assert "Hybrid, 84 points" in latbench("fit", swept, "-o", tmp_path / "h.json", *learned)[1]
+    latbench("fit", swept, "-o", tmp_path / "l.json", "--backend", "numba")
+    hybrid, lookup = (
+        latbench("predict", tmp_path / name, "--table", swept, *_query())[1] for name in ("h.json", "l.json")
+    )
+    assert hybrid == lookup
+
+
+def test_transfer_predicts_a_device_from_few_of_its_rows(
+    latbench: Run, swept: Path, tmp_path: Path, seconds: Callable[[pd.DataFrame], np.ndarray]
+) -> None:
+    rows = tables.read(swept)
+    few = rows[(rows["backend"] == "numba") & (rows["n"] == 37)].assign(device="b-cpu")
+    columns = [field.name for field in tables.KEY]
+    tables.write_part(tmp_path / "new", [
+        {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [s]}
+        for row, s in zip(few[columns].to_dict("records"), 2 * few["median_seconds"], strict=True)
+    ])  # fmt: skip
+    both, model = tmp_path / "both", tmp_path / "m.json"
+    assert latbench("merge", swept, tmp_path / "new", "-o", both, "--allow-mixed")[0] == 0
+    transfer = ("fit", both, "-o", model, "--estimator", "transfer", "--backend", "numba")
+    assert "needs a --device" in _refused(latbench(*transfer), 2)
+    assert "fewer than 5 shapes were measured on c-cpu" in _refused(latbench(*transfer, "--device", "c-cpu"), 5)
+    assert "Transfer, 126 points" in latbench(*transfer, "--device", "b-cpu")[1]
+    out = latbench("predict", model, "--table", both, *_query("256x320x128"))[1]
+    truth = 2e6 * seconds(pd.DataFrame([{"m": 256, "k": 320, "n": 128, "sparsity_target": 0.75}]))[0]
+    assert float(out.split(": ")[1].split()[0]) == pytest.approx(truth, rel=0.1)
 
 
 def _query(shape: str = "256x320x37", sparsity: object = 0.75, pattern: str = "vector:32") -> tuple[object, ...]:
@@ -181,6 +238,28 @@ def test_import_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     said = _refused(latbench("import", "spdy", tmp_path / "net.txt", *folder, "--pattern", "stripes"), 2)
     assert "stripes" in said
     assert not (tmp_path / "table").exists()
+
+
+NEUSIGHT = """OPName,Latency,Device,B,M,N,K,kernel
+linear,0.5,Tesla T4,1,64,128,256,sgemm_128x64
+linear,0.7,Tesla T4,1,64,256,256,sgemm_128x64
+linear,0.2,Tesla P4,1,64,128,256,sgemm_64x64
+"""
+
+
+def test_import_takes_one_device_of_a_table_of_kernels(latbench: Run, tmp_path: Path) -> None:
+    (tmp_path / "k.csv").write_text(NEUSIGHT)
+    arguments = ("import", "neusight", tmp_path / "k.csv", "-o", tmp_path / "table")
+    assert "device nvidia-tesla-p4, nvidia-tesla-t4; say which" in _refused(latbench(*arguments), 2)
+    one = (*arguments, "--only", "Device=Tesla T4")
+    assert latbench(*one)[1].endswith(f"table: 2 rows from {tmp_path / 'k.csv'}\n")
+    assert "up to date" in latbench(*one)[1]
+    other = (*arguments, "--only", "Device=Tesla P4")
+    assert "is a table of nvidia-tesla-t4, not nvidia-tesla-p4" in _refused(latbench(*other), 2)
+    assert "--only is COLUMN=VALUE" in _refused(latbench(*arguments, "--only", "T4"), 2)
+    assert "--pattern: for spdy alone" in _refused(latbench(*one, "--pattern", "dense"), 2)
+    spdy = ("import", "spdy", tmp_path / "k.csv", "-o", tmp_path / "other", "--only", "a=b")
+    assert "--only is for kernel timings" in _refused(latbench(*spdy), 2)
 
 
 FACTORY = """

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import cost_models
-from cost_models import AnchoredLookup, BadModel, Boosted
+from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
 from latbench import tables
 
 Seconds = Callable[[pd.DataFrame], np.ndarray]
@@ -37,8 +37,16 @@ def _write(folder: Path, X: pd.DataFrame, seconds: np.ndarray, rng: np.random.Ge
     )
 
 
-@pytest.mark.parametrize("model", [AnchoredLookup(), Boosted(max_iter=5, random_state=3)])
-def test_a_saved_model_comes_back_equal(model: AnchoredLookup | Boosted, stored: Stored, tmp_path: Path) -> None:
+MODELS = [
+    AnchoredLookup(),
+    Roofline(form=None),
+    Boosted(max_iter=5, random_state=3),
+    Hybrid(max_iter=5, random_state=3),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: type(model).__name__)
+def test_a_saved_model_comes_back_equal(model: CostModel, stored: Stored, tmp_path: Path) -> None:
     folder, X = stored
     model.fit(*cost_models.training_rows(tables.read(folder)))
     validation = {"a way": {"median": 0.01, "coverage": None}}
@@ -48,6 +56,19 @@ def test_a_saved_model_comes_back_equal(model: AnchoredLookup | Boosted, stored:
     np.testing.assert_array_equal(again.predict(X), model.predict(X))
     np.testing.assert_array_equal(again.predict_interval(X, 0.7), model.predict_interval(X, 0.7))
     assert cost_models.read(tmp_path / "m.json").validation == validation
+
+
+def test_a_transfer_comes_back_from_a_table_of_several_devices(
+    stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    folder, X = stored
+    new = X[X["n"] == 37].assign(device="b-cpu")
+    _write(folder, new, 3 * seconds(new), rng)
+    model = Transfer("b-cpu", max_iter=20).fit(*cost_models.training_rows(tables.read(folder)))
+    cost_models.save(tmp_path / "m.json", model, tables.table_hash(folder))
+    again = cost_models.load(tmp_path / "m.json", folder)
+    np.testing.assert_array_equal(again.predict(new), model.predict(new))
+    assert np.median(np.abs(again.predict(new) / (3 * seconds(new)) - 1)) < 0.05
 
 
 def test_another_table_is_refused(stored: Stored, tmp_path: Path, seconds: Seconds, rng: np.random.Generator) -> None:

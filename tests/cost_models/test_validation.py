@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy.stats import binom
 
-from cost_models import AnchoredLookup, Boosted, validate
+from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, hold_outs, validate, validate_held_out
 from cost_models.validation import by_sparsity, noise_floor
 
 Table = Callable[..., pd.DataFrame]
@@ -71,3 +71,28 @@ def test_times_that_no_feature_explains_look_wrong(table: Table, seconds: Second
     assert figures["median"] > 0.15
     assert figures["within_10"] < 0.5
     assert figures["width"] > 0.5
+
+
+def test_what_is_held_out_is_predicted_by_a_model_of_the_rest(noisy: Noisy) -> None:
+    X, y = noisy
+    [edge] = hold_outs(X)["largest fifth"]
+    figures = validate_held_out(Roofline(), X, y, [edge], 0.8)
+    model = Roofline(allow_extrapolation=True).fit(X[~edge].reset_index(drop=True), y[~edge])
+    predicted, (low, high) = model.predict(X[edge]), model.predict_interval(X[edge], 0.8)
+    assert figures["median"] == pytest.approx(np.median(np.abs(predicted / y[edge] - 1)))
+    assert figures["coverage"] == pytest.approx(((low <= y[edge]) & (y[edge] <= high)).mean())
+    assert figures["width"] == pytest.approx(np.median((high - low) / predicted))
+    assert figures["held_out"] == edge.sum()
+
+
+def test_what_a_model_refuses_is_not_counted_as_predicted(noisy: Noisy) -> None:
+    X, y = noisy
+    # No other row is of this operation, so a model of the others refuses it.
+    odd = X["m"].eq(64).to_numpy()
+    X = X.assign(op=np.where(odd, "conv2d", "linear"))
+    assert validate_held_out(Roofline(), X, y, [odd])["held_out"] == 0
+
+
+def test_a_hybrid_is_judged_by_its_learned_part(noisy: Noisy) -> None:
+    X, y = noisy
+    assert validate(Hybrid(max_iter=5).fit(X, y), X, y, 0.8) == validate(Boosted(max_iter=5).fit(X, y), X, y, 0.8)

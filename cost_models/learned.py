@@ -1,0 +1,232 @@
+"""What learned models share: they know what they were shown, refuse the rest, and say how wrong they may be.
+
+A subclass learns; this class holds shapes out to calibrate its intervals. Inside the measured range they come from
+shapes left out at random, whole shapes at a time. Beyond it they come from the smallest or the largest fifth of the
+shapes, predicted from the others, and grow with the distance.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils.validation import check_is_fitted
+
+from cost_models import frontier
+from cost_models.conformal import quantile
+from cost_models.errors import MixedModes, Unanchored, Uncalibrated
+from cost_models.features import SIZES, Encoder, with_structure
+from cost_models.rows import Array, checked, describe, shape_groups, sparsities, split_by_shape
+
+MODE = ("device", "backend", "dtype_w", "dtype_a", "dtype_out", "context", "cache_mode", "launch_mode")
+
+# By how much an error may grow with each octave beyond the measured range. Chosen on five GPUs with the size frontier
+# held out, where errors grew by nothing to three times as much: no calibration knows what no measurement shows.
+GROWTH = 0.5
+
+Predict = Callable[[pd.DataFrame], Array]
+"""The logarithm of the seconds of every row, (rows,)."""
+
+
+@dataclass(frozen=True)
+class EdgeErrors:
+    """log(predicted / measured) of the fifth of the shapes on one side by a model of the others, (rows,); the rows'
+    shapes, and by how many octaves they lie beyond the others.
+    """
+
+    errors: Array
+    shapes: npt.NDArray[np.int64]
+    octaves: Array
+
+
+class Learned(RegressorMixin, BaseEstimator, ABC):
+    """A model of one device, backend and way of measuring that predicts unmeasured shapes.
+
+    Parameters that subclasses have: folds, in how many parts shapes are held out to calibrate intervals;
+    allow_extrapolation, whether sizes beyond the measured range are predicted instead of refused; random_state, a
+    whole number.
+
+    Fitted: mode_, what all rows share; encoder_, the categories and columns seen; ranges_ and sparsity_ranges_, what
+    was measured; predictor_; held_out_errors_, log(predicted / measured) of every row by a model that did not see its
+    shape, with the rows' shapes_ and fold_; edge_errors_, by side.
+    """
+
+    folds: int
+    allow_extrapolation: bool
+    random_state: int
+
+    @abstractmethod
+    def _learn(self, X: pd.DataFrame, seconds: Array) -> Predict:
+        """What predicts, learned from rows of X with their seconds, which are like those remembered."""
+
+    def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
+        """Learn from the rows of X (key columns, one row a point) with y seconds.
+
+        Raises MixedModes for rows of several devices, backends, dtypes or ways of measuring, Unanchored for a layer
+        of unknown shape, ValueError for times that are not positive and finite.
+        """
+        seconds = checked(X, y)
+        self.predictor_ = self.learn(X, seconds)
+        self._calibrate(X, seconds)
+        return self
+
+    def learn(self, X: pd.DataFrame, seconds: Array) -> Predict:
+        """What predicts the logarithm of seconds, learned from these rows; without intervals. Raises as `fit`."""
+        check_shapes(X)
+        self.mode_ = one_mode(X)
+        self._remember(X)
+        return self._learn(X, seconds)
+
+    def _remember(self, X: pd.DataFrame) -> None:
+        """Keep what of X makes a row like those measured."""
+        self.encoder_ = Encoder(X)
+        measured = [name for name in (*SIZES, "threads") if name in X.columns and X[name].notna().all()]
+        self.ranges_ = frontier.ranges(X, measured)
+        self.sparsity_ranges_ = {
+            name: (float(group["sparsity_target"].min()), float(group["sparsity_target"].max()))
+            for name, group in with_structure(X).groupby("format", sort=True)
+        }
+
+    def _calibrate(self, X: pd.DataFrame, seconds: Array) -> None:
+        self.shapes_ = shape_groups(X)
+        self.fold_ = split_by_shape(self.shapes_, self.folds, self.random_state)
+        self.held_out_errors_ = np.full(len(X), np.nan)
+        for fold in range(int(self.fold_.max()) + 1 if self.fold_.any() else 0):
+            held_out = self.fold_ == fold
+            self.held_out_errors_[held_out] = self._errors(X, seconds, held_out)
+        self.edge_errors_ = {}
+        for side, held_out in frontier.fifths(X).items():
+            if held_out.any():
+                rest = frontier.ranges(X[~held_out], list(SIZES))
+                away = frontier.octaves(X[held_out], rest)[side]
+                self.edge_errors_[side] = EdgeErrors(self._errors(X, seconds, held_out), self.shapes_[held_out], away)
+
+    def _errors(self, X: pd.DataFrame, seconds: Array, held_out: npt.NDArray[np.bool_]) -> Array:
+        """log(predicted / measured) of the rows held out, by a model of the others."""
+        predict = self._learn(X[~held_out], seconds[~held_out])
+        return predict(X[held_out]) - np.log(seconds[held_out])
+
+    def predict(self, X: pd.DataFrame) -> Array:
+        """Seconds of every row of X, (rows,). Raises Unanchored for a row unlike what was measured."""
+        check_is_fitted(self)
+        self._check(X)
+        return np.exp(self.predictor_(X)) if len(X) else np.empty(0)
+
+    def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[Array, Array]:
+        """Seconds (low, high) of every row that hold a measurement of a new shape with probability `coverage`.
+
+        Calibrated on left-out shapes (`conformal.quantile`). Beyond the measured range (`octaves_outside`) it is
+        wider, and promises no more than that going further is as hard as it was before. Raises Unanchored as
+        `predict`, and Uncalibrated where too few shapes were measured.
+        """
+        predicted = self.predict(X)
+        factor = np.exp(self._half_widths(X, coverage)) if len(X) else np.empty(0)
+        return predicted / factor, predicted * factor
+
+    def _half_widths(self, X: pd.DataFrame, coverage: float) -> Array:
+        inside = self.half_width(coverage)
+        half = np.full(len(X), inside)
+        for side, away in self.octaves_outside(X).items():
+            if (outside := away > 0).any():
+                edge = max(inside, self._edge_width(side, coverage)) * (1 + GROWTH * away)
+                half[outside] = np.maximum(half, edge)[outside]
+        return half
+
+    def _edge_width(self, side: str, coverage: float) -> float:
+        """Half of an interval at the edge of the measured range, in log seconds; 0 where too few shapes lie there."""
+        edge = self.edge_errors_.get(side)
+        if edge is None:
+            return 0.0
+        try:
+            return quantile(np.abs(edge.errors) / (1 + GROWTH * edge.octaves), coverage, groups=edge.shapes)
+        except Uncalibrated:
+            return 0.0
+
+    def half_width(self, coverage: float, without_fold: int = -1) -> float:
+        """Half of an interval inside the measured range, in log seconds; for validation, without the held-out errors
+        of one fold.
+        """
+        used = (self.fold_ != without_fold) & ~np.isnan(self.held_out_errors_)
+        return quantile(np.abs(self.held_out_errors_[used]), coverage, groups=self.shapes_[used])
+
+    def octaves_outside(self, X: pd.DataFrame) -> dict[str, Array]:
+        """How far every row of X, (rows,), lies below ("smallest") and above ("largest") the measured ranges of m,
+        k, n, threads and their work (multiplications): the most octaves, 0 inside.
+        """
+        check_is_fitted(self)
+        return frontier.octaves(X, self.ranges_)
+
+    def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
+        """Whether each row of X, (rows,), is like those measured: predicted without extrapolating."""
+        check_is_fitted(self)
+        return np.array([problem is None for problem in self._problems(X, extrapolate=False)], bool)
+
+    def _check(self, X: pd.DataFrame) -> None:
+        """Raises Unanchored, naming the row, for what was not seen, ValueError for a column that X lacks."""
+        check_shapes(X)
+        for number, problem in enumerate(self._problems(X, self.allow_extrapolation)):
+            if problem:
+                row = with_structure(X.iloc[[number]]).to_dict("records")[0]
+                raise Unanchored(f"cannot predict {describe(row)}: {problem}")
+
+    def _problems(self, X: pd.DataFrame, extrapolate: bool) -> list[str | None]:
+        """Why each row is unlike what was measured, or None."""
+        known = {name: {value} for name, value in self.mode_.items()} | self.encoder_.levels
+        needed = {*known, *self.encoder_.numbers, *SIZES, "pattern"} - {"format", "unit_rows", "unit_columns"}
+        if missing := needed - set(X.columns):
+            raise ValueError(f"X has no column {', '.join(sorted(missing))}")
+        rows = zip(with_structure(X).to_dict("records"), sparsities(X), strict=True)
+        return [self._unlike(row, float(sparsity), known, extrapolate) for row, sparsity in rows]
+
+    def _unlike(
+        self, row: dict[Hashable, Any], sparsity: float, known: dict[str, set[str]], extrapolate: bool
+    ) -> str | None:
+        if any(row[name] != row[name] for name in SIZES):
+            return "it has no known m, k and n"
+        for name, values in known.items():
+            if values and row[name] not in values:
+                return f"{name} {row[name]} was not measured, only {', '.join(sorted(values))}"
+        if extrapolate:
+            return None
+        sizes = {name: limits for name, limits in self.ranges_.items() if name in row}  # work may go beyond
+        for name, (low, high) in sizes.items():
+            value = float(row[name])
+            if not low <= value <= high:
+                octaves = np.log2(low / value if value < low else value / high)
+                return (
+                    f"{name} is {octaves:.1f} octaves outside the measured range of {low:g} to {high:g}; "
+                    "measure it, or allow extrapolation"
+                )
+        low, high = self.sparsity_ranges_[row["format"]]
+        if not low <= sparsity <= high:
+            return (
+                f"a sparsity of {sparsity:g} is outside the measured range of {low:g} to {high:g}; "
+                "measure it, or allow extrapolation"
+            )
+        return None
+
+
+def one_mode(X: pd.DataFrame) -> dict[str, str]:
+    """What all rows share of MODE, as far as it is known. Raises MixedModes where they differ."""
+    mode = {}
+    for name in (name for name in MODE if name in X.columns):
+        values = sorted(X[name].astype(object).where(X[name].notna(), "unknown").astype(str).unique())
+        if len(values) > 1:
+            raise MixedModes(f"one model cannot learn from {name} {' and '.join(values)}: fit them apart")
+        if values != ["unknown"]:
+            mode[name] = values[0]
+    return mode
+
+
+def check_shapes(X: pd.DataFrame) -> None:
+    """Raises Unanchored for a row without m, k and n."""
+    unknown = X[list(SIZES)].isna().any(axis=1)
+    if unknown.any():
+        row = X[unknown].iloc[0].dropna().to_dict()
+        raise Unanchored(f"{describe(row)} has no known m, k and n to learn from or to predict by")

@@ -1,0 +1,149 @@
+"""A new device from a few measurements there and many elsewhere.
+
+What was measured on other devices tells how time goes with shape, the few rows of the new one (its anchors) how fast
+it is. Each other device gives a `Boosted` model, whose error on the anchors is fitted by a straight line in the
+logarithms of m, k and n, held near constant (ridge). A plain roofline of the anchors alone stands beside them. The
+candidates' logarithms are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none
+negative, so that an unlike device counts for nothing.
+
+What it does not know: patterns, kernels or formats that were not measured on the new device or the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.optimize import nnls
+
+from cost_models import roofline
+from cost_models.boosted import Boosted
+from cost_models.errors import BadRows, Unanchored
+from cost_models.features import SIZES
+from cost_models.learned import Learned, Predict, check_shapes, one_mode
+from cost_models.roofline import Rates
+from cost_models.rows import Array, checked, shape_groups, split_by_shape
+
+FEWEST_ANCHORS = 5
+_RIDGE = 3.0  # as many rows as say that the error is the same everywhere
+_SUM = 100.0  # how strictly weights add up to one
+
+
+@dataclass(frozen=True)
+class Tilted:
+    """A source and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
+
+    source: Predict
+    centre: Array
+    line: Array
+
+    def __call__(self, X: pd.DataFrame) -> Array:
+        """The logarithm of the seconds of every row of X, (rows,)."""
+        return self.source(X) + _design(X, self.centre) @ self.line
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The weighted mean of the logarithms of the roofline and of each source; weights (1 + sources,)."""
+
+    roofline: Rates
+    sources: Mapping[str, Tilted]
+    weights: Array
+
+    def __call__(self, X: pd.DataFrame) -> Array:
+        """The logarithm of the seconds of every row of X, (rows,)."""
+        return np.stack([self.roofline(X), *(source(X) for source in self.sources.values())], axis=1) @ self.weights
+
+
+class Transfer(Learned):
+    """Predicts `device` from its few rows and the many of others, all in one X, with the column device.
+
+    Parameters: device, the one to predict; max_iter of the others' trees; the rest as of `Learned`.
+
+    Fitted as `Learned`, on the rows of `device`; ranges_ and sparsity_ranges_ are of all rows, and sources_ the
+    models of the other devices by name. Rows must be of one backend, dtype and way of measuring.
+    """
+
+    def __init__(
+        self,
+        device: str = "",
+        max_iter: int = 150,
+        folds: int = 5,
+        allow_extrapolation: bool = False,
+        random_state: int = 0,
+    ) -> None:
+        self.device = device
+        self.max_iter = max_iter
+        self.folds = folds
+        self.allow_extrapolation = allow_extrapolation
+        self.random_state = random_state
+
+    def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
+        """Learn from the rows of X (key columns, one row a point) with y seconds.
+
+        Raises Unanchored for fewer than five shapes of the device, BadRows where no other device has rows, MixedModes
+        and ValueError as `Learned.fit`.
+        """
+        seconds = checked(X, y)
+        check_shapes(X)
+        ours = X["device"].eq(self.device).to_numpy()
+        anchors = X[ours].reset_index(drop=True)
+        others = sorted(set(X["device"][~ours]))
+        if not others:
+            raise BadRows(f"there are no rows of a device other than {self.device} to learn from")
+        if not len(anchors) or shape_groups(anchors).max() + 1 < FEWEST_ANCHORS:
+            raise Unanchored(
+                f"fewer than {FEWEST_ANCHORS} shapes were measured on {self.device or 'the new device'}, too few to "
+                f"anchor it; there are rows of {', '.join(others)}"
+            )
+        self.mode_ = one_mode(X.drop(columns="device")) | {"device": self.device}
+        self._remember(X)
+        self.sources_ = {name: self._source(X, seconds, name) for name in others}
+        self.predictor_ = self._learn(anchors, seconds[ours])
+        self._calibrate(anchors, seconds[ours])
+        return self
+
+    def _source(self, X: pd.DataFrame, seconds: Array, device: str) -> Predict:
+        rows = X["device"].eq(device).to_numpy()
+        model = Boosted(max_iter=self.max_iter, random_state=self.random_state)
+        return model.learn(X[rows].reset_index(drop=True), seconds[rows])
+
+    def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
+        told = {name: source(X) for name, source in self.sources_.items()}
+        fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
+        left_out = np.empty((len(X), 1 + len(told)))
+        for held_out in (fold == number for number in range(int(fold.max()) + 1)):
+            left_out[held_out, 0] = self._alone(X[~held_out], seconds[~held_out])(X[held_out])
+            for column, log_told in enumerate(told.values(), start=1):
+                centre, line = _error_line(X[~held_out], np.log(seconds[~held_out]) - log_told[~held_out])
+                left_out[held_out, column] = log_told[held_out] + _design(X[held_out], centre) @ line
+        weights, _ = nnls(
+            np.vstack([left_out - np.log(seconds)[:, None], np.full((1, left_out.shape[1]), _SUM)]),
+            np.append(np.zeros(len(X)), _SUM),
+        )
+        tilted = {
+            name: Tilted(source, *_error_line(X, np.log(seconds) - told[name]))
+            for name, source in self.sources_.items()
+        }
+        return Stacked(self._alone(X, seconds), tilted, weights / weights.sum())
+
+    def _alone(self, X: pd.DataFrame, seconds: Array) -> Rates:
+        """The roofline of the anchors."""
+        return roofline.fitted(X, seconds, tuple(sorted(self.encoder_.levels["format"])), "plain")
+
+
+def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:
+    """Where a source's error on the anchors is centred, (sizes,), and its line, (1 + sizes,)."""
+    centre = np.log2(X[list(SIZES)].to_numpy(np.float64)).mean(axis=0)
+    design = _design(X, centre)
+    penalty = np.diag([0.0, *[_RIDGE] * len(SIZES)])
+    line = np.linalg.solve(design.T @ design + penalty, design.T @ error)
+    return centre, np.asarray(line, dtype=np.float64)
+
+
+def _design(X: pd.DataFrame, centre: Array) -> Array:
+    return np.column_stack([np.ones(len(X)), np.log2(X[list(SIZES)].to_numpy(np.float64)) - centre])

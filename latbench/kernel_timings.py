@@ -1,0 +1,200 @@
+"""Kernel timings that other projects publish as tables, read into table rows: one line a kernel, milliseconds.
+
+NeuSight (Lee et al. 2025), csv: Device, Latency and a layer's sizes, of float32 PyTorch. A linear layer has B, M
+(tokens), N (output features) and K; a convolution B, Input_Channel, Output_Channel, Kernel_Szie (as they spell it),
+Input_Size, Stride and Padding.
+
+DeepBench (Baidu), csv made from its spreadsheets: file, sheet, kind (gemm, sparse_gemm), M (output features), N
+(tokens), K, a_t and b_t (T where transposed), sparsity, time_ms, or sparse_ms and dense_ms. The file names the
+device, the sheet its precision.
+
+aiconfigurator (NVIDIA), Parquet: framework, version, device, op_name, kernel_source, gemm_dtype, m (tokens), n
+(output features), k, latency.
+
+Lines with equal keys become one row with all their samples. A table is of one device, and of one software version
+since a key does not hold it: `only`, a value by column, narrows a file that has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from latbench import tables
+from latbench.devices import slug
+from latbench.errors import BadData, UsageError
+from sparse_kernels.shapes import Conv2dShape
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Row = dict[str, Any]
+
+_DENSE = {
+    "purpose": "import",
+    "op": "linear",
+    "model": "",
+    "pattern": "dense",
+    "sparsity_target": 0.0,
+    "status": "ok",
+}
+
+
+def read(format: str, path: Path, *, only: Mapping[str, str], device: str | None = None) -> list[Row]:
+    """The rows of the file at `path` in one of FORMATS, of the lines whose columns have the values of `only`.
+
+    `device` names the device, by default as the file does. Raises BadData, naming the line, for a file that is not as
+    the module says, and UsageError where `only` leaves nothing, or several devices or versions.
+    """
+    columns, lines_of, rows_of = FORMATS[format]
+    frame = lines_of(path)
+    if missing := [name for name in columns if name not in frame.columns]:
+        raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
+    if unknown := [name for name in only if name not in frame.columns]:
+        raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
+    for name, value in only.items():
+        chosen = frame[name].astype(str) == value
+        if not chosen.any():
+            known = ", ".join(sorted(set(frame[name].astype(str)))[:12])
+            raise UsageError(f"no line of {path} has {value} as its {name}, but {known}")
+        frame = frame[chosen]
+    merged: dict[str, Row] = {}
+    # A key does not hold the version, and models are of one device and backend.
+    found: dict[str, set[str]] = {"device": set(), "backend": set(), "backend_version": set()}
+    for line, record in zip(frame.index + 2, frame.to_dict("records"), strict=True):
+        try:
+            for row, milliseconds in rows_of(record):
+                whole = {**_DENSE, **row}
+                for name, values in found.items():
+                    values.add(str(row.get(name)))
+                kept = merged.setdefault(tables.point_id(whole), whole | {"samples_seconds": []})
+                kept["samples_seconds"].append(_seconds(milliseconds))
+        except KeyError as error:
+            raise BadData(f"{path}: not {format} timings, it has no column {error.args[0]}") from error
+        except ValueError as error:
+            raise BadData(f"{path}, line {line}: {error}") from error
+    if not merged:
+        raise UsageError(f"{path}: no line with a time of a dense or sparse layer is left")
+    for name, values in found.items():
+        if len(values) > 1:
+            several = ", ".join(sorted(values))
+            raise UsageError(f"{path} holds several: {name} {several}; say which with --only COLUMN=VALUE")
+    return [row | {"device": device or row["device"]} for row in merged.values()]
+
+
+def _neusight(line: Mapping[str, Any]) -> Iterator[tuple[Row, Any]]:
+    device = slug(str(line["Device"]))
+    device = device if device.startswith(("nvidia", "amd")) else f"nvidia-{device}"
+    same = {"device": device, "backend": "torch", **_dtypes("float32")}
+    same |= {"kernel_requested": "auto", "kernel_used": line.get("kernel"), "context": "isolated"}
+    if "Kernel_Szie" not in line:
+        tokens = _count(line, "B") * _count(line, "M")
+        yield same | {"m": _count(line, "N"), "k": _count(line, "K"), "n": tokens}, line["Latency"]
+        return
+    kernel, stride = _count(line, "Kernel_Szie"), _count(line, "Stride")
+    size, padding = _count(line, "Input_Size"), _count(line, "Padding", least=0)
+    shape = Conv2dShape(
+        _count(line, "B"), _count(line, "Input_Channel"), size, size, _count(line, "Output_Channel"), kernel, kernel,
+        (stride, stride), (padding, padding),
+    )  # fmt: skip
+    sizes = {name: getattr(shape, name) for name in ("m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw")}
+    for name, value in (("stride", stride), ("padding", padding), ("dilation", 1)):
+        sizes |= {f"{name}_h": value, f"{name}_w": value}
+    yield same | {"op": "conv2d", **sizes}, line["Latency"]
+
+
+_PRECISIONS = {"FP32": "float32", "FP16": "float16"}
+
+
+def _deepbench(line: Mapping[str, Any]) -> Iterator[tuple[Row, Any]]:
+    """Sheets that do not name one precision are left out, and so are lines without a time."""
+    precisions = [dtype for name, dtype in _PRECISIONS.items() if name in str(line["sheet"])]
+    if len(precisions) != 1:
+        return
+    transposed = f"{line['a_t']}{line['b_t']}".lower()
+    same = {
+        "device": slug(str(line["file"]).rpartition("DeepBench_")[2].replace("_", " ")), "backend": "deepbench",
+        **_dtypes(precisions[0]), "m": _count(line, "M"), "k": _count(line, "K"), "n": _count(line, "N"),
+        "context": "isolated",
+    }  # fmt: skip
+    if line["kind"] == "gemm" and _is_given(line["time_ms"]):
+        yield same | {"kernel_requested": f"gemm_{transposed}"}, line["time_ms"]
+    if line["kind"] == "sparse_gemm" and _is_given(line["dense_ms"]):
+        yield same | {"kernel_requested": f"gemm_{transposed}"}, line["dense_ms"]
+    if line["kind"] == "sparse_gemm" and _is_given(line["sparse_ms"]):
+        sparse = {"pattern": "unstructured", "sparsity_target": float(line["sparsity"])}
+        yield same | {"kernel_requested": "sparse_gemm", **sparse}, line["sparse_ms"]
+
+
+def _aiconfigurator(line: Mapping[str, Any]) -> Iterator[tuple[Row, Any]]:
+    yield {
+        "device": slug(str(line["device"])), "backend": str(line["framework"]),
+        "backend_version": str(line["version"]), "dtype_w": str(line["gemm_dtype"]),
+        "m": _count(line, "n"), "k": _count(line, "k"), "n": _count(line, "m"),
+        "kernel_requested": f"{line['op_name']}:{line['kernel_source']}", "context": "isolated",
+    }, line["latency"]  # fmt: skip
+
+
+def _dtypes(dtype: str) -> Row:
+    return {"dtype_w": dtype, "dtype_a": dtype, "dtype_out": dtype}
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value == value and value != ""
+
+
+def _seconds(milliseconds: Any) -> float:
+    value = float(milliseconds) * 1e-3
+    if not 0 < value < math.inf:
+        raise ValueError(f"a time must be positive and finite, not {milliseconds}")
+    return value
+
+
+def _count(line: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = float(line[name])
+    if not (math.isfinite(value) and value.is_integer() and value >= least):
+        raise ValueError(f"{name} must be a whole number of at least {least}, not {line[name]}")
+    return int(value)
+
+
+def _csv(path: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    try:
+        return pd.read_csv(path)
+    except FileNotFoundError:
+        raise BadData(f"{path}: no such file") from None
+    except (OSError, ValueError, EOFError) as error:
+        raise BadData(f"{path}: not a csv file ({error})") from error
+
+
+def _parquet(path: Path) -> pd.DataFrame:
+    import pandas as pd
+    import pyarrow as pa
+
+    try:
+        return pd.read_parquet(path)
+    except FileNotFoundError:
+        raise BadData(f"{path}: no such file") from None
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise BadData(f"{path}: not a Parquet file ({error})") from error
+
+
+RowsOf = Callable[[Mapping[str, Any]], Iterator[tuple[Row, Any]]]
+
+FORMATS: dict[str, tuple[tuple[str, ...], Callable[[Path], pd.DataFrame], RowsOf]] = {
+    "neusight": (("Device", "Latency", "B"), _csv, _neusight),
+    "deepbench": (
+        ("file", "sheet", "kind", "M", "N", "K", "a_t", "b_t", "sparsity", "time_ms", "sparse_ms", "dense_ms"),
+        _csv,
+        _deepbench,
+    ),
+    "aiconfigurator": (
+        ("framework", "version", "device", "op_name", "kernel_source", "gemm_dtype", "m", "n", "k", "latency"),
+        _parquet,
+        _aiconfigurator,
+    ),
+}
+"""By name: the columns that a file must have, how its lines are read, and the rows of a line with their times."""

@@ -1,0 +1,139 @@
+"""Kernel timings of other projects: our axes and seconds, one device at a time, refused with a line number."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from latbench import kernel_timings, tables
+from latbench.errors import BadData, UsageError
+
+LINEAR = (
+    "OPName,Latency,Device,B,M,N,K,kernel\n"
+    "linear,0.05,Tesla T4,2,58,13,141,sgemm\n"
+    "linear,0.07,Tesla T4,2,58,13,141,sgemm\n"
+)
+CONV = (
+    "OPName,Latency,Device,B,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding,kernel\n"
+    "conv,2,NVIDIA A100 80GB PCIe,8,3,64,7,224,2,3,sgemm\n"
+)
+DEEPBENCH = (
+    "file,sheet,kind,M,N,K,a_t,b_t,sparsity,time_ms,sparse_ms,dense_ms\n"
+    "train/DeepBench_NV_V100,Results FP32,gemm,1760,16,2560,N,T,,0.038,,\n"
+    "train/DeepBench_NV_V100,Results FP32,sparse_gemm,1760,16,2560,N,N,0.95,,0.02,0.04\n"
+    "train/DeepBench_NV_V100,Results - Mixed Precision,gemm,35,16,2560,N,N,,0.1,,\n"
+)
+
+
+def _read(format: str, text: str, folder: Path, **only: str) -> list[dict[str, object]]:
+    (folder / "k.csv").write_text(text)
+    return kernel_timings.read(format, folder / "k.csv", only=only)
+
+
+def test_a_linear_layers_tokens_are_batch_times_m_and_equal_lines_are_one_point(tmp_path: Path) -> None:
+    [row] = _read("neusight", LINEAR, tmp_path)
+    assert (row["m"], row["k"], row["n"]) == (13, 141, 116)
+    assert row["samples_seconds"] == pytest.approx([5e-5, 7e-5])
+    assert (row["device"], row["dtype_w"], row["pattern"], row["kernel_used"]) == (
+        "nvidia-tesla-t4", "float32", "dense", "sgemm",
+    )  # fmt: skip
+
+
+def test_a_convolution_is_its_implicit_product(tmp_path: Path) -> None:
+    [row] = _read("neusight", CONV, tmp_path)
+    assert (row["op"], row["m"], row["k"], row["n"]) == ("conv2d", 64, 7 * 7 * 3, 8 * 112 * 112)
+    assert [row[name] for name in ("c_in", "c_out", "h", "kh", "stride_h", "padding_w", "dilation_h")] == [
+        3, 64, 224, 7, 2, 3, 1,
+    ]  # fmt: skip
+    assert row["samples_seconds"] == [2e-3]
+
+
+def test_deepbench_gives_dense_and_sparse_times_and_leaves_out_what_has_no_one_precision(tmp_path: Path) -> None:
+    rows = _read("deepbench", DEEPBENCH, tmp_path)
+    assert [(row["kernel_requested"], row["pattern"], row["sparsity_target"]) for row in rows] == [
+        ("gemm_nt", "dense", 0.0), ("gemm_nn", "dense", 0.0), ("sparse_gemm", "unstructured", 0.95),
+    ]  # fmt: skip
+    assert [row["samples_seconds"] for row in rows] == [pytest.approx([s]) for s in (3.8e-5, 4e-5, 2e-5)]
+    assert {(row["m"], row["k"], row["n"], row["device"]) for row in rows} == {(1760, 2560, 16, "nv-v100")}
+
+
+def _aiconfigurator(path: Path, **columns: object) -> Path:
+    line = {
+        "framework": "trtllm", "version": "1.0", "device": "NVIDIA A100-SXM4-80GB", "op_name": "gemm",
+        "kernel_source": "torch", "gemm_dtype": "bfloat16", "m": 4, "n": 1024, "k": 512, "latency": 0.01,
+    }  # fmt: skip
+    pd.DataFrame(line | columns, index=range(2)).to_parquet(path)
+    return path
+
+
+def test_aiconfigurators_m_is_tokens(tmp_path: Path) -> None:
+    path = _aiconfigurator(tmp_path / "gemm.parquet", m=[4, 8])
+    rows = kernel_timings.read("aiconfigurator", path, only={})
+    assert [(row["m"], row["k"], row["n"]) for row in rows] == [(1024, 512, 4), (1024, 512, 8)]
+    assert {(row["backend"], row["backend_version"], row["device"]) for row in rows} == {
+        ("trtllm", "1.0", "nvidia-a100-sxm4-80gb")
+    }
+
+
+def test_versions_and_devices_do_not_mix(tmp_path: Path) -> None:
+    path = _aiconfigurator(tmp_path / "gemm.parquet", version=["1.0", "1.1"])
+    with pytest.raises(UsageError, match=r"holds several: backend_version 1.0, 1.1; say which with --only"):
+        kernel_timings.read("aiconfigurator", path, only={})
+    [row] = kernel_timings.read("aiconfigurator", path, only={"version": "1.1"}, device="my-gpu")
+    assert (row["backend_version"], row["device"]) == ("1.1", "my-gpu")
+    both = LINEAR + "linear,0.05,Tesla P4,2,58,13,141,sgemm\n"
+    with pytest.raises(UsageError, match="device nvidia-tesla-p4, nvidia-tesla-t4"):
+        _read("neusight", both, tmp_path)
+    assert len(_read("neusight", both, tmp_path, Device="Tesla P4")) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("0.07", "-1", "line 3: a time must be positive and finite, not -1"),
+        ("0.07", "fast", "line 3: could not convert string to float: 'fast'"),
+        ("0.07", "", "line 3: a time must be positive and finite, not nan"),
+        ("58,13", "58,1.5", "line 2: N must be a whole number of at least 1, not 1.5"),
+        ("58,13", "0,13", "line 2: M must be a whole number of at least 1, not 0"),
+        ("Latency", "Seconds", "not neusight timings, it has no column Latency"),
+        (",M,", ",Tokens,", "not neusight timings, it has no column M"),
+        (LINEAR, "", "not a csv file"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_its_line(old: str, new: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(BadData) as refusal:
+        _read("neusight", LINEAR.replace(old, new), tmp_path)
+    assert said in str(refusal.value)
+
+
+def test_a_missing_file_a_foreign_one_and_an_unknown_column_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="no such file"):
+        kernel_timings.read("neusight", tmp_path / "none.csv", only={})
+    with pytest.raises(BadData, match="no such file"):
+        kernel_timings.read("aiconfigurator", tmp_path / "none.parquet", only={})
+    (tmp_path / "text.parquet").write_text(LINEAR)
+    with pytest.raises(BadData, match="not a Parquet file"):
+        kernel_timings.read("aiconfigurator", tmp_path / "text.parquet", only={})
+    with pytest.raises(UsageError, match="has no column device, only OPName"):
+        _read("neusight", LINEAR, tmp_path, device="Tesla T4")
+    with pytest.raises(UsageError, match=r"no line of .* has V100 as its Device, but Tesla T4"):
+        _read("neusight", LINEAR, tmp_path, Device="V100")
+
+
+def test_the_published_files_become_tables(data: Path, tmp_path: Path) -> None:
+    deepbench = data / "deepbench" / "gemm_and_sparse_gemm.csv"
+    chosen = {"file": "train/DeepBench_NV_V100", "sheet": "Results FP32"}
+    rows = kernel_timings.read("deepbench", deepbench, only=chosen)
+    tables.write_part(tmp_path / "deepbench", rows)
+    table = tables.read(tmp_path / "deepbench")
+    assert len(table) > 140 and table["point_id"].is_unique and set(table["dtype_w"]) == {"float32"}
+
+
+@pytest.mark.slow
+def test_every_published_kernel_of_a_gpu_is_read(data: Path) -> None:
+    folder = data / "neusight_kernels"
+    linear = kernel_timings.read("neusight", folder / "linear_train.csv.gz", only={"Device": "Tesla T4"})
+    assert sum(len(row["samples_seconds"]) for row in linear) == 6458
+    conv = pd.read_csv(folder / "conv_train.csv.gz")
+    rows = kernel_timings.read("neusight", folder / "conv_train.csv.gz", only={"Device": "Tesla T4"})
+    assert sum(len(row["samples_seconds"]) for row in rows) == (conv["Device"] == "Tesla T4").sum()
