@@ -1,7 +1,8 @@
 """A training recipe: the method and its settings, and how the model trains, as YAML with strict keys.
 
-    method: mask_decay          # gmp acdc ste sr_ste rigl asp mask_decay structure_decay step grow_and_prune
+    method: mask_decay          # gmp acdc ste sr_ste rigl asp mask_decay structure_decay step grow_and_prune held
     settings: {shape: exponential, dense: 0.1, final: 0.2}
+    start: dense                # or one_shot: from what one-shot pruning made; `held` keeps the masks of that
     steps: 400
     learning_rate: 1.0e-3
     schedule: cosine            # or linear, constant
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
 from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
@@ -33,6 +35,7 @@ from search.pruning.asp import ASP
 from search.pruning.fisher_scores import MFAC, WoodFisher
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
@@ -53,9 +56,11 @@ METHODS: dict[str, type[Pruner]] = {
     "structure_decay": StructureDecay,
     "step": STEP,
     "grow_and_prune": GrowAndPrune,
+    "held": Held,
 }
 # What `settings: {score: ...}` names.
 SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "mfac": MFAC, "woodfisher": WoodFisher}
+STARTS = ("dense", "one_shot")
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
@@ -66,6 +71,7 @@ class Recipe:
 
     method: str = "gmp"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    start: str = "dense"
     steps: int = 300
     learning_rate: float = 1e-3
     schedule: str = "cosine"
@@ -79,7 +85,12 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in (("method", METHODS), ("schedule", SCHEDULES), ("optimizer", OPTIMIZERS)):
+        for name, known in (
+            ("method", tuple(METHODS)),
+            ("start", STARTS),
+            ("schedule", SCHEDULES),
+            ("optimizer", OPTIMIZERS),
+        ):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(known)}")
         for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1), ("seed", 0)):
@@ -100,17 +111,26 @@ class Recipe:
                 raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
         if not isinstance(self.transposable, bool):
             raise UsageError(f"transposable is true or false, not {self.transposable!r}")
+        if self.method == "held" and self.start != "one_shot":
+            raise UsageError("held keeps the masks of one-shot pruning: add `start: one_shot` to the recipe")
+        if self.method == "held" and self.transposable:
+            raise UsageError("held keeps the masks that there are: it cannot make them transposable")
         self.pruner()
 
-    def pruner(self) -> Pruner:
-        """A new pruner with the settings. Raises UsageError for one that the method does not have."""
+    def pruner(self, masks: Mapping[str, Tensor] | None = None) -> Pruner:
+        """A new pruner with the settings; `masks`, {layer: (m, k)}, are those that the model starts with, for `held`.
+
+        What the recipe knows goes without saying: its seed, and that the model is trained. Raises UsageError for a
+        setting that the method does not have.
+        """
         kind = METHODS[self.method]
-        known = [each.name for each in fields(kind) if each.init]
-        settings = dict(self.settings)
-        if unknown := [name for name in settings if name not in known]:
-            raise UsageError(f"{self.method} has no setting {unknown[0]!r}: it has {', '.join(sorted(known))}")
-        for name, value in settings.items():
-            kinds = {each.name: str(each.type) for each in fields(kind)}
+        kinds = {each.name: str(each.type) for each in fields(kind) if each.init}
+        own = {"given": masks or {}, "seed": self.seed, "trained": True}
+        settings = {name: value for name, value in own.items() if name in kinds}
+        known = sorted(kinds.keys() - {"given"})
+        for name, value in self.settings.items():
+            if name not in known:
+                raise UsageError(f"{self.method} has no setting {name!r}: it has {', '.join(known)}")
             settings[name] = _setting(f"{self.method}'s {name}", value, kinds[name])
         return kind(**settings)
 

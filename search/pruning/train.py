@@ -49,20 +49,19 @@ def train(
     targets: Targets,
     recipe: Recipe,
     *,
+    masks: Mapping[str, Tensor] | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> Trained:
-    """Prune the dense `model` to `targets` while it trains, in place; it ends in eval mode.
+    """Prune `model` to `targets` while it trains, in place; it ends in eval mode.
 
+    The model is what the recipe's `start` says; `masks`, {layer: (m, k)}, are those of one-shot pruning, if that.
     The same recipe gives the same model, whether or not training was stopped and went on from its checkpoint. Raises
     UsageError when the task has no training batches, BadData when the loss or a gradient is not finite.
     """
-    wanted = targets_of(targets, model)
-    if recipe.transposable:
-        wanted = {name: _transposable(name, target) for name, target in wanted.items()}
-        wanted = targets_of(wanted, model)
+    wanted = recipe_targets(recipe, targets, model)
     batches = task.train_batches(np.random.default_rng(recipe.seed))
-    pruner = recipe.pruner()
+    pruner = recipe.pruner(masks)
     optimizer = make_optimizer(recipe, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(recipe, step))
     parts: dict[str, Stateful] = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -110,6 +109,14 @@ def _go_on(
     if generator is not None:
         torch.set_rng_state(generator)
     return first, counted
+
+
+def recipe_targets(recipe: Recipe, targets: Targets, model: nn.Module) -> dict[str, Target]:
+    """What the recipe prunes each layer to. Raises UsageError, naming the layer, where that cannot be."""
+    wanted = targets_of(targets, model)
+    if not recipe.transposable:
+        return wanted
+    return targets_of({name: _transposable(name, target) for name, target in wanted.items()}, model)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:

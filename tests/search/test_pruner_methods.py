@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from search.pruning.asp import ASP
 from search.pruning.fisher_scores import MFAC, WoodFisher
 from search.pruning.gmp import GMP, cubic_sparsity
 from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Stage, When
 from search.pruning.rigl import RigL, surviving
@@ -23,7 +26,7 @@ from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, erk, uniform
+from search.pruning.targets import Target, erk, targets_of, uniform
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
 HALF = Target(NM(2, 4), 0.5)
@@ -148,6 +151,42 @@ def test_asp_keeps_one_mask_of_the_trained_weights() -> None:
     asp.finish()
     assert np.array_equal(asp.masks[""].numpy(), expected)
     assert np.array_equal(model.weight.detach().numpy() != 0, expected)
+
+
+@pytest.mark.parametrize("pattern", ["shflbw:4", "nm:2:4"])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)], ids=["adamw", "sgd"])
+def test_given_masks_are_held_bit_for_bit(
+    pattern: str, make: Callable[..., torch.optim.Optimizer], rng: np.random.Generator
+) -> None:
+    """Masks that no drawing from the weights would give, with kept weights that are zero."""
+    model = linear()
+    target = targets_of({"": (pattern, 0.5)}, model)[""]
+    mask = target.mask(torch.from_numpy(rng.random((16, 32)))).numpy()
+    with torch.no_grad():
+        model.weight[:, ::3] = 0
+        model.weight.mul_(torch.from_numpy(mask))
+    optimizer = make(model.parameters(), lr=0.1, weight_decay=0.5)
+    run(model, optimizer, 99)  # momentum from before the mask, of dropped weights too
+    held = Held(given={"": mask})
+    held.prepare(model, {"": target}, total_steps=5)
+    for step in range(5):
+        run(model, optimizer, step)
+        held.step()
+        assert np.array_equal(model.weight.detach().numpy() != 0, mask)
+    held.finish()
+    assert np.array_equal(held.masks[""].numpy(), mask)
+
+
+def test_masks_that_do_not_fit_are_refused_by_name() -> None:
+    mask = torch.ones(16, 32, dtype=torch.bool)
+    for given, sentence in (
+        ({}, "layer 0: no mask is given for it"),
+        ({"0": mask, "1": mask}, "layer 1: a mask is given for it, but no target"),
+        ({"0": mask.T}, r"layer 0: its mask must be bool \(16, 32\), not torch.bool \(32, 16\)"),
+        ({"0": mask.float()}, r"layer 0: its mask must be bool .*, not torch.float32"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            Held(given=given).prepare(nn.Sequential(linear(), linear()), {"0": HALF}, total_steps=1)
 
 
 def test_masks_of_straight_through_are_drawn_every_so_often() -> None:

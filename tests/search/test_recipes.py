@@ -20,13 +20,23 @@ from search.pruning.checkpoint import Checkpoint
 from search.pruning.folder import load_pruned
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.recipe import METHODS, Recipe, load
+from search.pruning.rigl import RigL
 from search.pruning.structure_decay import StructureDecay
+from search.pruning.targets import targets_of
 from search.pruning.train import learning_rate, train
 from search.task import Task
 from search.task import load as load_task
+from sparse_kernels.nn import weight_matrix
 
 TASK = Path(__file__).parent / "pruning_task.py"
 TARGETS = {"conv": ("vector:4", 0.75), "fc": ("nm:1:4", 0.75)}
+
+
+def magnitude_masks(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: target.mask(weight_matrix(model.get_submodule(name)).detach().square())
+        for name, target in targets_of(TARGETS, model).items()
+    }
 
 
 @pytest.fixture
@@ -47,7 +57,16 @@ def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_methods_name_is_a_recipe(method: str) -> None:
-    assert load(method) == Recipe(method=method)
+    if method == "held":
+        with pytest.raises(UsageError, match="add `start: one_shot` to the recipe"):
+            load(method)
+    else:
+        assert load(method) == Recipe(method=method)
+
+
+def test_a_recipe_tells_its_method_what_it_knows() -> None:
+    assert repr(Recipe(method="rigl", seed=3).pruner()) == repr(RigL(seed=3, trained=True))
+    assert repr(Recipe(method="rigl", settings={"trained": False}).pruner()) == repr(RigL())
 
 
 @pytest.mark.parametrize(
@@ -66,6 +85,9 @@ def test_a_methods_name_is_a_recipe(method: str) -> None:
         ("learning_rate: fast", "learning_rate is a number above 0, not 'fast'", 2),
         ("transposable: 1", "transposable is true or false, not 1", 2),
         ("schedule: up", "schedule 'up' is unknown", 2),
+        ("start: again", "start 'again' is unknown: known are dense, one_shot", 2),
+        ("{method: held, start: one_shot, settings: {given: a}}", "held has no setting 'given': it has score", 2),
+        ("{method: held, start: one_shot, transposable: true}", "cannot make them transposable", 2),
         ("- a", "a recipe is a mapping", 5),
         ("a: [", "not a YAML file", 5),
     ],
@@ -93,11 +115,14 @@ def test_learning_rates_by_hand() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Task) -> None:
-    recipe = Recipe(method=method, steps=8, learning_rate=1e-2, warmup=1, clip_norm=1.0, accumulate=2, seed=4)
+    recipe = Recipe(
+        method=method, start="one_shot" if method == "held" else "dense", steps=8, learning_rate=1e-2, warmup=1,
+        clip_norm=1.0, accumulate=2, seed=4,
+    )  # fmt: skip
     results = []
     for _ in range(2):
         model = task.model()
-        trained = train(task, model, TARGETS, recipe)
+        trained = train(task, model, TARGETS, recipe, masks=magnitude_masks(model))
         results.append(model_hash(model))
         assert not model.training
         assert trained.masks["conv"].sum() == 8 * 54 / 4
