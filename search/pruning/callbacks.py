@@ -110,4 +110,4 @@ def _load(pruner: Pruner, folder: Path) -> None:
     path = folder / STATE
     if not path.is_file():
         raise BadData(f"{path} is missing: training that was pruned goes on from a checkpoint that has it")
-    pruner.load_state_dict(torch.load(path, weights_only=True))
+    pruner.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

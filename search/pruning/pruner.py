@@ -26,7 +26,8 @@ writes the forward's weights again. It follows that
   dense weights live behind it is noticed and refused;
 - under DistributedDataParallel masks are rank 0's. Parameters that are cut up among ranks (FSDP) are not supported.
 
-Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three.
+Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three. The pruner's
+holds its layers' weights, so that the model's may be loaded before `prepare`, which writes to them, or after.
 Move the model to its device before `prepare`.
 """
 
@@ -212,7 +213,7 @@ class Pruner:
             "layers": {
                 layer.name: {
                     "mask": layer.mask,
-                    "dense": None if layer.dense is None else layer.dense.clone(),
+                    "weight": layer.values.clone(),
                     "gradients": list(layer.gradients),
                 }
                 for layer in self.state.layers.values()
@@ -243,7 +244,7 @@ class Pruner:
             stage = self.stage(layer.target, self._when(layer))
             layer.mask = None if saved["mask"] is None else saved["mask"].to(device)
             layer.drawn_for = None if layer.mask is None else stage.target
-            layer.dense = None if saved["dense"] is None else saved["dense"].to(device, copy=True)
+            layer.values.copy_(saved["weight"])
             layer.gradients.clear()
             layer.gradients.extend(gradient.to(device) for gradient in saved["gradients"])
             layer.stepping = False
