@@ -1,7 +1,7 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
-    <folder>/database.json                          version, and hashes of what the entries come from: the model, and
-                                                    the recipe (calibration data and the way of pruning)
+    <folder>/database.json                          version, and what the entries come from: a hash of the model, and
+                                                    the recipe (the method, and a hash of the calibration data)
     <folder>/<layer>/<pattern>@<sparsity>.safetensors
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from latbench.errors import BadData
+from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import write_atomically, write_text_atomically
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Entry:
 class Database:
     """The entries in `folder`, all computed from the model with this `model_hash` by this `recipe`.
 
-    A reader who takes the entries as they were made leaves `recipe` out. Raises BadData when the folder holds entries
-    of another model or recipe, or of another version of latbench.
+    A reader who takes the entries as they were made leaves `recipe` out, and finds in `recipe` how that was. Raises
+    BadData when the folder holds entries of another model or recipe, or of another version of latbench.
     """
 
     def __init__(self, folder: Path, model_hash: str, recipe: str = "") -> None:
@@ -55,7 +55,7 @@ class Database:
         self.model_hash = model_hash
         self.recipe = recipe
         if (path := self.folder / "database.json").exists():
-            _check(path, model_hash, recipe)
+            self.recipe = _check(path, model_hash, recipe)
 
     def has(self, layer: str, pattern: str, sparsity: float) -> bool:
         """Whether there is such an entry."""
@@ -96,9 +96,11 @@ class Database:
             "mask": torch.from_numpy(np.packbits(mask.numpy())),
         }
         metadata = {"shape": ",".join(map(str, mask.shape)), "error": repr(float(error))}
-        write_atomically(
-            self._path(layer, pattern, sparsity), lambda path: save_file(tensors, path, metadata=metadata)
-        )
+        path = self._path(layer, pattern, sparsity)
+        try:
+            write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        except SafetensorError as error:
+            raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
 
     def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
         # Quoted: whatever a layer is called, it is one folder; colons of a pattern are no file name everywhere.
@@ -126,7 +128,8 @@ def model_hash(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check(path: Path, model: str, recipe: str) -> None:
+def _check(path: Path, model: str, recipe: str) -> str:
+    """The recipe of the index at `path`, which is one of this model and, if any is asked for, of this recipe."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -139,11 +142,13 @@ def _check(path: Path, model: str, recipe: str) -> None:
         raise BadData(
             f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
         )
-    if recipe and index.get("recipe") != recipe:
+    built = str(index.get("recipe", ""))
+    if recipe and built != recipe:
         raise BadData(
-            f"{path.parent}: built by another method, on other calibration data or by another version of latbench; "
-            f"{advice}"
+            f"{path.parent}: built by another method, on other calibration data or by another version of latbench "
+            f"({built or 'nothing is said'}, this is {recipe}); {advice}"
         )
+    return built
 
 
 def _error(path: Path, metadata: Mapping[str, str]) -> float:

@@ -38,7 +38,7 @@ from search.options import in_network, measured_layers, predicted_layers, swept_
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
 from search.promise import Kept, Measured, corrected, keep_promise, measured
-from search.pruning.build import build_database, recipe
+from search.pruning.build import METHOD, build_database, recipe
 from search.sessions import Chosen, Session
 from search.solve import sum_in_order
 from search.task import Task
@@ -96,7 +96,7 @@ class Inputs:
     model_hash: str
     table_hash: str
     recipe: str
-    method: str = "adaprune"
+    method: str = METHOD
 
     @property
     def judged(self) -> str:
@@ -160,9 +160,7 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def read_inputs(
-    task: Task, table: Place, cost_model: Path | None, database: Path, method: str = "adaprune"
-) -> Inputs:
+def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path, method: str = METHOD) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
     hashes = model_hash(model), tables.table_hash(table), recipe(task, method)

@@ -23,14 +23,22 @@ from latbench.errors import LatbenchError
 from latbench.files import write_atomically
 
 OPSET = 14
+MOST_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest
 _WITH_WEIGHT = ("Conv", "Gemm", "MatMul")
 
 
 def export(model: nn.Module, inputs: tuple[Tensor, ...], path: Path) -> None:
     """Write `model` for inputs of exactly these shapes to `path`, weights inside, pruned ones as the zeros they are.
 
-    Raises LatbenchError where torch cannot export it, EnvironmentUnusable where the disk refuses.
+    Raises LatbenchError where torch cannot export it, or its weights are more than one file holds, and
+    EnvironmentUnusable where the disk refuses.
     """
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    if size > MOST_BYTES:
+        raise LatbenchError(
+            f"the model cannot be exported to ONNX: it has {size / 1e9:.2f} GB of weights, and a file that holds "
+            f"them itself has at most {MOST_BYTES / 1e9:.2f} GB"
+        )
 
     def write(temporary: Path) -> None:
         with warnings.catch_warnings():

@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from latbench.errors import BadData, UsageError
+from latbench.files import sha256
 from search import limits
 from search.limits import Limits
 
@@ -43,7 +44,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Task:
-    """A user's task behind checks. `reference` loads it again in another process."""
+    """A user's task behind checks. `reference` loads it again in another process.
+
+    `source` is a hash of the file that it is written in, empty where there is none.
+    """
 
     reference: str
     name: str
@@ -51,6 +55,7 @@ class Task:
     excluded: tuple[str, ...]
     implementation: Any
     limits: Limits = field(default_factory=Limits)
+    source: str = ""
 
     def model(self) -> torch.nn.Module:
         """A fresh model in eval mode. Raises BadData when a weight is not finite or not float32."""
@@ -146,6 +151,7 @@ def load(reference: str) -> Task:
         excluded=tuple(getattr(implementation, "excluded", ())),
         implementation=implementation,
         limits=limits.of(getattr(implementation, "limits", {}), f"task {reference}: limits"),
+        source=sha256(Path(module.__file__)) if module.__file__ else "",
     )
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from search.task import Task
 
 
 def prune(
@@ -14,7 +17,11 @@ def prune(
     database: Annotated[Path, typer.Option(help="The layer database that latbench search filled.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     joint: Annotated[
-        bool, typer.Option("--global/--no-global", help="Tune all pruned layers together on calibration data.")
+        bool,
+        typer.Option(
+            "--global/--no-global",
+            help="Tune all pruned layers together on calibration data; takes six times the weights in memory.",
+        ),
     ] = True,
     recipe: Annotated[
         str | None,
@@ -25,6 +32,12 @@ def prune(
     seed: Annotated[
         int, typer.Option(help="Of tuning; a recipe has its own. The same seeds give the same model.")
     ] = 0,
+    packed: Annotated[
+        bool, typer.Option("--packed", help="Also write packed.safetensors: bits of the masks, and what is kept.")
+    ] = False,
+    onnx: Annotated[
+        Path | None, typer.Option(help="Also write the pruned model here, for onnxruntime and DeepSparse.")
+    ] = None,
 ) -> None:
     """Prune a task's model to a profile; the folder holds weights with exact zeros, masks, profile and manifest.
 
@@ -43,49 +56,68 @@ def prune(
     from search.pruning import folder, pipeline
     from search.pruning import recipe as recipes
     from search.pruning.checkpoint import Checkpoint
+    from search.pruning.packed import write_packed
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
     training = None if recipe is None else recipes.load(recipe)
+    layers = Database(database, searched.model_hash)
     settings = {
+        "task_reference": loaded.reference,
+        "task_source": loaded.source,
         "profile_sha256": sha256(profile),
         "model_hash": searched.model_hash,
+        "one_shot": layers.recipe,
         "global": joint,
         "recipe": None if training is None else training.facts(),
         "seed": seed,
         "pipeline_version": pipeline.VERSION,
     }
     inputs = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
-    if folder.unchanged(output, inputs):
-        _show(folder.read_manifest(output), f"{output} is up to date")
-        return
-    folder.check_writable(output)
-    checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
-    with Progress(console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task("reading the model and its data", total=None)
-        stages = pipeline.prune(
-            loaded, searched, Database(database, searched.model_hash),
-            seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
-            progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
-        )  # fmt: skip
-    kept = pipeline.best(stages)
-    facts = {
-        "task": loaded.name,
-        "score_name": loaded.score_name,
-        "score_dense": stages[0].score,
-        "score_pruned": kept.score,
-        "method": kept.name,
-        "stages": [
-            {"name": stage.name, "score": stage.score, "loss": stage.loss}
-            | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
-            for stage in stages
-        ],
-        **settings,
-        "inputs": inputs,
-    }
-    manifest = folder.save_pruned(output, kept.model, kept.masks, searched, facts)
-    checkpoint.remove()
-    _show(manifest, f"{output} is written")
+    last_line = f"{output} is up to date"
+    if not folder.unchanged(output, inputs):
+        folder.check_writable(output)
+        checkpoint = Checkpoint(output.parent / f".{output.name}.{inputs}.training")
+        with Progress(console=Console(stderr=True), transient=True) as bars:
+            bar = bars.add_task("reading the model and its data", total=None)
+            result = pipeline.prune(
+                loaded, searched, layers, seed=seed, joint=joint, recipe=training, checkpoint=checkpoint,
+                progress=lambda name, done, total: bars.update(bar, description=name, completed=done, total=total),
+            )  # fmt: skip
+        facts = {
+            "task": loaded.name,
+            "score_name": loaded.score_name,
+            "score_dense": result.stages[0].score,
+            "score_pruned": result.kept.score,
+            "method": result.kept.name,
+            "stages": [
+                {"name": stage.name, "score": stage.score, "loss": stage.loss}
+                | ({"training_flop": dict(stage.training_flop)} if stage.training_flop else {})
+                for stage in result.stages
+            ],
+            **settings,
+            "inputs": inputs,
+        }
+        folder.save_pruned(output, result.model, result.masks, searched, facts)
+        for left in output.parent.glob(f".{output.name}.*.training"):  # of earlier recipes, too
+            left.unlink()
+        last_line = f"{output} is written"
+        del result
+    if packed:
+        last_line += f", and {write_packed(output)}"
+    if onnx is not None:
+        _export(loaded, output, onnx)
+        last_line += f", and {onnx}"
+    _show(folder.read_manifest(output), last_line)
+
+
+def _export(task: Task, pruned: Path, onnx: Path) -> None:
+    """The pruned model in that folder as an ONNX file, for the task's example inputs."""
+    from search.onnx_export import export
+    from search.pruning.folder import load_pruned
+
+    model, _ = load_pruned(pruned, task.model())
+    export(model, task.example(), onnx)
 
 
 def _show(manifest: dict[str, Any], last_line: str) -> None:
@@ -110,9 +142,15 @@ def _show(manifest: dict[str, Any], last_line: str) -> None:
     size = sum(layer["packed_bytes"] for layer in layers)
     console = Console()
     console.print(table)
+    if any("training_flop" in stage for stage in manifest["stages"]):
+        console.print(
+            "FLOP: input gradients through N:M layers count as dense, unless their masks are transposable",
+            soft_wrap=True,
+        )
     console.print(
         f"\n{left:,} of {weights:,} weights kept in {len(layers)} layers ({1 - left / weights:.1%} pruned), "
-        f"{size / 1e6:.1f} MB packed, {4 * weights / 1e6:.1f} MB dense; {last_line}",
+        f"{size / 1e6:.1f} MB packed, {4 * weights / 1e6:.1f} MB dense; layers pruned by "
+        f"{manifest['one_shot'].partition(' ')[0]}; {last_line}",
         highlight=False,
         soft_wrap=True,
     )

@@ -68,8 +68,12 @@ def search(
         ),
     ] = None,
     method: Annotated[
-        str, typer.Option(help="How each layer is pruned: adaprune, obs, sparsegpt or magnitude.")
-    ] = "adaprune",
+        str,
+        typer.Option(
+            help="How each layer is pruned: obs, the best; adaprune, sparsegpt, magnitude, which take less time; "
+            "or auto, obs where that takes seconds and adaprune elsewhere."
+        ),
+    ] = "auto",
     risk: Annotated[
         float, typer.Option(min=0.6, max=0.999, help="How likely the promise is to be met when it is verified.")
     ] = 0.9,

@@ -16,12 +16,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from search.task import Task
 
 
-def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> int:
-    """Re-estimate the statistics of every batch norm, in place; the model is in eval mode afterwards.
+def batchnorms(model: nn.Module) -> list[_BatchNorm]:
+    """The batch norms that can be tuned; those without running statistics use each batch's own."""
+    return [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
-    Returns how many norms were tuned. Norms without running statistics use each batch's own and are left alone.
-    """
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> None:
+    """Re-estimate the statistics of every batch norm, in place; the model is in eval mode afterwards."""
+    norms = batchnorms(model)
     momenta = [norm.momentum for norm in norms]
     model.eval()
     for norm in norms:
@@ -37,4 +39,3 @@ def tune_batchnorm(task: Task, model: nn.Module, batches: Sequence[Any]) -> int:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         model.eval()
-    return len(norms)

@@ -19,11 +19,13 @@ from latbench.errors import BadData, LatbenchError, UsageError
 from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from search.database import Database
 from search.pruning.adaprune import AdaPrune
+from search.pruning.auto import Auto
 from search.pruning.hessian import input_hessians
 from search.pruning.magnitude import Magnitude
 from search.pruning.obs import ExactOBS
 from search.pruning.oneshot import OneShot
 from search.pruning.sparsegpt import SparseGPT
+from search.pruning.targets import targets_of
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, parse
@@ -32,11 +34,15 @@ Pair = tuple[str, float]
 Options = Mapping[str, Sequence[Pair]]
 
 METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
+    "auto": Auto,
     "adaprune": AdaPrune,
     "obs": ExactOBS,
     "sparsegpt": SparseGPT,
     "magnitude": Magnitude,
 }
+
+METHOD = "auto"
+"""What is taken where nothing else is asked for."""
 
 # Goes up when the same model and data would give other entries than before.
 VERSION = 2
@@ -44,12 +50,12 @@ VERSION = 2
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs has to end some day
 
 
-def recipe(task: Task, method: str = "adaprune") -> str:
-    """A hash of what the database's entries depend on beside the model: the method, and the calibration data."""
-    digest = hashlib.sha256(f"{VERSION} {method}".encode())
+def recipe(task: Task, method: str = METHOD) -> str:
+    """What the database's entries depend on beside the model: the method, and a hash of the calibration data."""
+    digest = hashlib.sha256(f"{VERSION}".encode())
     for batch in task.calibration():
         _digest(batch, digest.update)
-    return digest.hexdigest()[:16]
+    return f"{method} {digest.hexdigest()[:16]}"
 
 
 def build_database(
@@ -59,18 +65,21 @@ def build_database(
     database: Database,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    method: str = "adaprune",
+    method: str = METHOD,
     processes: int = 1,
 ) -> int:
     """Compute what `database` lacks of `options`, {layer: [(pattern, sparsity), ...]}; returns how many those were.
 
     Each entry is stored when it is done, so a build that was killed goes on from there. Dense options need no entry.
     With more than one of `processes`, each prunes a layer of its own. `progress` is told how many of all options are
-    there. Raises UsageError for an unknown method, BadData, naming the layer, for weights or calibration inputs that
-    are not finite, and LatbenchError when a process dies.
+    there. Raises UsageError for an unknown method or layer or a layer that cannot hold its pattern, BadData, naming
+    the layer, for weights or calibration inputs that are not finite, and LatbenchError when a process dies.
     """
     if method not in METHODS:
         raise UsageError(f"unknown method {method!r}: known are {', '.join(METHODS)}")
+    for layer, pairs in options.items():
+        for pair in dict(pairs).items():  # one of each pattern
+            targets_of({layer: pair}, model)
     wanted = {
         layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
         for layer, pairs in options.items()

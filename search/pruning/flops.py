@@ -4,9 +4,10 @@ A step of a layer is three products, each 2 m k n FLOP where dense, n the layer'
 input's gradient W^T dy and the weight's gradient dy x^T. What counts as sparse, and so costs its density:
 
 - the forward, under a mask whose dropped weights count for nothing: while they fade (D > 0) it is dense;
-- the input's gradient likewise, as it multiplies by the same matrix, transposed. A kernel must exist for that: N:M
-  groups along the inputs are none along the outputs, unless the mask is transposable. `sparse_input_gradient=False`
-  counts it dense;
+- the input's gradient likewise, as it multiplies by the same matrix, transposed;
+- but of N:M layers only one of these two, that whose products add up along the groups, unless the mask is
+  transposable: groups along the inputs are none along the outputs, and no N:M kernel runs on them. Every other
+  pattern's mask is one that a format holds when it is transposed, too (vectors are blocks of one row then);
 - the weight's gradient only where the mask is fixed: what a straight-through estimator or a redrawn mask needs is
   dense.
 
@@ -28,6 +29,7 @@ from search.pruning.hooks import forward_hooks
 from search.pruning.pruner import Pruner, Stage, When
 from search.pruning.targets import Target
 from sparse_kernels.nn import weight_matrix
+from sparse_kernels.patterns import NM
 
 
 @dataclass(frozen=True)
@@ -54,17 +56,17 @@ class Flop:
         return Flop(factor * self.forward, factor * self.input_gradient, factor * self.weight_gradient)
 
 
-def step_cost(stage: Stage, *, sparse_input_gradient: bool = True) -> Flop:
+def step_cost(stage: Stage) -> Flop:
     """One step of one layer, each product as a share of its dense cost."""
-    if stage.target is None or stage.fade > 0:
+    target = stage.target
+    if target is None or stage.fade > 0:
         return Flop(1.0, 1.0, 1.0)
-    density = stage.target.density
-    return Flop(density, density if sparse_input_gradient else 1.0, density if stage.fixed else 1.0)
+    along, density = target.along if isinstance(target.pattern, NM) else "both", target.density
+    forward, input_gradient = (1.0 if along == other else density for other in ("outputs", "inputs"))
+    return Flop(forward, input_gradient, density if stage.fixed else 1.0)
 
 
-def layer_cost(
-    pruner: Pruner, target: Target, steps: int, *, layer: int = 0, layers: int = 1, sparse_input_gradient: bool = True
-) -> Flop:
+def layer_cost(pruner: Pruner, target: Target, steps: int, *, layer: int = 0, layers: int = 1) -> Flop:
     """A layer's training over `steps` steps, each product as a share of its dense cost.
 
     `total` / 3 is the layer's training cost relative to dense. Of a method that switches when the model says so
@@ -72,18 +74,12 @@ def layer_cost(
     """
     total = Flop(0.0, 0.0, 0.0)
     for step in range(steps):
-        stage = pruner.stage(target, When(step, steps, layer, layers))
-        total += step_cost(stage, sparse_input_gradient=sparse_input_gradient)
+        total += step_cost(pruner.stage(target, When(step, steps, layer, layers)))
     return total * (1 / steps)
 
 
 def training_flop(
-    pruner: Pruner | None,
-    targets: Mapping[str, Target],
-    forward_flop: Mapping[str, float],
-    steps: int,
-    *,
-    sparse_input_gradient: bool = True,
+    pruner: Pruner | None, targets: Mapping[str, Target], forward_flop: Mapping[str, float], steps: int
 ) -> Flop:
     """All layers' FLOP over `steps` steps; `forward_flop`, {layer: dense FLOP of one step's forward}, as counted.
 
@@ -94,10 +90,7 @@ def training_flop(
     for name, flop in forward_flop.items():
         cost = Flop(1.0, 1.0, 1.0)
         if pruner is not None and name in targets:
-            cost = layer_cost(
-                pruner, targets[name], steps, layer=numbers[name], layers=len(targets),
-                sparse_input_gradient=sparse_input_gradient,
-            )  # fmt: skip
+            cost = layer_cost(pruner, targets[name], steps, layer=numbers[name], layers=len(targets))
         total += cost * (flop * steps)
     return total
 

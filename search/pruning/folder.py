@@ -1,9 +1,11 @@
 """A pruned model on disk: a folder that is whole or absent.
 
-    model.safetensors    the full state_dict, dense, exact zeros where a weight is pruned
+    model.safetensors    the full state_dict, dense, exact zeros where a weight is pruned; what any reader of torch's
+                         tensors takes, such as from_pretrained of transformers with a config.json beside
     masks.safetensors    a pruned layer's mask, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
     profile.json         the profile that it was pruned to
-    manifest.json        version; what made it; scores; each layer's pattern, sparsity, kept weights and packed bytes
+    manifest.json        version; what made it; scores; expected seconds; bytes of each file; each layer's pattern,
+                         sparsity, kept weights, packed bytes and mask's hash, of N:M also what it keeps along what
 
 Masks are saved as bits, because a kept weight may be zero too: zeros in weights cannot rebuild a mask.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,9 +33,9 @@ from search import profile as profiles
 from sparse_kernels.convert import Choice
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import parse
+from sparse_kernels.patterns import NM, VectorNM, parse
 
-VERSION = 1
+VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
 
 
@@ -56,8 +59,7 @@ def save_pruned(
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
-            state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
-            save_file(state, temporary / "model.safetensors")
+            save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
             bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
             shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
             save_file(bits, temporary / "masks.safetensors", metadata=shapes)
@@ -65,7 +67,13 @@ def save_pruned(
             manifest = {
                 "version": VERSION,
                 **facts,
+                "target": profile.target,
+                "dense_seconds": profile.dense_seconds,
+                "predicted_seconds": profile.predicted_seconds,
+                "predicted_low": profile.predicted_low,
+                "predicted_high": profile.predicted_high,
                 "layers": layer_facts(model, masks, profile),
+                "bytes": {name: (temporary / name).stat().st_size for name in FILES},
                 "files": {name: sha256(temporary / name) for name in FILES},
             }
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
@@ -81,25 +89,49 @@ def save_pruned(
     return manifest
 
 
+def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them, in memory of their own; copied where they are not, and only there."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in state.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = (tensor.clone() if place in seen else tensor).detach().contiguous()
+        seen.add(place)
+    return found
+
+
 def layer_facts(
     model: nn.Module, masks: Mapping[str, Tensor], profile: profiles.Profile
 ) -> dict[str, dict[str, Any]]:
-    """For each layer of the profile: pattern, sparsity asked for, kept weights, packed bytes, the mask's hash."""
+    """What the manifest says of each layer of the profile."""
     modules = dict(model.named_modules())
-    facts = {}
+    facts: dict[str, dict[str, Any]] = {}
     for layer, choice in profile.layers.items():
         weight = weight_matrix(modules[layer]).float().contiguous().numpy()
         mask = masks[layer].numpy() if layer in masks else None
-        packed = pack(weight, mask, parse(choice.pattern))
+        pattern = parse(choice.pattern)
+        packed = pack(weight, mask, pattern)
         facts[layer] = {
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
             "kept_weights": weight.size if mask is None else int(mask.sum()),
             "weights": weight.size,
             "packed_bytes": packed.nbytes,
+            "predicted_seconds": choice.seconds,
             "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
         }
+        if isinstance(pattern, NM | VectorNM) and mask is not None:
+            facts[layer] |= {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
     return facts
+
+
+def _along(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
+    """ "both" for a mask (m, k) that keeps at most N of M of a column's neighbours, too; else "inputs"."""
+    m, k = mask.shape
+    if isinstance(pattern, VectorNM) or m % pattern.of:
+        return "inputs"
+    kept = mask.reshape(m // pattern.of, pattern.of, k).sum(axis=1)
+    return "both" if kept.max() <= pattern.keep else "inputs"
 
 
 def check_writable(folder: Path) -> None:
@@ -155,10 +187,17 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Ch
     except RuntimeError as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
-    choices = {layer: Choice(parse(choice.pattern)) for layer, choice in profile.layers.items()}
+    masks = read_masks(folder)
+    return model.eval(), {
+        layer: Choice(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
+    }
+
+
+def read_masks(folder: Path) -> dict[str, NDArray[np.bool_]]:
+    """{layer: mask (m, k), True = kept} of the pruned layers."""
+    masks = {}
     with safe_open(folder / "masks.safetensors", "np") as file:
         for layer, shape in (file.metadata() or {}).items():
             m, k = map(int, shape.split(","))
-            mask = np.unpackbits(file.get_tensor(layer), count=m * k).astype(bool).reshape(m, k)
-            choices[layer] = Choice(parse(profile.layers[layer].pattern), mask)
-    return model.eval(), choices
+            masks[layer] = np.unpackbits(file.get_tensor(layer), count=m * k).astype(bool).reshape(m, k)
+    return masks

@@ -40,7 +40,7 @@ def global_adaprune(
     """Train `model` in place for `steps` batches, drawn without replacement in each pass.
 
     `masks` are (m, k), True = kept; layers without one are matched too and train whole. Returns each step's loss.
-    Raises BadData when an activation is not finite.
+    Raises BadData when an activation or a gradient is not finite.
     """
     layers = [name for name, module in dense.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     modules = dict(model.named_modules())
@@ -59,12 +59,21 @@ def global_adaprune(
         loss = _distance(outputs, targets)
         optimizer.zero_grad()
         loss.backward()
+        _check_gradients(model)
         optimizer.step()
         schedule.step()
         apply_masks(model, masks)
         losses.append(loss.item())
         progress(step + 1, steps)
     return losses
+
+
+def _check_gradients(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            raise BadData(
+                f"the gradient of {name} holds NaN or infinite values in global AdaPrune: prune with --no-global"
+            )
 
 
 def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:

@@ -1,7 +1,7 @@
 """One-shot, layer-wise pruning: a dense layer and what it sees in, its pruned options out.
 
 Every method is a class that is given a layer's weight and H, does once what all options share, and answers
-`prune(pattern, sparsity)`: AdaPrune, ExactOBS, SparseGPT and Magnitude.
+`prune(pattern, sparsity)`: AdaPrune, ExactOBS, SparseGPT, Magnitude, and Auto, which chooses between two of them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Pruned:
 class OneShot(ABC):
     """A dense layer, `weight` (m, k) float32 and `hessian` (k, k) float64, ready to be pruned any number of times.
 
-    `damped` is H with a ridge of `damping` times its mean diagonal. Raises BadData for weights that are not finite.
+    The ridge is `damping` times H's mean diagonal. Raises BadData for weights that are not finite.
     """
 
     def __init__(self, weight: Tensor, hessian: Tensor, damping: float = DAMPING) -> None:
@@ -41,10 +42,16 @@ class OneShot(ABC):
             raise BadData("the weights hold NaN or infinite values")
         self.weight, self.hessian = weight, hessian
         self.energy = output_energy(weight, hessian)
+        self.damping = damping
+
+    @cached_property
+    def damped(self) -> Tensor:
+        """H with the ridge, (k, k) float64: as large as H, and made only where a method asks for it."""
         # Where no input but zeros ever reached the layer any weight is right: then the nearest to the dense one is.
-        ridge = damping * float(hessian.diagonal().mean()) or 1.0
-        self.damped = hessian.clone()
-        self.damped.diagonal().add_(ridge)
+        ridge = self.damping * float(self.hessian.diagonal().mean()) or 1.0
+        damped = self.hessian.clone()
+        damped.diagonal().add_(ridge)
+        return damped
 
     @abstractmethod
     def prune(self, pattern: Pattern, sparsity: float) -> Pruned:

@@ -2,6 +2,10 @@
 
 Each stage gives a model; the one with the least loss on the calibration data is kept, so that no stage can do harm
 unseen. Test data is scored for the record and decides nothing.
+
+Stitching and tuning batch norms happens in one model: memory for its weights, their masks (a byte each) and a layer
+or two. `joint` tuning needs six times the weights: the model kept so far, the one that is tuned with its gradients
+and two moments, and the dense one that it follows.
 """
 
 from __future__ import annotations
@@ -9,41 +13,50 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from latbench.errors import BadData
+from latbench.errors import BadData, UsageError
 from search.database import Database, model_hash
 from search.profile import Profile
 from search.pruning.apply import stitch
-from search.pruning.batchnorm import tune_batchnorm
+from search.pruning.batchnorm import batchnorms, tune_batchnorm
 from search.pruning.checkpoint import Checkpoint
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.recipe import Recipe
-from search.pruning.train import train
+from search.pruning.targets import targets_of
+from search.pruning.train import recipe_targets, train
 from search.task import Task
 from sparse_kernels.nn import refuses
 
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A model on the way, its masks, its mean loss on the calibration data, its score, and what made it took."""
+    """A step on the way: the model's mean loss on the calibration data, its score, and what making it took."""
 
     name: str
-    model: nn.Module
-    masks: Mapping[str, Tensor]
     loss: float
     score: float
     training_flop: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """All stages, and the one that is kept: its name, model and masks (m, k)."""
+
+    stages: Sequence[Stage]
+    kept: Stage
+    model: nn.Module
+    masks: Mapping[str, Tensor]
 
 
 def prune(
@@ -56,43 +69,43 @@ def prune(
     recipe: Recipe | None = None,
     checkpoint: Checkpoint | None = None,
     progress: Progress = lambda stage, done, total: None,
-) -> list[Stage]:
-    """The stages "dense", "one-shot", "global" (where `joint`) and the recipe's method (where there is one).
+) -> Result:
+    """The best of the stages "one-shot", "global" (where `joint`) and the recipe's method (where there is one).
 
-    Training starts from the dense model, or goes on from `checkpoint`. Raises BadData when the profile or the
-    database belongs to another model, or when training diverges.
+    Training starts from the dense model or from the best so far, as the recipe says, or goes on from `checkpoint`.
+    Raises BadData when the profile or the database belongs to another model, or when training diverges, UsageError
+    for a recipe that cannot be followed.
     """
-    dense = task.model()
-    check_profile(profile, task, dense)
+    model = task.model()
+    check_profile(profile, task, model)
+    if recipe is not None:
+        check_recipe(recipe, task, profile, model)
     batches = task.calibration()
     choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
-
-    def stage(name: str, model: nn.Module, masks: Mapping[str, Tensor]) -> Stage:
-        return Stage(name, model, masks, calibration_loss(task, model, batches), task.score(model))
-
-    one_shot = copy.deepcopy(dense)
-    masks = stitch(one_shot, choices, database)
-    stages = [stage("dense", dense, {}), stage("one-shot", _with_norms(task, one_shot, batches), masks)]
+    stages = [Stage("dense", calibration_loss(task, model, batches), task.score(model))]
+    masks = stitch(model, choices, database)
+    loss = _with_norms(task, model, batches)
+    stages.append(Stage("one-shot", loss, task.score(model)))
+    best = Result(stages, stages[-1], model, masks)
     if joint and masks:
-        together = copy.deepcopy(one_shot)
+        model = copy.deepcopy(model)
         global_adaprune(
-            task, together, dense, masks, batches,
+            task, model, task.model(), masks, batches,
             rng=np.random.default_rng(seed), progress=lambda done, total: progress("global AdaPrune", done, total),
         )  # fmt: skip
-        stages.append(stage("global", _with_norms(task, together, batches), masks))
+        loss = _with_norms(task, model, batches)
+        stages.append(Stage("global", loss, task.score(model)))
+        best = min(best, Result(stages, stages[-1], model, masks), key=_loss)
     if recipe is not None:
-        model = copy.deepcopy(dense)
+        model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
         trained = train(
-            task, model, profile, recipe, checkpoint=checkpoint,
+            task, model, profile, recipe, masks=best.masks, checkpoint=checkpoint,
             progress=lambda done, total: progress(recipe.method, done, total),
         )  # fmt: skip
-        stages.append(replace(stage(recipe.method, model, trained.masks), training_flop=trained.facts()))
-    return stages
-
-
-def best(stages: Sequence[Stage]) -> Stage:
-    """The pruned stage with the least loss on the calibration data."""
-    return min(stages[1:], key=lambda stage: stage.loss)
+        loss = calibration_loss(task, model, batches)
+        stages.append(Stage(recipe.method, loss, task.score(model), trained.facts()))
+        best = min(best, Result(stages, stages[-1], model, trained.masks), key=_loss)
+    return best
 
 
 def calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
@@ -105,7 +118,7 @@ def calibration_loss(task: Task, model: nn.Module, batches: Sequence[Any]) -> fl
 
 
 def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
-    """Raise BadData when the profile was searched for another model than this, the task's."""
+    """Raise BadData when the profile is not of this model, the task's, or its layers cannot hold their patterns."""
     modules = dict(model.named_modules())
     for layer in profile.layers:
         reason = "has no such layer" if layer not in modules else refuses(modules[layer])
@@ -119,11 +132,34 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
             f"the profile was searched for a model with other weights ({profile.model_hash}, task {task.name} has "
             f"{found}): search again"
         )
+    try:
+        targets_of(profile, model)
+    except UsageError as error:
+        raise BadData(f"the profile cannot be followed: {error}") from error
 
 
-def _with_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> nn.Module:
-    """The model with its batch norms tuned, if it has any and that lowers the loss; else the model itself."""
-    tuned = copy.deepcopy(model)
-    if tune_batchnorm(task, tuned, batches) == 0:
-        return model
-    return min((model, tuned), key=lambda candidate: calibration_loss(task, candidate, batches))
+def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module) -> None:
+    """Raise UsageError, before any work, for a recipe that this task or this profile does not go with."""
+    if not task.can_train:
+        raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
+    recipe_targets(recipe, profile, model)
+
+
+def _loss(result: Result) -> float:
+    return result.kept.loss
+
+
+def _with_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
+    """Tune the model's batch norms, in place, if that lowers its loss; returns the loss."""
+    before = calibration_loss(task, model, batches)
+    norms = batchnorms(model)
+    if not norms:
+        return before
+    statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
+    tune_batchnorm(task, model, batches)
+    after = calibration_loss(task, model, batches)
+    if after < before:
+        return after
+    for norm, kept in zip(norms, statistics, strict=True):
+        norm.load_state_dict(kept, strict=False)
+    return before

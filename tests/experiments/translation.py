@@ -5,8 +5,9 @@
 
 A Transformer of 2 + 2 layers, d 128, FFN 512, trained from scratch on words ($LATBENCH_DATA/multi30k). Its eight FFN
 layers go to 1:16 (5 seeds), 1:8 and 2:4, the negative control (3 seeds each), by each method, at equal steps and at
-equal training FLOPs of the FFN layers as `search.pruning.flops` counts them (the softmax over words, which is dense
-in all, would hide the difference). The seed fixes the weights, the order of sentences and dropout, so that methods
+equal training FLOPs of the FFN layers as `search.pruning.flops` counts them for transposable masks, as the papers do:
+there is a kernel for the input gradient then, too (the softmax over words, dense in all, would hide the difference).
+The seed fixes the weights, the order of sentences and dropout, so that methods
 are compared in pairs. First each method gets the same number of trials at 1:16, judged on validation data with a seed
 of their own; test data is only ever reported. BLEU is sacrebleu's, of greedy
 translations in lower-cased words and marks, one reference.
@@ -30,7 +31,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from search.pruning.pruner import Pruner
 from search.pruning.recipe import Recipe
 from search.pruning.targets import Target, targets_of
 from search.pruning.train import learning_rate
-from sparse_kernels.patterns import Unstructured, parse
+from sparse_kernels.patterns import NM, Unstructured, parse
 
 PAD, START, END, UNKNOWN = range(4)
 WIDTH, HIDDEN, HEADS, LAYERS = 128, 512, 4, 2
@@ -253,11 +254,16 @@ def target_of(method: str, pattern: str) -> Target:
     return Target(Unstructured(), sparsity) if method == "unstructured" else Target(nm, sparsity)
 
 
+def counted_as(target: Target) -> Target:
+    """The target whose FLOPs count."""
+    return replace(target, along="both") if isinstance(target.pattern, NM) else target
+
+
 def steps_of(pruner: Pruner | None, target: Target, mode: str, scale: float) -> int:
     """How many steps a mode allows: STEPS, or as many as the FFN FLOPs of DENSE_STEPS dense ones pay for; scaled."""
     if mode == "steps":
         return round(scale * STEPS)
-    cost = 1.0 if pruner is None else layer_cost(pruner, target, STEPS).total / 3
+    cost = 1.0 if pruner is None else layer_cost(pruner, counted_as(target), STEPS).total / 3
     return round(scale * DENSE_STEPS / cost)
 
 
@@ -297,7 +303,9 @@ def run(data: Data, key: dict[str, Any], rate: float, settings: dict[str, Any]) 
     model.eval()
     counted = count_forward(model, lambda: model(source, words))
     ffn = {layer: counted[layer] for layer in ffns}
-    spent, dense = (training_flop(p, targets, ffn, steps).total for p in (pruner, None))
+    spent, dense = (
+        training_flop(p, dict.fromkeys(targets, counted_as(target)), ffn, steps).total for p in (pruner, None)
+    )
     kept = [float((model.get_submodule(layer).weight != 0).double().mean()) for layer in ffns]
     return {
         **key, "learning_rate": rate, "settings": settings, "steps": steps,

@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from latbench.errors import BadData
+from latbench.errors import BadData, EnvironmentUnusable
+from search import database
 from search.database import Database, model_hash
 
 
@@ -76,6 +78,18 @@ def test_values_that_do_not_fit_the_mask_are_damage(tmp_path: Path, rng: np.rand
     save_file(tensors, path, metadata={"shape": "4,4", "error": "0.0"})
     with pytest.raises(BadData, match="damaged"):
         database.get("fc1", "unstructured", 0.5)
+
+
+def test_a_disk_that_refuses_is_said(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(database, "save_file", full)
+    with pytest.raises(EnvironmentUnusable, match=r"cannot write .*unstructured@0.5.*No space left"):
+        Database(tmp_path, "abc").put("fc1", "unstructured", 0.5, *entry(rng, 3, 5), 0.0)
+    assert not list(tmp_path.glob("fc1/*"))
 
 
 def test_wrong_kinds_are_refused(tmp_path: Path) -> None:

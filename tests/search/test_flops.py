@@ -17,9 +17,9 @@ from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
 from search.pruning.targets import Target
-from sparse_kernels.patterns import NM, Unstructured
+from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
-HALF, THIN = Target(NM(2, 4), 0.5), Target(NM(1, 16), 15 / 16)
+HALF, THIN = Target(NM(2, 4), 0.5, along="both"), Target(NM(1, 16), 15 / 16, along="both")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ HALF, THIN = Target(NM(2, 4), 0.5), Target(NM(1, 16), 15 / 16)
     ids=["sr-ste", "asp", "mask decay", "stepwise", "geometric"],
 )
 def test_relative_costs_are_the_known_ones(pruner: Pruner, half: float, thin: float) -> None:
-    """Dense phase .1, final phase .2, as the notes give them for an FFN layer."""
+    """Dense phase .1, final phase .2, as the notes give them for an FFN layer with a kernel for both products."""
     assert layer_cost(pruner, HALF, 1000).total / 3 == pytest.approx(half, abs=1e-3)
     assert layer_cost(pruner, THIN, 1000).total / 3 == pytest.approx(thin, abs=1e-3)
 
@@ -56,11 +56,15 @@ def test_every_other_recipe_by_hand() -> None:
     assert turns == pytest.approx([0.2 + 0.8 * 0.1] * 4)
 
 
-def test_without_a_kernel_the_input_gradient_is_dense() -> None:
-    stage = Stage(HALF, fixed=True)
-    assert step_cost(stage) == Flop(0.5, 0.5, 0.5)
-    assert step_cost(stage, sparse_input_gradient=False) == Flop(0.5, 1.0, 0.5)
+def test_only_the_product_along_the_groups_is_sparse() -> None:
+    assert step_cost(Stage(HALF, fixed=True)) == Flop(0.5, 0.5, 0.5)
+    assert step_cost(Stage(Target(NM(2, 4), 0.5), fixed=True)) == Flop(0.5, 1.0, 0.5)
+    assert step_cost(Stage(Target(NM(2, 4), 0.5, along="outputs"))) == Flop(1.0, 0.5, 1.0)
+    for pattern in (Unstructured(), BlockWise(4, 2), VectorWise(4), VectorNM(4, 2, 4), ShflBW(4)):
+        assert step_cost(Stage(Target(pattern, 0.5))) == Flop(0.5, 0.5, 1.0)
     assert step_cost(Stage(HALF, fade=0.01)) == Flop(1.0, 1.0, 1.0)
+    # What 2:4 SR-STE takes with the kernels that there are.
+    assert layer_cost(SRSTE(), Target(NM(2, 4), 0.5), 10).total / 3 == pytest.approx(2.5 / 3)
 
 
 def test_a_models_flop_are_counted_by_layer_with_shared_calls() -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.database import Database, model_hash
-from search.pruning import build, obs, sparsegpt
+from search.pruning import auto, build, obs, sparsegpt
 from search.pruning.adaprune import AdaPrune
+from search.pruning.auto import Auto
 from search.pruning.build import METHODS, build_database, recipe
 from search.pruning.magnitude import Magnitude
 from search.pruning.obs import ExactOBS, eliminate
@@ -272,12 +273,50 @@ def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) ->
     assert build_database(task, model, OPTIONS, database, method=method) == 3
     assert build_database(task, model, OPTIONS, database, method=method) == 0
     other = next(name for name in METHODS if name != method)
-    with pytest.raises(BadData, match="built by another method"):
+    with pytest.raises(
+        BadData, match=rf"built by another method.* \({method} [0-9a-f]+, this is {other} [0-9a-f]+\)"
+    ):
         Database(tmp_path, model_hash(model), recipe(task, other))
+    assert Database(tmp_path, model_hash(model)).recipe == recipe(task, method)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"conv": OPTIONS["conv"], "conv9": [("vector:4", 0.5)]}, "the model has no layer 'conv9': it has conv, fc"),
+        ({"norm": [("unstructured", 0.5)]}, "layer norm: a BatchNorm2d has no sparse kernel"),
+        ({"conv": [("vector:4", 0.5), ("nm:2:4", 0.5)]}, "layer conv: nm:2:4 needs input channels in multiples of 4"),
+        ({"fc": [("block:16x72", 0.5)]}, "layer fc: one block of block:16x72 covers the whole 16x72 layer"),
+        ({"fc": [("nm:2:4", 0.75)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
+        ({"fc": [("nm:2", 0.5)]}, "unknown pattern 'nm:2'"),
+    ],
+)  # fmt: skip
+def test_layers_that_cannot_be_pruned_so_are_named_before_any_work(
+    options: dict[str, list[tuple[str, float]]], sentence: str, task: Task, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        build_database(task, task.model(), options, Database(tmp_path, "x"), method="magnitude")
+    assert not list(tmp_path.iterdir())
+
+
+def test_auto_is_exact_obs_where_its_bands_are_few_and_adaprune_elsewhere(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, hessian = layer(rng, 9, 12, 40)
+    found = Auto(weight, hessian)
+    bands = {Unstructured(): 9, NM(2, 4): 9, VectorWise(4): 3, ShflBW(4): 3, BlockWise(4, 3): 3}
+    for pattern, count in bands.items():
+        assert found.multiplications(pattern, 0.5) == count * 12**3
+    monkeypatch.setattr(auto, "MULTIPLICATIONS", 3 * 12**3)
+    for pattern, count in bands.items():
+        expected = (ExactOBS if count == 3 else AdaPrune)(weight, hessian).prune(pattern, 0.5)
+        assert torch.equal(found.prune(pattern, 0.5).weight, expected.weight)
 
 
 def test_an_unknown_method_is_refused(task: Task, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown method 'guess': known are adaprune, obs, sparsegpt, magnitude"):
+    with pytest.raises(
+        UsageError, match="unknown method 'guess': known are auto, adaprune, obs, sparsegpt, magnitude"
+    ):
         build_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="guess")
 
 

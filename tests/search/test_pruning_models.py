@@ -1,12 +1,16 @@
 """Whole models: joint tuning, batch norms, gradual pruning, the stages of `latbench prune` and its folder."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +23,13 @@ from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
 from search.pruning import pipeline
 from search.pruning.apply import stitch
-from search.pruning.batchnorm import tune_batchnorm
+from search.pruning.batchnorm import batchnorms, tune_batchnorm
 from search.pruning.build import build_database
-from search.pruning.folder import load_pruned, save_pruned
+from search.pruning.build import recipe as recipe_of
+from search.pruning.folder import FILES, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.recipe import Recipe
-from search.pruning.train import train
+from search.pruning.train import Trained, train
 from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, Unstructured, VectorWise
@@ -88,21 +93,43 @@ def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> 
         global_adaprune(task, model, task.model(), {}, task.calibration(), rng=np.random.default_rng(0), steps=1)
 
 
+def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: Database) -> None:
+    model = task.model()
+    masks = stitch(model, CHOICES, database)
+    model.get_parameter("fc.bias").register_hook(lambda gradient: gradient * torch.nan)
+    with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: prune with --no-global"):
+        global_adaprune(task, model, task.model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
+
+
 def test_tuned_batch_norms_have_the_statistics_of_the_calibration_data(task: Task) -> None:
     model = task.model()
-    assert tune_batchnorm(task, model, task.calibration()) == 1
+    norm = model.get_submodule("norm")
+    assert batchnorms(model) == [norm]
+    tune_batchnorm(task, model, task.calibration())
     outputs = [model.get_submodule("conv")(images).detach() for images, _ in task.calibration()]
     means = torch.stack([y.mean(dim=(0, 2, 3)) for y in outputs]).mean(dim=0)
     variances = torch.stack([y.var(dim=(0, 2, 3)) for y in outputs]).mean(dim=0)
-    norm = model.get_submodule("norm")
     torch.testing.assert_close(norm.running_mean, means)
     torch.testing.assert_close(norm.running_var, variances)
     assert norm.momentum == 0.1
     assert not any(module.training for module in model.modules())
 
 
-def test_a_model_without_batch_norms_is_left_alone(task: Task) -> None:
-    assert tune_batchnorm(task, nn.Sequential(nn.Linear(2, 2)), []) == 0
+@pytest.mark.parametrize("better", [True, False])
+def test_batch_norms_are_tuned_where_that_lowers_the_loss_and_else_as_they_were(better: bool, task: Task) -> None:
+    model = task.model()
+    old = {name: buffer.clone() for name, buffer in model.get_submodule("norm").named_buffers()}
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        task.loss(model, batch)
+        moved = (model.get_buffer("norm.running_mean") - old["running_mean"]).abs().sum()
+        return -moved if better else moved
+
+    judged = replace(task, implementation=SimpleNamespace(loss=loss))
+    found = pipeline._with_norms(judged, model, task.calibration())
+    assert (found < 0) == better
+    for name, buffer in model.get_submodule("norm").named_buffers():
+        assert torch.equal(buffer, old[name]) != better
 
 
 TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
@@ -120,15 +147,94 @@ def test_fine_tuning_learns_under_its_masks(task: Task) -> None:
 
 def test_the_kept_stage_has_the_least_calibration_loss_and_the_seed_decides(task: Task, database: Database) -> None:
     profile = profile_of(task, CHOICES)
-    stages, again = (
+    result, again = (
         pipeline.prune(task, profile, database, seed=3, recipe=Recipe(steps=10, learning_rate=1e-2)) for _ in range(2)
     )
-    assert [stage.name for stage in stages] == ["dense", "one-shot", "global", "gmp"]
-    assert pipeline.best(stages).loss == min(stage.loss for stage in stages[1:])
-    for stage, other in zip(stages, again, strict=True):
-        assert model_hash(stage.model) == model_hash(other.model)
-        assert zeros_hold(stage.model, dict(stage.masks))
-    assert [stage.name for stage in pipeline.prune(task, profile, database, joint=False)] == ["dense", "one-shot"]
+    assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global", "gmp"]
+    assert result.kept.loss == min(stage.loss for stage in result.stages[1:])
+    assert result.kept.loss == pipeline.calibration_loss(task, result.model, task.calibration())
+    assert result.kept.score == task.score(result.model)
+    assert zeros_hold(result.model, dict(result.masks))
+    assert again.stages == result.stages
+    assert model_hash(again.model) == model_hash(result.model)
+    alone = pipeline.prune(task, profile, database, joint=False)
+    assert alone.stages == result.stages[:2]
+
+
+def test_one_shot_pruning_holds_the_weights_once(task: Task, database: Database) -> None:
+    """Twice the weights and 1 GB is allowed; tests/experiments/memory.py measures it."""
+    models: list[weakref.ref[nn.Module]] = []
+    most = 0
+
+    def model() -> nn.Module:
+        models.append(weakref.ref(made := task.implementation.model()))
+        return made
+
+    def loss(model: nn.Module, batch: object) -> Tensor:
+        nonlocal most
+        most = max(most, sum(type(it) is type(model) for it in gc.get_objects()))
+        return task.implementation.loss(model, batch)
+
+    gc.collect()
+    watched = replace(
+        task, implementation=SimpleNamespace(**{**vars(task.implementation), "model": model, "loss": loss})
+    )
+    result = pipeline.prune(watched, profile_of(task, CHOICES), database, joint=False)
+    assert [reference() for reference in models] == [result.model]
+    assert most == 1
+
+
+def test_only_tensors_that_share_memory_are_copied_to_be_saved() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    found = unshared(model.state_dict())
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
+    own = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    assert [name for name in found if found[name].data_ptr() != own[name]] == ["1.weight"]
+
+
+def test_training_goes_on_from_one_shot_pruning_under_its_masks(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shfl-BW's row groups are found by a heuristic: drawn anew from other weights they would be others."""
+    choices = {"conv": ("shflbw:4", 0.5), "fc": ("vector:4", 0.75)}
+    built = Database(tmp_path, model_hash(task.model()))
+    build_database(task, task.model(), {layer: [choice] for layer, choice in choices.items()}, built)
+    profile = profile_of(task, choices)
+    one_shot = model_hash(pipeline.prune(task, profile, built, joint=False).model)
+    started: list[str] = []
+
+    def seen(task: Task, model: nn.Module, *args: Any, **kwargs: Any) -> Trained:
+        started.append(model_hash(model))
+        return train(task, model, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "train", seen)
+    held = Recipe(method="held", start="one_shot", steps=40, learning_rate=1e-2, weight_decay=0.1)
+    result = pipeline.prune(task, profile, built, joint=False, recipe=held)
+    assert result.kept.name == "held"
+    assert zeros_hold(result.model, dict(result.masks))
+    for layer, choice in choices.items():
+        assert torch.equal(result.masks[layer], built.get(layer, *choice).mask)
+    assert started == [one_shot]
+
+
+@pytest.mark.parametrize(
+    ("missing", "recipe", "sentence"),
+    [
+        ("train_batches", Recipe(), r"task tiny has no train_batches\(rng\): leave --recipe out"),
+        ("", Recipe(transposable=True), "layer conv: only N:M masks can be transposable, not vector:4"),
+    ],
+)
+def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
+    missing: str, recipe: Recipe, sentence: str, task: Task, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = {name: it for name, it in vars(task.implementation).items() if name != missing}
+    monkeypatch.setattr(pipeline, "stitch", lambda *_: pytest.fail("work was done"))
+    with pytest.raises(UsageError, match=sentence):
+        pipeline.prune(
+            replace(task, implementation=SimpleNamespace(**members)), profile_of(task, CHOICES), database,
+            recipe=recipe,
+        )  # fmt: skip
 
 
 def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, database: Database) -> None:
@@ -138,6 +244,10 @@ def test_a_profile_of_another_model_is_refused_in_one_sentence(task: Task, datab
         pipeline.prune(task, profile_of(task, {"norm": ("dense", 0.0)}), database)
     with pytest.raises(BadData, match=r"model with other weights .0000"):
         pipeline.prune(task, replace(profile_of(task, CHOICES), model_hash="0000"), database)
+    with pytest.raises(
+        BadData, match=r"cannot be followed: layer conv: nm:2:4 needs input channels in multiples of 4"
+    ):
+        pipeline.prune(task, profile_of(task, {"conv": ("nm:2:4", 0.5)}), database)
 
 
 def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Database, tmp_path: Path) -> None:
@@ -154,6 +264,9 @@ def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Da
         assert np.array_equal(choices[name].mask, mask.numpy())
         assert manifest["layers"][name]["kept_weights"] == mask.sum()
     assert manifest["layers"]["fc"]["sparsity"] == 0.5
+    assert "along" not in manifest["layers"]["fc"]
+    assert (manifest["predicted_seconds"], manifest["layers"]["fc"]["predicted_seconds"]) == (2e-3, 1e-3)
+    assert manifest["bytes"] == {name: (tmp_path / "pruned" / name).stat().st_size for name in FILES}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "pruned"]
 
 
@@ -170,7 +283,7 @@ def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, 
         load_pruned(tmp_path, task.model())
     manifest = json.loads((pruned / "manifest.json").read_text())
     (pruned / "manifest.json").write_text(json.dumps({**manifest, "version": 99}))
-    with pytest.raises(BadData, match="version 99, this latbench reads 1"):
+    with pytest.raises(BadData, match="version 99, this latbench reads 2"):
         load_pruned(pruned, task.model())
 
 
@@ -220,3 +333,36 @@ def test_the_command_is_up_to_date_on_a_second_run_and_only_then(
     manifest = json.loads((pruned / "manifest.json").read_text())
     assert manifest["score_dense"] == task.score(task.model())
     assert manifest["score_pruned"] == task.score(load_pruned(pruned, task.model())[0])
+
+
+def test_another_database_or_another_task_is_pruned_anew(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, profile, pruned = tmp_path / "mine.py", tmp_path / "profile.json", tmp_path / "pruned"
+    mine.write_text(TASK.read_text())
+    profile_of(task, CHOICES).save(profile)
+    model = task.model()
+
+    def run(method: str) -> str:
+        filled = Database(tmp_path / method, model_hash(model), recipe_of(task, method))
+        build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
+        prune_command(str(mine), profile, filled.folder, pruned, joint=False)
+        return capsys.readouterr().out
+
+    for method in ("magnitude", "obs"):
+        assert "pruned is written" in run(method)
+        assert f"layers pruned by {method};" in run(method)
+        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == recipe_of(task, method)
+    assert "pruned is up to date" in run("obs")
+    mine.write_text(TASK.read_text().replace("rng.integers(1000)", "rng.integers(2000)"))  # other training data
+    assert "pruned is written" in run("obs")
+
+
+def test_checkpoints_of_other_recipes_go_when_a_model_is_written(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    profile_of(task, CHOICES).save(tmp_path / "profile.json")
+    (tmp_path / ".pruned.0123.training").write_bytes(b"half")
+    (tmp_path / ".other.0123.training").write_bytes(b"half")
+    prune_command(str(TASK), tmp_path / "profile.json", database.folder, tmp_path / "pruned", joint=False)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".other.0123.training"]

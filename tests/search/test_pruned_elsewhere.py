@@ -1,0 +1,196 @@
+"""What others read of a pruned model: torch, transformers, onnxruntime, and the packed file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
+
+from latbench.commands.prune import prune as prune_command
+from latbench.errors import BadData, LatbenchError
+from search import onnx_export
+from search.database import Database, model_hash
+from search.profile import LayerChoice, Profile
+from search.pruning.build import build_database
+from search.pruning.folder import load_pruned, read_manifest, read_masks, save_pruned
+from search.pruning.packed import load_packed, write_packed
+from search.pruning.targets import Target, Targets, targets_of
+from search.task import Task, load
+from sparse_kernels.nn import set_weight_matrix, weight_matrix
+from sparse_kernels.patterns import NM
+
+TASK = Path(__file__).parent / "pruning_task.py"
+CHOICES = {"conv": ("vector:4", 0.75), "fc": ("nm:2:4", 0.5)}
+
+
+@pytest.fixture
+def task() -> Task:
+    return load(str(TASK))
+
+
+def profile_of(name: str, model: nn.Module, choices: dict[str, tuple[str, float]]) -> Profile:
+    layers = {layer: LayerChoice(*choice, 1e-3, 9e-4, 2e-3, 0.1) for layer, choice in choices.items()}
+    return Profile(
+        task=name, layers=layers, backend="numba", threads=2, batch=32, device="cpu", target=2.0,
+        dense_engine="torch", dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3,
+        fixed_seconds=1e-4, fixed_seconds_low=1e-4, fixed_seconds_high=1e-4, predicted_seconds=2e-3,
+        predicted_low=2e-3, predicted_high=2e-3, loss=1.0, error=0.2, bound=0.2, ceiling=4.0, strategy="exact",
+        risk=0.9, additivity_before=0.1, additivity_after=0.1,
+        seed=0, table_hash="t", model_hash=model_hash(model), inputs="i",
+    )  # fmt: skip
+
+
+def masked(model: nn.Module, targets: Targets) -> dict[str, Tensor]:
+    """Prune the model in place by magnitude, with a kept weight that is zero; returns its masks."""
+    masks = {}
+    for layer, target in targets_of(targets, model).items():
+        module = model.get_submodule(layer)
+        matrix = weight_matrix(module).clone()
+        masks[layer] = mask = target.mask(matrix.square())
+        matrix[tuple(mask.nonzero()[0])] = 0.0
+        set_weight_matrix(module, torch.where(mask, matrix, 0.0))
+    return masks
+
+
+def saved(folder: Path, model: nn.Module, choices: dict[str, tuple[str, float]]) -> dict[str, Tensor]:
+    profile = profile_of("tiny", model, {**choices, "head": ("dense", 0.0)})
+    masks = masked(model, choices)
+    save_pruned(folder, model, masks, profile, {})
+    return masks
+
+
+@pytest.mark.parametrize("along", ["inputs", "both"])
+def test_the_manifest_says_what_n_of_m_masks_keep_along_which_axis(along: str, task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
+    masks = masked(model, {"fc": Target(NM(2, 4), 0.5, along)})
+    layer = save_pruned(tmp_path / "pruned", model, masks, profile, {})["layers"]["fc"]
+    assert (layer["keep"], layer["of"], layer["along"]) == (2, 4, along)
+
+
+def test_torch_reads_the_dense_file_and_prunes_on(task: Task, tmp_path: Path) -> None:
+    pruned = task.model()
+    masks = saved(tmp_path / "pruned", pruned, CHOICES)
+    model = task.model()
+    model.load_state_dict(load_file(tmp_path / "pruned" / "model.safetensors"))
+    fc = model.get_submodule("fc")
+    torch_prune.custom_from_mask(fc, "weight", torch.from_numpy(read_masks(tmp_path / "pruned")["fc"]))
+    torch.testing.assert_close(model(*task.example()), pruned(*task.example()), rtol=0, atol=0)
+    assert torch.equal(fc.get_buffer("weight_mask") != 0, masks["fc"])
+    torch_prune.remove(fc, "weight")
+    assert model_hash(model) == model_hash(pruned)
+
+
+def test_the_dense_file_says_whose_tensors_it_holds(task: Task, tmp_path: Path) -> None:
+    """Readers such as from_pretrained refuse a file that does not."""
+    saved(tmp_path / "pruned", task.model(), CHOICES)
+    with safe_open(tmp_path / "pruned" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertModel(config).eval()
+    choices = {"encoder.layer.0.intermediate.dense": ("nm:2:4", 0.5)}
+    masks = masked(model, choices)
+    save_pruned(tmp_path / "pruned", model, masks, profile_of("bert", model, choices), {})
+    config.save_pretrained(tmp_path / "pruned")
+    found = transformers.BertModel.from_pretrained(tmp_path / "pruned", local_files_only=True)
+    assert model_hash(found) == model_hash(model)
+    words = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(words).last_hidden_state
+        torch.testing.assert_close(found(words).last_hidden_state, expected, rtol=0, atol=0)
+
+
+def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task, tmp_path: Path) -> None:
+    folder, pruned = tmp_path / "pruned", task.model()
+    saved(folder, pruned, CHOICES)
+    path = write_packed(folder).rename(tmp_path / "alone.safetensors")
+    found, choices = load_packed(path, task.model())
+    assert model_hash(found) == model_hash(pruned)
+    _, expected = load_pruned(folder, task.model())
+    assert set(choices) == set(expected)
+    for layer, choice in expected.items():
+        assert choices[layer].pattern == choice.pattern
+        assert np.array_equal(choices[layer].mask, choice.mask)
+    # The bits of both masks, and a quarter and a half of the weights: of a model as small as this, headers count too.
+    kept, dense = 4 * (8 * 54 // 4 + 16 * 72 // 2) + (8 * 54 + 16 * 72) // 8, 4 * (8 * 54 + 16 * 72)
+    smaller = (folder / "model.safetensors").stat().st_size - path.stat().st_size
+    assert smaller == pytest.approx(dense - kept, abs=512)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda tensors: tensors.pop("fc.weight.mask"), "not the packed weights of this model"),
+        (lambda tensors: tensors.update({"more": torch.zeros(1)}), "not the packed weights of this model"),
+        (lambda tensors: tensors.update({"fc.weight.values": torch.zeros(3)}), r"not the packed weights .*shape"),
+        (lambda tensors: tensors.update({"fc.bias": torch.zeros(3)}), r"this model: fc.bias is \(3,\)"),
+        (None, "not the packed weights of a model"),
+    ],
+)
+def test_packed_weights_that_are_damaged_or_foreign_are_refused(
+    damage: Callable[[dict[str, Tensor]], object] | None, sentence: str, task: Task, tmp_path: Path
+) -> None:
+    saved(tmp_path / "pruned", task.model(), CHOICES)
+    path = write_packed(tmp_path / "pruned")
+    if damage is None:
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        damage(tensors := load_file(path))
+        save_file(tensors, path, metadata=metadata)
+    with pytest.raises(BadData, match=sentence):
+        load_packed(path, task.model())
+
+
+def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to_be_done(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, folder, exported = task.model(), tmp_path / "pruned", tmp_path / "onnx" / "model.onnx"
+    profile_of("tiny", model, CHOICES).save(tmp_path / "profile.json")
+    database = Database(tmp_path / "database", model_hash(model))
+    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+
+    def run(**options: object) -> str:
+        prune_command(str(TASK), tmp_path / "profile.json", database.folder, folder, joint=False, **options)  # type: ignore[arg-type]
+        return capsys.readouterr().out
+
+    run()
+    manifest = read_manifest(folder)
+    output = run(packed=True, onnx=exported)
+    assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
+    assert read_manifest(folder) == manifest
+    pruned, _ = load_pruned(folder, task.model())
+    assert model_hash(load_packed(folder / "packed.safetensors", task.model())[0]) == model_hash(pruned)
+    session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
+    (x,) = task.example()
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad():
+        np.testing.assert_allclose(found, pruned(x).numpy(), rtol=1e-4, atol=1e-5)
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "inputs": "others"}))
+    assert "is written" in run()
+    assert not (folder / "packed.safetensors").exists()  # it was of the folder that this one took the place of
+
+
+def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onnx_export, "MOST_BYTES", 1000)
+    with pytest.raises(LatbenchError, match=r"cannot be exported to ONNX: it has 0.00 GB of weights, and a file"):
+        onnx_export.export(task.model(), task.example(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
