@@ -9,16 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import torch
 
 from cost_models import AnchoredLookup, storage
-from latbench import files, tables
+from latbench import files, tables, workloads
+from latbench.workloads import Layer, Workload
+from search.database import Database
 from search.profile import LayerChoice, Profile
 from search.pruning.folder import FILES
 from search.verify import Verdict, manifest_hash
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 OVERHEAD_SECONDS = 4e-6
-DENSE_FLOP_PER_SECOND = {("torch", "linear"): 62e9, ("torch", "mkldnn"): 112e9, ("onnxruntime", "auto"): 131e9}
+ROOF_FLOP_PER_SECOND = 160e9
+DENSE_FLOP_PER_SECOND = {
+    ("torch", "linear"): 62e9, ("torch", "mkldnn"): 112e9, ("onnxruntime", "auto"): 131e9, ("numba", "auto"): 58e9,
+}  # fmt: skip
 SPARSE_FLOP_PER_SECOND = {
     "unstructured": 46e9, "nm:2:4": 61e9, "vector:8": 84e9, "vector:32": 104e9, "shflbw:32": 98e9,
     "block:32x32": 90e9,
@@ -44,11 +51,20 @@ class Example:
     profile: Path
     pruned: Path
     verify: Path
+    workload: Path
+    database: Path
+    accuracy: Path
 
     @property
     def files(self) -> dict[str, Path]:
-        """The optional inputs of a report, by name."""
+        """The files of the job, by the name of the option that takes them."""
         return {"model": self.model, "profile": self.profile, "pruned": self.pruned, "verify": self.verify}
+
+    @property
+    def every(self) -> dict[str, Any]:
+        """All optional inputs of a report, as `inputs.read` takes them."""
+        others = {"workload": str(self.workload), "database": self.database, "accuracy": self.accuracy}
+        return {**self.files, **others}
 
 
 def row(
@@ -77,6 +93,11 @@ def row(
     if seconds is not None:
         noise = rng.gamma(2.0, rng.gamma(2.0, 0.004), size=15)
         found["samples_seconds"] = (seconds * (1 + noise)).tolist()
+        kept = shape.flop * (1 - sparsity)
+        found |= {
+            "flop_nnz": int(kept), "bytes_min": 4 * int(shape.m * shape.k * (1 - sparsity) + shape.k * shape.n),
+            "roofline_seconds": kept / ROOF_FLOP_PER_SECOND, "drift_ratio": 1.0 + 0.01 * rng.standard_normal(),
+        }  # fmt: skip
     return found | given
 
 
@@ -102,8 +123,9 @@ def rows(rng: np.random.Generator) -> list[dict[str, Any]]:
 def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Example:
     """Write the example's files into `folder`."""
     example = Example(
-        folder / "table", folder / "cost_model.json", folder / "profile.json", folder / "pruned", folder / "verify"
-    )
+        folder / "table", folder / "cost_model.json", folder / "profile.json", folder / "pruned", folder / "verify",
+        folder / "workload.yaml", folder / "database", folder / "accuracy.csv",
+    )  # fmt: skip
     tables.write_part(example.table, rows(rng))
     environment = {
         "env_id": "example", "cpu": "AMD EPYC example", "cores": 2, "memory_bytes": 8_000_000_000, "os": "Debian 12",
@@ -154,6 +176,37 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         slowdown=1.01, score_name="accuracy", score_dense=0.9806, score_pruned=0.975, device="amd-epyc-example",
         threads=2, batch=64, inputs=manifest_hash(example.pruned),
     )  # fmt: skip
+    _write_database(example, rng)
+    _write_accuracies(example.accuracy, rng)
     example.verify.mkdir()
     (example.verify / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
     return example
+
+
+def _write_database(example: Example, rng: np.random.Generator) -> None:
+    """A workload with the profile's layers, and what they lose at each option: more where less is kept."""
+    layers = tuple(Layer(f"blocks.{index}.linear", shape) for index, shape in enumerate(SHAPES[: len(CHOSEN)]))
+    workloads.save(Workload("example", "made up", layers), example.workload)
+    database = Database(example.database, "0123456789abcdef", "made up")
+    for layer in layers:
+        damage = rng.uniform(0.5, 2.0)
+        for place, pattern in enumerate(SPARSE_FLOP_PER_SECOND):
+            for sparsity in (0.5,) if pattern.startswith("nm") else SPARSITIES:
+                error = 0.02 * damage * (1 + place / 4) * (sparsity / (1 - sparsity)) ** 1.5
+                mask = torch.ones(layer.shape.m, 1, dtype=torch.bool)
+                database.put(layer.name, pattern, sparsity, torch.ones(layer.shape.m, 1), mask, error)
+
+
+def _write_accuracies(path: Path, rng: np.random.Generator) -> None:
+    rows = [("dense", "gmp", 1.0, 0.92 + 0.002 * rng.standard_normal(), seed, 0.0) for seed in range(3)]
+    for pattern, worse in (("unstructured", 1.0), ("vector:32", 1.6), ("shflbw:32", 1.3), ("block:32x32", 2.4)):
+        for method, better in (("gmp", 1.0), ("acdc", 0.8)):
+            for sparsity in (0.5, 0.75, 0.9, 0.95):
+                speedup = 0.7 / (1.02 - sparsity) * worse**0.5
+                lost = 0.004 * worse * better * sparsity / (1 - sparsity)
+                rows += [
+                    (pattern, method, speedup, 0.92 - lost + 0.002 * rng.standard_normal(), seed, sparsity)
+                    for seed in range(3)
+                ]
+    columns = ["pattern", "method", "speedup", "accuracy", "seed", "sparsity"]
+    pd.DataFrame(rows, columns=columns).to_csv(path, index=False)

@@ -9,7 +9,7 @@ Times are in seconds, `low` and `high` bound the 95% interval of the median.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,18 @@ def timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return tables.timed(rows).assign(noisy=lambda found: found["status"] == "noisy")
 
 
-def points(table: pd.DataFrame) -> pd.DataFrame:
+def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFrame:
     """One row a timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
     Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
-    kernel, seconds, low, high (the median itself where too few samples bound it), noisy (bool).
+    kernel, seconds, low, high (the median itself where too few samples bound it), noisy (bool); flop (of the kept
+    weights), bytes (the least that must move) and roofline_seconds, NaN where the table does not tell.
+    `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
     """
     rows = timed_rows(layer_rows(table))
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
+    for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
+        tidy[name] = rows[column].astype(float)
     for name in ("op", "pattern", "format", "backend"):
         tidy[name] = _text(rows, name)
     tidy["sparsity"] = rows["sparsity_target"].fillna(rows["sparsity_actual"]).fillna(0.0).round(6)
@@ -58,9 +62,15 @@ def points(table: pd.DataFrame) -> pd.DataFrame:
     tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
     tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
     tidy["shape"] = _labels(rows, SHAPE, shape_label)
-    tidy["setting"] = _labels(rows, SETTING, _setting_label(rows))
+    tidy["setting"] = _labels(rows, SETTING, _setting_label(differing(rows) if apart is None else apart))
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
+
+
+def differing(*tables: pd.DataFrame) -> list[str]:
+    """The columns of SETTING in which rows of these tables differ."""
+    columns = {name: pd.concat([table[name].astype(object) for table in tables]) for name in SETTING}
+    return [name for name, values in columns.items() if values.nunique(dropna=False) > 1]
 
 
 def engine_name(backend: str, kernel_requested: str) -> str:
@@ -81,7 +91,7 @@ def fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
 
     Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high.
     """
-    dense = _fastest(points[points["pattern"] == "dense"], PLACE)
+    dense = fastest(points[points["pattern"] == "dense"], PLACE)
     names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
     return dense[[*PLACE, *names]].rename(columns=names)
 
@@ -92,7 +102,7 @@ def speedup(points: pd.DataFrame) -> pd.DataFrame:
     Columns: those of `points` and `fastest_dense`, speedup (above 1 is a gain), speedup_low, speedup_high (both
     intervals at their worst and at their best). Points of a shape that has no dense time are left out.
     """
-    sparse = _fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
+    sparse = fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
     joined = sparse.merge(fastest_dense(points), on=PLACE, how="inner")
     joined["speedup"] = joined["dense_seconds"] / joined["seconds"]
     joined["speedup_low"] = joined["dense_low"] / joined["high"]
@@ -111,7 +121,8 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     first = ~ordered.duplicated([*PLACE, "pattern"])
     starts = np.flatnonzero(first)
     sparsity, gain, lower = (ordered[name].to_numpy(float) for name in ("sparsity", "speedup", "speedup_low"))
-    groups = [slice(start, end) for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True)]
+    ends = np.append(starts[1:], len(ordered))[: len(starts)]  # none where there is no row
+    groups = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
     best = [group.start + gain[group].argmax() for group in groups]
     tidy = ordered.loc[first, [*PLACE, "pattern", "format"]].reset_index(drop=True)
     tidy["break_even"] = [crossing(sparsity[group], gain[group]) for group in groups]
@@ -148,6 +159,18 @@ def places(speedups: pd.DataFrame) -> list[tuple[str, str]]:
     return list(dense.sort_values(ascending=False, kind="stable").index)
 
 
+def at(frame: pd.DataFrame, places: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """The rows of `frame` at these settings and shapes."""
+    some = frame[frame["shape"].isin({shape for _, shape in places})]  # cheap, and leaves few to look up by both
+    return some[pd.MultiIndex.from_frame(some[PLACE]).isin(list(places))]
+
+
+def plain(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with texts where it had categories."""
+    categories = [name for name in frame.columns if isinstance(frame[name].dtype, pd.CategoricalDtype)]
+    return frame.astype(dict.fromkeys(categories, object))
+
+
 def by_place(frame: pd.DataFrame) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The rows of `frame` as dicts, by setting and shape, in their order: thousands of small frames would be slow."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -161,14 +184,18 @@ def place_label(setting: str, shape: str) -> str:
     return f"{shape} ({setting})" if setting else shape
 
 
-def levels(speedups: pd.DataFrame, at_most: int = 5) -> list[float]:
-    """The sparsities to show side by side: of those measured at most shapes, the nearest to 50, 75, 90, 95, 98%."""
-    shapes = speedups.groupby("sparsity")["shape"].nunique()
-    common = shapes[shapes >= shapes.max() / 2].index.to_numpy(float) if len(shapes) else np.array([])
-    if len(common) <= at_most:
+def levels(speedups: pd.DataFrame, wanted: Sequence[float] = (0.5, 0.75, 0.9, 0.95, 0.98)) -> list[float]:
+    """The sparsities to show side by side: of those measured at most shapes, all or else the nearest to `wanted`."""
+    common = common_sparsities(speedups)
+    if len(common) <= len(wanted):
         return sorted(common.tolist())
-    wanted = np.array([0.5, 0.75, 0.9, 0.95, 0.98])[:at_most]
     return sorted({float(common[np.abs(common - value).argmin()]) for value in wanted})
+
+
+def common_sparsities(speedups: pd.DataFrame) -> np.ndarray:
+    """The sparsities, rising, that were measured at half as many shapes as the most frequent one, or more."""
+    shapes = speedups.groupby("sparsity")["shape"].nunique()
+    return shapes[shapes >= shapes.max() / 2].index.to_numpy(float) if len(shapes) else np.array([])
 
 
 def noise(table: pd.DataFrame) -> pd.DataFrame:
@@ -220,7 +247,8 @@ def without_dense(points: pd.DataFrame) -> int:
     return len(sparse) - len(known)
 
 
-def _fastest(points: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def fastest(points: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """The fastest of `points` for each value of the columns `by`."""
     return points.loc[points.groupby(by, sort=False)["seconds"].idxmin()].reset_index(drop=True)
 
 
@@ -263,11 +291,10 @@ def shape_label(row: Mapping[Any, Any]) -> str:
     return text
 
 
-def _setting_label(rows: pd.DataFrame) -> Label:
-    """A function that names what differs between the settings of `rows`."""
-    differing = [name for name in SETTING if rows[name].nunique(dropna=False) > 1]
+def _setting_label(apart: Sequence[str]) -> Label:
+    """A function that gives the values of the columns `apart` in words."""
 
     def label(row: Mapping[Any, Any]) -> str:
-        return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in differing)
+        return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in apart)
 
     return label

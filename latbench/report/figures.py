@@ -2,7 +2,7 @@
 
 Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols and dashes repeat what the
 colour says. A colour that depends on the reader's light or dark theme is a token (`@ink`, `@muted`, `@panel`) that
-report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `_plain`.
+report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `plain`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
         rows = [row for row in speedups if row["pattern"] == start["pattern"]]
         index = seen[start["format"]] = seen.get(start["format"], -1) + 1
         colour = COLOURS.get(start["format"], OTHER_COLOURS[0])
-        name = _plain(start["pattern"])
+        name = plain(start["pattern"])
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
-            "x": _short(100 * row["sparsity"] for row in rows), "y": _short(row["speedup"] for row in rows),
+            "x": short(100 * row["sparsity"] for row in rows), "y": short(row["speedup"] for row in rows),
             "error_y": {
-                "type": "data", "array": _short(row["speedup_high"] - row["speedup"] for row in rows),
-                "arrayminus": _short(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
+                "type": "data", "array": short(row["speedup_high"] - row["speedup"] for row in rows),
+                "arrayminus": short(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
             },
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[index % len(SYMBOLS)]},
@@ -70,16 +70,16 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
                 "marker": {"symbol": "circle-open", "size": 13, "color": colour, "line": {"width": 3}},
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
-    engine, seconds = _plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
+    engine, seconds = plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
     highest = max(1.2, *(row["speedup_high"] for row in speedups))
     lowest = min(0.9, *(row["speedup_low"] for row in speedups))
     layout = {
         "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
         "yaxis": {
             "title": {"text": "speedup over dense"}, "type": "log",
-            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **_log_ticks(lowest, highest, "×"),
+            "range": [math.log10(lowest) - 0.05, math.log10(highest) + 0.08], **log_ticks(lowest, highest, "×"),
         },
-        "shapes": [_line_at(y=1)],
+        "shapes": [line_at(y=1)],
         "annotations": [{
             "text": f"1× = fastest dense: {engine}, {seconds}", "xref": "paper", "x": 0, "xanchor": "left",
             "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": "@muted"},
@@ -98,7 +98,7 @@ def _heat(speedups: Sequence[Record]) -> Figure:
     heat = {
         "type": "heatmap",
         "x": [units.percent(sparsity) for sparsity in sparsities],
-        "y": [_plain(pattern) for pattern in patterns],
+        "y": [plain(pattern) for pattern in patterns],
         "z": [[None if gain is None else round(math.log2(gain), 2) for gain in row] for row in grid],
         "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
@@ -119,16 +119,16 @@ def noise(curve: pd.DataFrame) -> Figure:
     data = []
     low, high = (float(100 * curve["width"].clip(lower=1e-5).agg(end)) for end in ("min", "max"))
     for index, (backend, rows) in enumerate(curve.groupby("backend", sort=True)):
-        name, colour = _plain(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
+        name, colour = plain(backend), OTHER_COLOURS[index % len(OTHER_COLOURS)]
         data.append({
             "type": "scatter", "mode": "lines", "name": name,
-            "x": _short(100 * rows["width"].clip(lower=1e-5)), "y": _short(100 * rows["share"]),
+            "x": short(100 * rows["width"].clip(lower=1e-5)), "y": short(100 * rows["share"]),
             "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
             "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the points within %{{x:.2~r}}%<extra></extra>",
         })  # fmt: skip
     layout = {
         "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
-                  **_log_ticks(low, high, "%")},
+                  **log_ticks(low, high, "%")},
         "yaxis": {"title": {"text": "rows"}, "ticksuffix": "%", "range": [0, 102]},
         "height": 340,
     }  # fmt: skip
@@ -137,7 +137,7 @@ def noise(curve: pd.DataFrame) -> Figure:
 
 def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
     """Median and 90% error of each way of holding out, as bars, with the widest noise floor as a line."""
-    names = ["<br>".join(textwrap.wrap(_plain(method), 24)) for method in methods]
+    names = ["<br>".join(textwrap.wrap(plain(method), 24)) for method in methods]
     colours = {"median": GAIN, "p90": "#56B4E9"}
     titles = {"median": "half of the points within", "p90": "nine of ten within"}
     data = [
@@ -159,7 +159,7 @@ def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
         "barmode": "group",
         "xaxis": {"title": {"text": "error of the predicted time"}, "ticksuffix": "%", "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "shapes": [] if floor is None else [_line_at(x=floor)],
+        "shapes": [] if floor is None else [line_at(x=floor)],
         "annotations": [] if floor is None else [note],
         "legend": {"traceorder": "reversed"},
         "height": 170 + 60 * len(names),
@@ -175,14 +175,14 @@ def profile(layers: pd.DataFrame) -> Figure:
     scale, unit = units.axis(float(layers["seconds"].max()))
     data = []
     for pattern, rows in layers.groupby("pattern", sort=True):
-        name = _plain(pattern)
+        name = plain(pattern)
         family = str(pattern).split(":")[0]
         data.append({
-            "type": "bar", "orientation": "h", "name": name, "y": [_plain(layer) for layer in rows["name"]],
-            "x": _short(rows["seconds"] / scale),
+            "type": "bar", "orientation": "h", "name": name, "y": [plain(layer) for layer in rows["name"]],
+            "x": short(rows["seconds"] / scale),
             "error_x": {
-                "type": "data", "array": _short((rows["high"] - rows["seconds"]) / scale),
-                "arrayminus": _short((rows["seconds"] - rows["low"]) / scale),
+                "type": "data", "array": short((rows["high"] - rows["seconds"]) / scale),
+                "arrayminus": short((rows["seconds"] - rows["low"]) / scale),
                 "color": "@ink", "thickness": 1, "width": 3,
             },
             "marker": {"color": COLOURS.get(family, OTHER_COLOURS[0])},
@@ -195,7 +195,7 @@ def profile(layers: pd.DataFrame) -> Figure:
         "barmode": "stack",
         "xaxis": {"title": {"text": f"predicted time, {unit}"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "categoryorder": "array", "showgrid": False,
-                  "categoryarray": [_plain(name) for name in reversed(layers["name"].tolist())]},
+                  "categoryarray": [plain(name) for name in reversed(layers["name"].tolist())]},
         "height": 150 + 26 * len(layers),
     }  # fmt: skip
     return {"data": data, "layout": layout}
@@ -209,11 +209,11 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
     scale, unit = units.axis(float(times["seconds"].max()))
     colours = {"dense": COLOURS["dense"], "predicted": "#56B4E9", "measured": GAIN}
     data = [{
-        "type": "bar", "orientation": "h", "y": [_plain(name) for name in times["name"]],
-        "x": _short(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
+        "type": "bar", "orientation": "h", "y": [plain(name) for name in times["name"]],
+        "x": short(times["seconds"] / scale), "marker": {"color": [colours[kind] for kind in times["kind"]]},
         "error_x": {
-            "type": "data", "array": _short((times["high"] - times["seconds"]) / scale),
-            "arrayminus": _short((times["seconds"] - times["low"]) / scale),
+            "type": "data", "array": short((times["high"] - times["seconds"]) / scale),
+            "arrayminus": short((times["seconds"] - times["low"]) / scale),
             "color": "@ink", "thickness": 1.5, "width": 5,
         },
         "text": [units.seconds(*row) for row in times[["seconds", "low", "high"]].itertuples(index=False)],
@@ -222,7 +222,7 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
     layout = {
         "xaxis": {"title": {"text": f"whole model, {unit}"}, "rangemode": "tozero"},
         "yaxis": {"type": "category", "autorange": "reversed", "showgrid": False},
-        "shapes": [_line_at(x=budget_seconds / scale)],
+        "shapes": [line_at(x=budget_seconds / scale)],
         "annotations": [{
             "text": "target", "x": budget_seconds / scale, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@ink"},
@@ -233,28 +233,51 @@ def promise(times: pd.DataFrame, budget_seconds: float) -> Figure:
 
 
 def _point_text(row: Record) -> str:
-    text = f"{units.seconds(row['seconds'], row['low'], row['high'])}<br>{_plain(row['kernel'])}"
+    text = f"{units.seconds(row['seconds'], row['low'], row['high'])}<br>{plain(row['kernel'])}"
     return text + "<br>noisy" if row["noisy"] else text
 
 
-def _line_at(x: float | None = None, y: float | None = None) -> Figure:
+def line_at(x: float | None = None, y: float | None = None) -> Figure:
+    """A dashed line across the whole chart, upright at `x` or level at `y`."""
     place = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1} if y is None else {
         "y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1,
     }  # fmt: skip
     return {"type": "line", "line": {"color": "@ink", "width": 1.5, "dash": "dash"}, **place}
 
 
-def _log_ticks(low: float, high: float, suffix: str) -> Figure:
-    """1, 2, 5 in every decade that the axis shows."""
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+def log_ticks(low: float, high: float, suffix: str) -> Figure:
+    """1, 2, 5 in every decade that an axis from `low` to `high` shows, or 1 alone where there are many decades."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [digit * 10.0**decade for decade in range(first, last + 1) for digit in digits]
     return {"tickvals": ticks, "ticktext": [f"{tick:g}{suffix}" for tick in ticks]}
 
 
-def _short(values: Iterable[float]) -> list[float]:
+def time_axis(title: str, low: float, high: float) -> Figure:
+    """A logarithmic axis of seconds from `low` to `high`, whose ticks are in the units that people use."""
+    ticks = log_ticks(low, high, "")["tickvals"]
+    return {
+        "title": {"text": title}, "type": "log",
+        "tickvals": ticks, "ticktext": [units.round_seconds(tick) for tick in ticks],
+        "range": [math.log10(low) - 0.05, math.log10(high) + 0.05],
+    }  # fmt: skip
+
+
+def colour(pattern_format: str) -> str:
+    """The colour of a format, one for all that have none of their own."""
+    return COLOURS.get(pattern_format, OTHER_COLOURS[0])
+
+
+def thinned(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:
+    """At most `most` rows of `frame`, drawn at random and left in their order."""
+    return frame if len(frame) <= most else frame.sample(most, random_state=seed).sort_index()
+
+
+def short(values: Iterable[float]) -> list[float]:
     """Four significant digits: what a screen can show, at a third of the bytes."""
     return [float(f"{value:.4g}") for value in values]
 
 
-def _plain(name: object) -> str:
+def plain(name: object) -> str:
+    """A name as plotly shows it, which reads some HTML in its texts."""
     return html.escape(str(name), quote=False)

@@ -7,15 +7,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
 import jinja2
 
-from latbench.errors import BadData, EnvironmentUnusable
-from latbench.report import data, overview, sections
+from latbench.errors import EnvironmentUnusable
+from latbench.report import accuracy, data, maps, overview, roofline, sections, trade_off
+from latbench.report import content as contents
+from latbench.report.content import Content
 from latbench.report.inputs import Inputs
 from latbench.report.views import Chart, Section
 
@@ -27,8 +29,12 @@ def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = Non
 
     Raises BadData if the table holds no time to show, EnvironmentUnusable if plotly is not installed.
     """
+    return page_text(build(inputs, contents.of(inputs), command), now)
+
+
+def page_text(page: Mapping[str, Any], now: datetime | None = None) -> str:
+    """One HTML text from a page as values: headline, subtitle, warnings and sections, as `build` gives them."""
     plotly, script = plotly_script(), _asset("report.js")
-    page = build(inputs, command)
     figures = json.dumps(charts(page["sections"]), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _environment().get_template("report.html.j2").render(
         **page,
@@ -42,45 +48,40 @@ def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = Non
     )  # fmt: skip
 
 
-def build(inputs: Inputs, command: Sequence[str]) -> dict[str, Any]:
-    """The page as values, ready for the template: headline, verdicts, warnings and sections."""
-    points = data.points(inputs.table)
-    if points.empty:
-        raise BadData("the table holds no timed layer: its rows are failures or whole models; sweep layers first")
-    speedups = data.speedup(points)
-    if speedups.empty:
-        raise BadData(
-            "the table has no shape with both a dense and a sparse time, so no speedup can be told: "
-            "sweep a dense engine and a pattern at the same shapes"
-        )
-    starts = data.break_even(speedups)
-    places = data.places(speedups)
+def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str, Any]:
+    """The page as values, ready for the template: headline, warnings and sections."""
+    places = content.places[:SHAPES]
     settings = data.settings(inputs.table)
-    pays = overview.what_pays(speedups, starts, data.noise(inputs.table), settings["device"])
+    verdict, chosen = inputs.verdict, inputs.profile
+    pays = overview.what_pays(content, settings["device"])
+    headline = overview.promise(verdict, chosen) if verdict else pays
     parts = [
-        sections.promise(inputs.verdict, inputs.profile) if inputs.verdict else None,
-        sections.profile(inputs.profile) if inputs.profile else None,
+        sections.promise(verdict, chosen, content.times) if verdict and content.times is not None else None,
+        sections.profile(chosen, content.layers) if chosen and content.layers is not None else None,
+        trade_off.section(content.trade_offs, chosen, verdict) if chosen and content.trade_offs is not None else None,
         sections.pruned(inputs.manifest) if inputs.manifest else None,
-        sections.shapes(speedups, starts, places[:SHAPES], data.without_dense(points)),
-        sections.cost_model(inputs.model) if inputs.model else None,
-        sections.noise(inputs),
+        accuracy.section(content.accuracy) if content.accuracy is not None else None,
+        overview.section(content, places, pays if verdict else None),
+        maps.section(content.speedups, content.break_evens, places),
+        sections.shapes(content, places),
+        roofline.section(content.roofline),
+        sections.cost_model(inputs.model, content.held_out) if inputs.model else None,
+        sections.noise(inputs, content),
         sections.environment(inputs),
         sections.provenance(inputs, command),
     ]
-    facts = [settings["device"], f"{settings['threads']} threads", settings["dtype_w"],
-             f"{len(places)} layer shapes", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
+    facts = [settings["device"], settings["threads"] and f"{settings['threads']} threads", settings["dtype_w"],
+             f"{len(content.places)} layer shapes", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
-    if len(places) > SHAPES:
+    if len(content.places) > SHAPES:
         warnings.append(
-            f"Of {len(places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "
+            f"Of {len(content.places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "
             "the figures over all shapes count every one."
         )
     return {
-        "headline": overview.promise(inputs.verdict, inputs.profile) if inputs.verdict else pays,
-        "pays": pays if inputs.verdict else None,
-        "subtitle": " · ".join(facts),
+        "headline": headline,
+        "subtitle": " · ".join(filter(None, facts)),
         "warnings": warnings,
-        "verdicts": overview.verdicts(speedups, starts, places[:SHAPES]),
         "sections": [part for part in parts if part is not None],
     }
 
@@ -89,7 +90,9 @@ def charts(parts: Sequence[Section]) -> dict[str, Any]:
     """The figures by the name of their chart, as report.js reads them."""
     found: list[Chart] = [chart for part in parts for chart in part.charts]
     return {
-        chart.name: {"figure": chart.figure} if chart.figure else {"choices": [figure for _, figure in chart.choices]}
+        chart.name: {"figure": chart.figure}
+        if chart.figure
+        else {"choices": [dict(parts) for _, parts in chart.choices]}
         for chart in found
     }
 

@@ -1,29 +1,34 @@
-"""What a report is made from: a table, and the files of the steps done after it. All are read here and only here."""
+"""What a report is made from: a table, and the files of the steps done after it. All are read here and only here.
+
+What reads them loads torch or scikit-learn, seconds that a report of a table alone does not take.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from cost_models import storage
-from cost_models.storage import ModelFile
 from latbench import files, latest, tables
-from latbench.errors import BadData
+from latbench.errors import BadData, UsageError
 from latbench.places import Place
+from latbench.report import accuracy as results
+from latbench.report import trade_off
 from search import profile as profiles
-from search import verify as verification
 from search.profile import Profile
-from search.pruning.folder import read_manifest
-from search.verify import Verdict
+
+if TYPE_CHECKING:
+    from cost_models.storage import ModelFile
+    from search.verify import Verdict
 
 # What a report shows of a table.
 COLUMNS = [
     *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
-    "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "status", "flags", "error",
+    "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio", "flop_nnz",
+    "bytes_min", "roofline_seconds", "status", "flags", "error",
 ]  # fmt: skip
 
 
@@ -42,6 +47,7 @@ class Inputs:
 
     table: the latest row of each point with each status that it ever had, so a time and how it failed before;
     its texts are categories. manifest_hash: of the pruned model's manifest, as a verification of it records it.
+    trade_offs: `trade_off.tidy`; results: `accuracy.read`.
     """
 
     table: pd.DataFrame
@@ -52,6 +58,8 @@ class Inputs:
     manifest: Mapping[str, Any] | None = None
     manifest_hash: str | None = None
     verdict: Verdict | None = None
+    trade_offs: pd.DataFrame | None = None
+    results: pd.DataFrame | None = None
     sources: tuple[Source, ...] = field(default=())
 
 
@@ -61,11 +69,23 @@ def read(
     profile: Path | None = None,
     pruned: Path | None = None,
     verify: Path | None = None,
+    *,
+    workload: str | None = None,
+    database: Path | None = None,
+    accuracy: Path | None = None,
 ) -> Inputs:
-    """Read a table and what else is given; `pruned` and `verify` are folders.
+    """Read a table and what else is given; `pruned`, `verify` and `database` are folders, `workload` may be a name.
 
-    Raises BadData in a sentence when something is missing, foreign or truncated.
+    Raises BadData in a sentence when something is missing, foreign or truncated, and UsageError where a workload or a
+    database is given without what it goes with.
     """
+    if database and not (profile and workload):
+        raise UsageError(
+            "--database shows what each speed costs: it needs the --profile of its search and the --workload of "
+            "latbench trace"
+        )
+    if workload and not database:
+        raise UsageError("--workload names the layers of a --database: give both")
     table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
     frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=latest.every)
     if frame.empty:
@@ -74,24 +94,45 @@ def read(
         table=frame,
         table_hash=table_hash,
         environments=tables.read_env(table).to_dict("records"),
-        model=storage.read(model) if model else None,
+        model=_model(model) if model else None,
         profile=profiles.load(profile) if profile else None,
-        manifest=read_manifest(pruned) if pruned else None,
-        manifest_hash=verification.manifest_hash(pruned) if pruned else None,
         verdict=_verdict(verify / "verify.json") if verify else None,
+        results=results.read(accuracy) if accuracy else None,
         sources=(Source("table", table, table_hash),),
     )
+    if pruned:
+        manifest, manifest_hash = _pruned(pruned)
+        found = replace(found, manifest=manifest, manifest_hash=manifest_hash)
+    if workload and database and found.profile:
+        found = replace(found, trade_offs=trade_off.read(frame, found.profile, workload, database))
     given = {
         "cost model": model,
         "profile": profile,
         "pruned model": pruned and pruned / "manifest.json",
         "verification": verify and verify / "verify.json",
+        "layer database": database and database / "database.json",
+        "accuracies": accuracy,
     }
     sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
     return replace(found, sources=(*found.sources, *sources))
 
 
+def _model(path: Path) -> ModelFile:
+    from cost_models import storage
+
+    return storage.read(path)
+
+
+def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
+    from search.pruning.folder import read_manifest
+    from search.verify import manifest_hash
+
+    return read_manifest(folder), manifest_hash(folder)
+
+
 def _verdict(path: Path) -> Verdict:
+    from search import verify as verification
+
     if not path.is_file():
         raise BadData(f"{path} does not exist: make it with latbench verify")
     verdict = verification.load(path)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from latbench.report import data, units
-from latbench.report.views import Cell, Table, Tile, table
-from search.profile import Profile
-from search.verify import Verdict
+from latbench.report.content import Content
+from latbench.report.views import Cell, Section, Table, Tile, table
+
+if TYPE_CHECKING:
+    from search.profile import Profile
+    from search.verify import Verdict
+
+MOST_TOLD = 100.0  # a ceiling beyond it says no more than that next to nothing is fixed
 
 Record = Mapping[str, Any]
 
@@ -28,32 +33,91 @@ class Headline:
     badge: tuple[str, str] | None = None
 
 
-def what_pays(speedups: pd.DataFrame, break_evens: pd.DataFrame, noise: pd.DataFrame, device: str) -> Headline:
-    """What the table alone answers, over all its shapes."""
-    shapes = len(data.places(speedups))
-    earliest = break_evens.sort_values("break_even").groupby(data.PLACE).first()
-    starts = earliest["break_even"].fillna(math.inf)
-    paying, start = int((starts < math.inf).sum()), float(starts.median())
-    at_lowest = bool((earliest["at_lowest"] & (starts <= start)).sum() * 2 >= shapes)
+def what_pays(content: Content, device: str) -> Headline:
+    """What the table alone answers, over all its shapes: what to use where, what it gains, how sure that is."""
+    speedups, shapes = content.speedups, len(content.places)
+    uses = favourites(content)
+    paying = shapes - uses[STAY_DENSE]
+    start, at_lowest = typical_start(content.break_evens)
     best = data.fastest_pattern(speedups)
     level = min(data.levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
     at_level = best[best["sparsity"] == level]
-    favourite = at_level["pattern"].mode().iloc[0]
-    middle, worst, top = (units.ratio(at_level["speedup"].agg(how)) for how in ("median", "min", "max"))
+    middle = float(at_level["speedup"].median())
+    worst, top = (units.ratio(at_level["speedup"].agg(how)) for how in ("min", "max"))
+    certain = int((at_level["speedup_low"] > 1).sum())
+    gains = int((at_level["speedup"] > 1).sum())
+    at = units.percent(level)
+    spread = f" ({worst} to {top})" if shapes > 1 else ""
+    title = f"At {at} sparsity, layers run {units.ratio(middle)} as fast as dense{spread}"
+    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent(round(start, 2))
     lead = (
-        f"{paying} of {shapes} layer shapes run faster sparse than on the fastest dense engine. "
-        f"At {units.percent(level)} the pattern that wins most often is {favourite}; the fastest pattern gives "
-        f"{middle} at the median shape ({worst} to {top})."
-    )
-    begins = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent(round(start, 2))
+        f"On {device}: {_uses(uses, shapes)} Every speedup is over the fastest dense engine at the same shape. "
+        f"At {at}, {gains} of {_things(len(at_level), 'shape')} gain"
+        + (f", {certain} of them beyond doubt: the whole 95% interval lies above 1×." if gains else ".")
+    )  # fmt: skip
+    noise = content.noise
     width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
     tiles = [
         Tile("Shapes that gain", f"{paying} of {shapes}", "some pattern is faster than the fastest dense engine"),
-        Tile(f"Gain at {units.percent(level)}", middle, f"median shape; {favourite} wins most often"),
-        Tile("Pays from", begins, "break-even sparsity at the median shape"),
-        Tile("Noise", width, "typical width of a time's 95% interval"),
+        Tile(f"Gain at {at}", units.ratio(middle), f"median shape, {worst} to {top}"),
+        Tile("Pays from", from_there, "break-even sparsity of the earliest pattern at the median shape"),
+        Tile("Noise", width, "typical width of a time's 95% interval: smaller differences are none"),
     ]
-    return Headline(f"What sparsity pays on {device}", lead, tiles)
+    return Headline(title, lead, tiles)
+
+
+STAY_DENSE = "dense"
+
+
+def favourites(content: Content) -> Counter[str]:
+    """How many shapes have each pattern as the one to use, or should stay dense."""
+    best = data.fastest_pattern(content.speedups)
+    wins = best.groupby([*data.PLACE, "pattern"]).size().rename("wins").reset_index()
+    paying = content.break_evens.dropna(subset="break_even").merge(wins, how="left", on=[*data.PLACE, "pattern"])
+    ordered = paying.fillna({"wins": 0}).sort_values(["wins", "best"], ascending=False, kind="stable")
+    counts = Counter(ordered.drop_duplicates(data.PLACE)["pattern"])
+    dense = len(content.places) - counts.total()
+    return counts + Counter({STAY_DENSE: dense})
+
+
+def typical_start(break_evens: pd.DataFrame) -> tuple[float, bool]:
+    """The break-even of the earliest pattern at the median shape (inf: never), and whether it may be lower."""
+    earliest = break_evens.sort_values("break_even").groupby(data.PLACE).first()
+    starts = earliest["break_even"].fillna(math.inf)
+    start = float(starts.quantile(0.5, interpolation="higher"))
+    return start, bool((earliest["at_lowest"] & (starts <= start)).sum() * 2 >= len(starts))
+
+
+def _uses(uses: Counter[str], shapes: int) -> str:
+    """What to use at how many shapes, in a sentence."""
+    if uses[STAY_DENSE] == shapes:
+        return "stay dense, nothing measured is faster for good."
+    named = [(pattern, count) for pattern, count in uses.most_common() if pattern != STAY_DENSE]
+    (first, most), others = named[0], named[1:]
+    texts = [f"use {first} at {most} of {_things(shapes, 'layer shape')}"]
+    texts += [f"{pattern} at {count}" for pattern, count in others[:2]]
+    if rest := sum(count for _, count in others[2:]):
+        texts.append(f"others at {rest}")
+    if uses[STAY_DENSE]:
+        texts.append(f"and stay dense at {uses[STAY_DENSE]}")
+    return f"{', '.join(texts)} (from where on, below)."
+
+
+def _things(count: int, name: str) -> str:
+    return f"{count} {name}" + ("" if count == 1 else "s")
+
+
+def in_short(profile: Profile) -> str:
+    """Which patterns a profile uses in how many layers, in a sentence."""
+    found: dict[str, list[float]] = {}
+    for layer in profile.layers.values():
+        found.setdefault(layer.pattern, []).append(layer.sparsity)
+    texts = []
+    for pattern, sparsities in sorted(found.items(), key=lambda item: (item[0] == STAY_DENSE, -len(item[1]))):
+        ends = list(dict.fromkeys(units.percent(end) for end in (min(sparsities), max(sparsities))))
+        at = "" if pattern == STAY_DENSE else f" at {' to '.join(ends)}"
+        texts.append(f"{pattern}{at} in {_things(len(sparsities), 'layer')}")
+    return f"What it uses: {', '.join(texts)}."
 
 
 def promise(verdict: Verdict, profile: Profile | None) -> Headline:
@@ -73,19 +137,21 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
         f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
         f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
-        f"{'inside' if inside else 'outside'} the interval."
+        f"{'inside' if inside else 'outside'} the interval." + (f" {in_short(profile)}" if profile else "")
     )
     interval = f"{units.seconds(verdict.predicted_low)} to {units.seconds(verdict.predicted_high)}"
+    sure = f"{verdict.measured_speedup_low:.2f}–{units.ratio(verdict.measured_speedup_high)}"
     name = verdict.score_name or "score"
     tiles = [
         Tile("Target", target, "over the fastest dense engine, end to end"),
         Tile("Measured", gain, f"{measured} instead of {dense} ({verdict.dense_engine})"),
+        Tile("How sure", sure, "95% interval of the measured speedup, dense and pruned timed in turns"),
         Tile("Predicted", predicted, f"interval {interval}"),
         Tile(
             name.capitalize(), score(verdict.score_pruned, name), f"pruned; {score(verdict.score_dense, name)} dense"
         ),
     ]
-    if profile and profile.ceiling:
+    if profile and profile.ceiling and profile.ceiling < MOST_TOLD:
         tiles.append(Tile("Ceiling", units.ratio(profile.ceiling), "if every searched layer took no time at all"))
     return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
 
@@ -103,7 +169,7 @@ def verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence
     shown = data.levels(speedups)
     best = data.fastest_pattern(speedups)
     strongest = max(math.log2(max(best["speedup"].max(), 1.01)), 1.0)
-    fastest, starts = data.by_place(best), data.by_place(break_evens)
+    fastest, starts = data.by_place(data.at(best, places)), data.by_place(data.at(break_evens, places))
     rows = []
     for place in places:
         first, at = fastest[place][0], {row["sparsity"]: row for row in fastest[place]}
@@ -113,7 +179,26 @@ def verdicts(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence
         verdict = Cell(verdict_sentence(starts[place], fastest[place]), start)
         rows.append([Cell(data.place_label(*place)), verdict, *cells, dense])
     headings = [f"#at {units.percent(level)}" for level in shown]
-    return table(["layer shape", "verdict", *headings, "#fastest dense"], rows)
+    return replace(table(["layer shape", "verdict", *headings, "#fastest dense"], rows), cards=True)
+
+
+def section(content: Content, places: Sequence[tuple[str, str]], headline: Headline | None) -> Section:
+    """Shape by shape what to use; `headline` is about the table, where the page's own is about a promise."""
+    return Section(
+        "pays",
+        "What to use where, shape by shape",
+        [headline.lead] if headline else [],
+        tables=[(
+            "The fastest pattern at each sparsity, against the fastest dense engine",
+            verdicts(content.speedups, content.break_evens, places),
+        )],
+        tiles=headline.tiles if headline else [],
+        notes=[
+            "≈ marks a difference within the 95% intervals of the two times. At one sparsity the patterns do not "
+            "cost the same accuracy: unstructured costs least, then N:M, shuffled and plain vectors, then blocks. A "
+            "layer a → b has a inputs and b outputs; n counts the tokens of a call."
+        ],
+    )  # fmt: skip
 
 
 def _gain(row: Record, strongest: float) -> Cell:
@@ -127,25 +212,33 @@ def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> s
 
     `break_evens`: of each pattern at that shape; `best`: the fastest pattern at each sparsity there.
     """
-    paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
-    if not paying:
+    use = favourite(break_evens, best)
+    if use is None:
         top = max(best, key=lambda row: row["speedup"])
         if top["speedup"] <= 1:
             return "Stay dense: nothing measured is faster."
         gain, at = units.ratio(top["speedup"]), units.percent(top["sparsity"])
         return f"Stay dense: {top['pattern']} gains {gain} at {at} and loses again above."
-    wins = Counter(str(row["pattern"]) for row in best)
-    favourite = max(paying, key=lambda pattern: (wins[pattern], paying[pattern]["best"]))
+    paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
     earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
-    sentence = f"Use {favourite} {_from(paying[favourite])}{_doubt(paying[favourite])}"
-    if paying[earliest]["break_even"] < paying[favourite]["break_even"]:
-        sentence += f"; {earliest} pays {_from(paying[earliest])}"
-    if "unstructured" not in {favourite, earliest} and any(row["pattern"] == "unstructured" for row in break_evens):
-        sentence += f"; unstructured {_from(paying['unstructured']) if 'unstructured' in paying else 'never'}"
+    sentence = f"Use {use['pattern']} {begins(use)}{_doubt(use)}"
+    if paying[earliest]["break_even"] < use["break_even"]:
+        sentence += f"; {earliest} pays {begins(paying[earliest])}"
+    said = {str(use["pattern"]), earliest}
+    if "unstructured" not in said and any(row["pattern"] == "unstructured" for row in break_evens):
+        sentence += f"; unstructured {begins(paying['unstructured']) if 'unstructured' in paying else 'never'}"
     return sentence + "."
 
 
-def _from(start: Record) -> str:
+def favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record | None:
+    """Of the patterns that pay at one shape the one that is fastest most often; None where none pays."""
+    wins = Counter(str(row["pattern"]) for row in best)  # as `favourites` counts
+    paying = [row for row in break_evens if not math.isnan(row["break_even"])]
+    return max(paying, key=lambda row: (wins[str(row["pattern"])], row["best"]), default=None)
+
+
+def begins(start: Record) -> str:
+    """From where on a pattern pays: `from 62%`, `at 50% and above`."""
     at = units.percent(round(float(start["break_even"]), 2))
     if start["sparsities"] == 1:
         return f"at {at}"

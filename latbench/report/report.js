@@ -22,14 +22,30 @@
   });
 
   // The numbers in the cells of a map are left to the tooltip where they would run into each other.
-  const fitting = (trace, width) =>
-    trace.texttemplate && (width - 120) / trace.x.length < 46 ? { ...trace, texttemplate: "" } : trace;
+  const fitting = (trace, width) => {
+    if (!trace.texttemplate) return trace;
+    const longest = Math.max(...trace.text.flat().map((text) => text.length));
+    return (width - (narrow.matches ? 110 : 220)) / trace.x.length < 7 * longest + 6 ? { ...trace, texttemplate: "" } : trace;
+  };
 
-  // Where room is short, a long layer name keeps its end: that is where layers differ.
+  // A long label is broken in two at the comma nearest to its middle.
+  const broken = (label) => {
+    const commas = [...label.matchAll(/, /g)].map((match) => match.index);
+    if (label.length < 16 || !commas.length) return label;
+    const middle = label.length / 2;
+    const at = commas.reduce((best, one) => (Math.abs(one - middle) < Math.abs(best - middle) ? one : best));
+    return label.slice(0, at + 1) + "<br>" + label.slice(at + 2);
+  };
+
+  // Where room is short, a long layer name keeps its end: that is where layers differ; labels take two lines.
   const shortened = (figure) => {
-    const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
-    return narrow.matches && figure.layout.yaxis.categoryarray
-      ? { tickvals: names, ticktext: names.map((name) => (name.length > 18 ? "…" + name.slice(-17) : name)) } : {};
+    if (!narrow.matches) return {};
+    if (figure.layout.yaxis.categoryarray) {
+      const names = [...new Set(figure.data.flatMap((trace) => trace.y))];
+      return { tickvals: names, ticktext: names.map((name) => (name.length > 18 ? "…" + name.slice(-17) : name)) };
+    }
+    const labels = figure.layout.yaxis.ticktext;
+    return labels ? { ticktext: labels.map(broken), tickfont: { size: 11 } } : {};
   };
 
   const draw = (place) => {
@@ -49,6 +65,7 @@
       legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", ...figure.layout.legend },
       margin: { l: 56, r: 16, t: 28, b: 48 },
       width: printing.matches ? 640 : undefined, // A4 less its margins and the frame
+      height: figure.layout.height * (narrow.matches && figure.layout.yaxis.ticktext?.some((l) => l.includes(", ")) ? 1.25 : 1),
     };
     const data = figure.data.map((trace) => fitting(trace, layout.width ?? place.clientWidth));
     const config = { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",

@@ -5,61 +5,69 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from cost_models.storage import ModelFile
-from latbench.report import data, figures, overview, units
+from latbench.report import data, figures, overview, predictions, ranking, units
+from latbench.report.content import Content
 from latbench.report.inputs import Inputs
-from latbench.report.views import Cell, Chart, Section, Table, facts, table
-from search.profile import Profile
-from search.verify import PRUNED, Verdict
+from latbench.report.views import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
+
+if TYPE_CHECKING:
+    from cost_models.storage import ModelFile
+    from search.profile import Profile
+    from search.verify import Verdict
+
+Place = tuple[str, str]
 
 CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
 
 
-def shapes(
-    speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[tuple[str, str]], left_out: int
-) -> Section:
-    """Speedup over the fastest dense engine at `places`: chart and heat map of each, break-even sparsities of all.
-
-    left_out: sparse points that have no speedup.
-    """
-    choices: list[tuple[str, figures.Figure]] = []
+def shapes(content: Content, places: Sequence[Place]) -> Section:
+    """Of each of `places`: speedup over sparsity, the same as a map, and all kernels ranked; break-evens of all."""
+    choices: list[tuple[str, Mapping[str, figures.Figure]]] = []
     points = 0
-    gains, starts = data.by_place(speedups), data.by_place(break_evens)
+    gains, starts = (data.by_place(data.at(frame, places)) for frame in (content.speedups, content.break_evens))
+    ranked = data.by_place(data.at(ranking.at_levels(content.ranked, content.speedups), places))
     for place in places:
-        points += len(gains[place])
+        points += len(gains[place]) + len(ranked[place])
         if choices and points > CHART_POINTS:
             break
-        choices.append((data.place_label(*place), figures.shape_view(gains[place], starts[place])))
+        rank = ranking.figure(ranked[place], gains[place][0]["dense_seconds"])
+        choices.append((data.place_label(*place), {**figures.shape_view(gains[place], starts[place]), "rank": rank}))
     sentences = [
         "Every sparse kernel is set against the fastest dense engine timed at the same shape in the same way; that "
         "engine is named in each chart. Above the line at 1× sparse is faster. A ring marks the break-even sparsity, "
         "above which a pattern stays faster up to the highest sparsity measured (log speedup is interpolated between "
-        "measured points). Bars are 95% intervals, both times at their worst and at their best."
+        "measured points). Bars are 95% intervals, both times at their worst and at their best. Below, every engine "
+        f"and pattern at that shape in order, dense and at {_listed(data.levels(content.speedups, ranking.LEVELS))}."
     ]
     if len(choices) < len(places):
         sentences.append(f"The chart carries the {len(choices)} shapes with the longest dense time, the table more.")
-    if left_out:
+    if left_out := data.without_dense(content.points):
         sentences.append(
             f"{units.count(left_out)} sparse points have no dense time at their shape and setting, "
             "so no speedup: sweep a dense engine at these shapes to see them."
         )
-    return Section(
-        "shapes",
-        "Speedup by pattern, sparsity and shape",
-        sentences,
-        [Chart("shapes", "Speedup over sparsity, and the same as a map", choices=choices, label="Layer shape")],
-        [("Break-even sparsity: from there on the pattern is faster than dense", _break_even(starts, places))],
-    )
+    overall = ranking.summary(ranking.at_levels(content.ranked, content.speedups))
+    chart = Chart("shapes", "Speedup over sparsity, the same as a map, and all kernels in order", choices=choices,
+                  label="Layer shape")  # fmt: skip
+    tables = [
+        ("Break-even sparsity: from there on the pattern is faster than dense", _break_even(starts, places)),
+        ("Kernels over all shapes: how often each is the fastest at its sparsity", ranking.summary_table(overall)),
+    ]
+    return Section("shapes", "Shape by shape, kernel by kernel", sentences, [chart], tables)
 
 
-def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: Sequence[tuple[str, str]]) -> Table:
+def _listed(levels: Sequence[float]) -> str:
+    *others, last = [units.percent(level) for level in levels]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: Sequence[Place]) -> Table:
     patterns = sorted({row["pattern"] for place in places for row in break_evens[place]})
     rows = []
     for place in places:
@@ -86,7 +94,7 @@ def environment(inputs: Inputs) -> Section:
         [
             Cell(str(backend)),
             Cell(_names(part["backend_version"])),
-            _count_cell(part["point_id"].nunique()),
+            count_cell(part["point_id"].nunique()),
             Cell(_names(part["kernel_used"])),
         ]
         for backend, part in rows.groupby("backend")
@@ -94,7 +102,7 @@ def environment(inputs: Inputs) -> Section:
     tables.append(("Engines", table(["backend", "version", "#points", "kernels used"], backends)))
     for number, record in enumerate(inputs.environments, start=1):
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
-        tables.append((title, facts(_fact(name, value) for name, value in record.items() if _says_something(value))))
+        tables.append((title, facts(_fact(name, value) for name, value in record.items() if says_something(value))))
     return Section("environment", "Device, and how it was measured", [], [], tables)
 
 
@@ -129,14 +137,15 @@ def _fact(name: str, value: Any) -> tuple[str, object]:
     return title, units.size(value) if name.endswith("_bytes") else value
 
 
-def _says_something(value: object) -> bool:
+def says_something(value: object) -> bool:
+    """Whether a fact about a machine is known."""
     return value is not None and value != "" and not (isinstance(value, float) and math.isnan(value))
 
 
-def noise(inputs: Inputs) -> Section:
+def noise(inputs: Inputs, content: Content) -> Section:
     """How wide the intervals are, how the rows ended and why some failed."""
-    frame = inputs.table
-    widths, ends, failed = data.noise(frame), data.statuses(frame), data.failures(frame)
+    frame, widths = inputs.table, content.noise
+    ends, failed = data.statuses(frame), data.failures(frame)
     sentences = [
         "The width of the 95% interval of each point's median, relative to the median. "
         "Differences smaller than this are noise."
@@ -145,11 +154,11 @@ def noise(inputs: Inputs) -> Section:
         sentences.append(f"The {FAILURE_REASONS} most frequent of {len(failed)} reasons for failures are listed.")
     shares = ["median", "p90", "largest"]
     spread = [
-        [row["backend"], row["format"], _count_cell(row["rows"]), *(_share_cell(row[name]) for name in shares),
-         _count_cell(row["noisy"])]
+        [row["backend"], row["format"], count_cell(row["rows"]), *(share_cell(row[name]) for name in shares),
+         count_cell(row["noisy"])]
         for row in widths.to_dict("records")
     ]  # fmt: skip
-    ended = [[row.pop("backend"), *(_count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
+    ended = [[row.pop("backend"), *(count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
     heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#noisy points"]
     tables = [
         ("Noise by engine and format", table(heads, spread)),
@@ -160,28 +169,19 @@ def noise(inputs: Inputs) -> Section:
     ]
     if len(failed):
         rows = [
-            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), _count_cell(row["rows"])]
+            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), count_cell(row["rows"])]
             for row in failed.head(FAILURE_REASONS).to_dict("records")
         ]
         tables.append(("Failures by reason", table(["backend", "pattern", "status", "reason", "#points"], rows)))
     else:
         sentences.append("No point failed.")
-    drawn = figures.noise(data.noise_curve(frame)) if len(widths) else None  # none where samples are too few
+    drawn = figures.noise(content.noise_curve) if len(widths) else None  # none where samples are too few
     charts = [Chart("noise", "Share of points within a width", drawn)] if drawn else []
     return Section("noise", "Noise and failures", sentences, charts, tables)
 
 
-def _count_cell(value: int) -> Cell:
-    return Cell(units.count(value), value)
-
-
-def _share_cell(value: float | None) -> Cell:
-    return Cell(units.percent(value), value)
-
-
-def profile(chosen: Profile) -> Section:
-    """Layer by layer: pattern, sparsity, predicted time."""
-    layers = profile_layers(chosen)
+def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
+    """Layer by layer: pattern, sparsity, predicted time. `layers`: content.profile_layers."""
     total = chosen.predicted_seconds
     predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
     fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
@@ -208,12 +208,6 @@ def profile(chosen: Profile) -> Section:
     return Section("profile", "The profile", sentences, charts, [("Layer by layer", table(heads, rows))])
 
 
-def profile_layers(chosen: Profile) -> pd.DataFrame:
-    """One row a layer in the model's order: name, pattern, sparsity, seconds, low, high, error."""
-    layers = pd.DataFrame([{"name": name, **asdict(layer)} for name, layer in chosen.layers.items()])
-    return layers.rename(columns={"seconds_low": "low", "seconds_high": "high"})
-
-
 def pruned(manifest: Mapping[str, Any]) -> Section:
     """What is left of the weights, and what each stage of pruning made of loss and score."""
     layers = list(manifest["layers"].values())
@@ -236,9 +230,8 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
     return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
 
 
-def promise(verdict: Verdict, chosen: Profile | None) -> Section:
-    """Promised and measured, beside the dense engines it was measured against."""
-    times = promise_times(verdict)
+def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
+    """Promised and measured, beside the dense engines it was measured against. `times`: content.promise_times."""
     budget = verdict.dense_seconds / verdict.target
     sentences = [
         "Dense engines and pruned model were timed end to end, each engine in a process of its own, in turns. "
@@ -263,29 +256,20 @@ def promise(verdict: Verdict, chosen: Profile | None) -> Section:
     )
 
 
-def promise_times(verdict: Verdict) -> pd.DataFrame:
-    """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
-    dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
-    rows = [
-        (f"dense, {name}", "dense", found["value"], found["low"], found["high"])
-        for name, found in sorted(dense.items(), key=lambda item: -item[1]["value"])
-    ]
-    predicted = (verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
-    measured = (verdict.measured_seconds, verdict.measured_low, verdict.measured_high)
-    rows += [("pruned, predicted", "predicted", *predicted), ("pruned, measured", "measured", *measured)]
-    return pd.DataFrame(rows, columns=["name", "kind", "seconds", "low", "high"])
-
-
 def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
     """Where it all comes from: files with their hashes, versions, the command; whether the files belong together."""
     files = [[source.role, str(source.path), source.digest[:16]] for source in inputs.sources]
+    tables = [("Files", table(["what", "file", "hash"], files)), *made_with(command)]
+    return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
+
+
+def made_with(command: Sequence[str]) -> list[tuple[str, Table]]:
+    """What wrote this report: versions and the command."""
     versions = [(name, _version(name)) for name in ("latbench", "plotly", "pandas", "numpy", "torch", "numba")]
-    tables = [
-        ("Files", table(["what", "file", "hash"], files)),
+    return [
         ("Versions that wrote this report", facts([*versions, ("python", platform.python_version())])),
         ("Command", facts([("this report", " ".join(command))])),
     ]
-    return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
 
 
 def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
@@ -325,28 +309,33 @@ ACCURACY = {
 }
 
 
-def cost_model(model: ModelFile) -> Section:
-    """How well the cost model predicts what it has not seen, beside the noise of the measurements themselves."""
+def cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
+    """How well the cost model predicts what it has not seen, beside the noise of the measurements themselves.
+
+    held_out: predictions.tidy, None where there is nothing to show.
+    """
     settings = ", ".join(f"{name} {value}" for name, value in sorted(model.estimator.get_params().items()))
     methods, title = model.validation, "How well the cost model predicts"
     sentences = [
         f"{type(model.estimator).__name__}" + (f" ({settings})" if settings else "") + ". Errors are those of points "
         "that were held out, whole shapes or whole sparsities at a time; none can be expected below the noise floor."
     ]
-    if not methods:
-        return Section(
-            "model", "How well the cost model predicts", [*sentences, "It was saved without a validation."]
+    charts, tables = [], []
+    if held_out is not None:
+        sentences.append(predictions.sentence(held_out))
+        caption = f"Predicted against measured, {held_out['held_out'].iloc[0]}; a cross is outside its interval"
+        charts.append(Chart("predictions", caption, predictions.figure(held_out)))
+    if methods:
+        rows = [
+            [Cell(meaning), *(share_cell(figures_of.get(key)) for figures_of in methods.values())]
+            for key, meaning in ACCURACY.items()
+        ]
+        counts = [count_cell(int(figures_of["held_out"] or 0)) for figures_of in methods.values()]
+        heads = ["figure", *(f"#{method}" for method in methods)]
+        charts.append(
+            Chart("model", "Errors of held-out predictions, with the noise floor", figures.accuracy(methods))
         )
-    rows = [
-        [Cell(meaning), *(_share_cell(figures_of.get(key)) for figures_of in methods.values())]
-        for key, meaning in ACCURACY.items()
-    ]
-    counts = [_count_cell(int(figures_of["held_out"] or 0)) for figures_of in methods.values()]
-    heads = ["figure", *(f"#{method}" for method in methods)]
-    return Section(
-        "model",
-        title,
-        sentences,
-        [Chart("model", "Errors of held-out predictions, with the noise floor", figures.accuracy(methods))],
-        [("On held-out points", table(heads, [*rows, [Cell("held-out points"), *counts]]))],
-    )
+        tables.append(("On held-out points", table(heads, [*rows, [Cell("held-out points"), *counts]])))
+    else:
+        sentences.append("It was saved without a validation.")
+    return Section("model", title, sentences, charts, tables)

@@ -20,6 +20,20 @@ def seconds(value: float | None, low: float | None = None, high: float | None = 
     return text
 
 
+def round_seconds(value: float) -> str:
+    """`20 µs`: a round number of seconds, as a tick of an axis says it."""
+    scale, unit = _unit(value * (1 + 1e-9))
+    return f"{value / scale:g} {unit}"
+
+
+def flop_rate(value: float) -> str:
+    """`1.23 TFLOP/s`: operations a second, to three significant digits."""
+    for scale, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
+        if value >= scale:
+            return f"{_digits(value / scale)} {unit}"
+    return f"{_digits(value)} FLOP/s"
+
+
 def ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
     """`2.31×`, or `2.31× (2.25–2.37)` when an interval is given."""
     if not _is_number(value):

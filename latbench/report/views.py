@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from latbench.report import units
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that the reader can sort by any column. One of plain facts has no heading."""
+    """A table that the reader can sort by any column. One of plain facts has no heading; one of `cards` shows each
+    row as a card where there is no room for columns.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     heading: bool = True
+    cards: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,24 +50,35 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """One section: a heading, sentences, tables with captions and charts by the name report.js finds them under."""
+    """One section: a heading, sentences, tiles, charts by the name report.js finds them under, tables with captions,
+    and notes in small print.
+    """
 
     anchor: str
     title: str
     sentences: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[tuple[str, Table]] = ()
+    tiles: Sequence[Tile] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart and its caption. One with `choices` shows one of several figures, chosen by the reader."""
+    """A chart and its caption. With `choices` it shows one of several, chosen by the reader: each is one figure or
+    more by the name of the part of the chart that they are.
+    """
 
     name: str
     caption: str
     figure: dict[str, Any] | None = None
-    choices: Sequence[tuple[str, dict[str, Any]]] = ()
+    choices: Sequence[tuple[str, Mapping[str, dict[str, Any]]]] = ()
     label: str = ""
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of its parts, empty for a single figure."""
+        return list(self.choices[0][1]) if self.choices else []
 
 
 def table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table:
@@ -74,3 +90,13 @@ def table(columns: Iterable[str], rows: Iterable[Sequence[Cell | str]]) -> Table
 def facts(pairs: Iterable[tuple[str, object]]) -> Table:
     """Names and values, without a heading."""
     return replace(table(["what", "value"], [[name, str(value)] for name, value in pairs]), heading=False)
+
+
+def share_cell(value: float | None) -> Cell:
+    """A share of one, in percent."""
+    return Cell(units.percent(value), value)
+
+
+def count_cell(value: int) -> Cell:
+    """A count."""
+    return Cell(units.count(value), value)

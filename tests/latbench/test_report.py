@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from latbench import tables
 from latbench.commands.report import report
-from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from latbench.report import data, html, inputs, summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
@@ -51,7 +51,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def page(files: Any) -> str:
-    return html.render(inputs.read(files.table, **files.files), command=["latbench", "report"])
+    return html.render(inputs.read(files.table, **files.every), command=["latbench", "report"])
 
 
 class Structure(HTMLParser):
@@ -83,20 +83,16 @@ class Structure(HTMLParser):
 
 def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
     text = Structure(page).text
-    for expected in ("digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32"):
+    for expected in (
+        "digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32",
+        "What it uses: vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
+    ):  # fmt: skip
         assert expected in text
     anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
     assert anchors == [
-        "pays",
-        "promise",
-        "profile",
-        "pruned",
-        "shapes",
-        "model",
-        "noise",
-        "environment",
-        "provenance",
-    ]
+        "promise", "profile", "frontier", "pruned", "accuracy", "pays", "map", "shapes", "roofline", "model", "noise",
+        "environment", "provenance",
+    ]  # fmt: skip
 
 
 def test_a_missed_promise_is_said(files: Any) -> None:
@@ -110,8 +106,9 @@ def test_a_missed_promise_is_said(files: Any) -> None:
 
 def test_a_table_alone_is_a_report(files: Any) -> None:
     text = Structure(html.render(inputs.read(files.table), command=[])).text
-    assert "What sparsity pays on amd-epyc-example" in text
-    assert "9 of 9 layer shapes" in text
+    assert "At 75% sparsity, layers run " in text
+    assert "On amd-epyc-example: use vector:32 at " in text
+    assert "of 9 layer shapes" in text
 
 
 def test_the_page_loads_nothing_and_runs_only_its_own_scripts(page: str) -> None:
@@ -127,7 +124,9 @@ def test_the_page_loads_nothing_and_runs_only_its_own_scripts(page: str) -> None
     figures, *scripts = found.scripts
     allowed = set(re.findall(r"'sha256-([^']+)'", policy))
     assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts} == allowed
-    assert json.loads(figures).keys() == {"promise", "profile", "shapes", "model", "noise"}
+    assert json.loads(figures).keys() == {
+        "promise", "profile", "frontier", "accuracy", "map", "shapes", "roofline", "predictions", "model", "noise",
+    }  # fmt: skip
     assert page.count("plotly.js v") == 1
     assert "\r" not in page  # a parser would read another text than was hashed
 
@@ -155,6 +154,7 @@ def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
     import plotly.graph_objects as graph
 
     colours = {"@ink": "#000000", "@muted": "#777777", "@panel": "#eeeeee"}
+    checked = 0
 
     def themed(value: Any) -> Any:
         if isinstance(value, dict):
@@ -169,6 +169,8 @@ def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
         )
         for figure in figures:
             graph.Figure(themed(figure))  # raises ValueError for an unknown property or value
+            checked += 1
+    assert checked > 30
 
 
 def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
@@ -277,9 +279,84 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
-    code = "import sys, latbench.commands.report; print({'pandas', 'plotly', 'jinja2', 'torch'} & set(sys.modules))"
+    code = "import sys, latbench.commands.report; "
+    code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
+
+
+def test_a_database_without_its_workload_is_refused(files: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--database .* needs the --profile of its search and the --workload"):
+        inputs.read(files.table, profile=files.profile, database=files.database)
+    with pytest.raises(UsageError, match="--workload names the layers of a --database"):
+        inputs.read(files.table, profile=files.profile, workload=str(files.workload))
+    with pytest.raises(BadData, match=r"database holds no pruned layer of the profile"):
+        inputs.read(files.table, profile=files.profile, workload=str(files.workload), database=tmp_path / "database")
+    with pytest.raises(BadData, match=r"bert-base has no layer blocks\.0\.linear"):
+        inputs.read(files.table, profile=files.profile, workload="bert-base", database=files.database)
+
+
+def test_a_comparison_is_one_page_with_both_sides(files: Any, tmp_path: Path) -> None:
+    slower = [
+        {**row, "device": "nvidia-example", "samples_seconds": [2 * s for s in row["samples_seconds"]]}
+        for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")
+    ]  # fmt: skip
+    tables.write_part(tmp_path / "other", slower)
+    output = tmp_path / "report.html"
+    result = run(files.table, "--against", tmp_path / "other", "-o", output)
+    assert result.exit_code == 0, result.output
+    text = Structure(output.read_text(encoding="utf-8")).text
+    assert "amd-epyc-example is 2.00× as fast as nvidia-example" in text
+    assert "9 shared layer shapes" in text
+    assert "What became slower" not in text  # of unlike devices there is no before and after
+
+
+def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path: Path) -> None:
+    changed = []
+    for row in example.rows(np.random.default_rng(7)):
+        factor = 1.5 if row["pattern"] == "unstructured" else 1.0
+        samples = row.get("samples_seconds")
+        changed.append({**row, "samples_seconds": [factor * s for s in samples]} if samples else row)
+    tables.write_part(tmp_path / "other", changed)
+    output = tmp_path / "report.html"
+    assert run(tmp_path / "other", "--against", files.table, "-o", output).exit_code == 0
+    text = Structure(output.read_text(encoding="utf-8")).text
+    count = len(example.SHAPES) * len(example.SPARSITIES)
+    assert re.search(rf"{count} of \d+ points became slower, 0 faster", text)
+    assert f"{count} SLOWER" in text
+
+
+def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
+    result = run(files.table, "--against", files.table, "--model", files.model, "-o", tmp_path / "report.html")
+    assert isinstance(result.exception, UsageError)
+    assert "goes with --output alone" in str(result.exception)
+
+
+def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    options = [f"--{name}={path}" for name, path in files.every.items()]
+    for folder in ("one", "two"):
+        result = run(files.table, *options, "-o", tmp_path / "report.html", "--figures", tmp_path / folder)
+        assert result.exit_code == 0, result.output
+    written = {path.name: path.read_bytes() for path in (tmp_path / "one").iterdir()}
+    assert {name.partition(".")[0] for name in written} == {
+        "promise", "profile", "frontier", "accuracy", "speedup", "map", "roofline", "predictions", "noise",
+    }  # fmt: skip
+    for name, content in written.items():
+        assert content == (tmp_path / "two" / name).read_bytes(), name
+        assert content.startswith({"pdf": b"%PDF", "svg": b"<?xml"}.get(name[-3:], b""))
+    drawn = pd.read_csv(tmp_path / "one" / "speedup.csv")
+    assert {"pattern", "sparsity", "speedup", "speedup_low", "speedup_high"} <= set(drawn.columns)
+
+
+def test_a_missing_matplotlib_is_said_before_anything_is_written(
+    files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(files.table, "-o", tmp_path / "report.html", "--figures", tmp_path / "figures")
+    assert isinstance(result.exception, EnvironmentUnusable)
+    assert "pip install 'latbench[report]'" in str(result.exception)
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_example_has_what_the_page_must_show(files: Any) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import runpy
 from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,25 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from latbench import tables
 from latbench.report import data, overview, units
 
-
-def row(pattern: str, sparsity: float, seconds: float, backend: str = "numba", **columns: Any) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(tables.SCHEMA.names)
-    found |= {
-        "purpose": "sweep", "device": "cpu", "backend": backend, "op": "linear", "m": 4, "k": 3, "n": 2,
-        "pattern": pattern, "format": pattern.split(":")[0], "sparsity_target": sparsity, "sparsity_actual": sparsity,
-        "kernel_requested": "auto", "kernel_used": f"{backend}.kernel", "threads": 2, "layout": "token_major",
-        "dtype_w": "float32", "median_seconds": seconds, "low_seconds": 0.9 * seconds, "high_seconds": 1.2 * seconds,
-        "status": "ok", "started_at": datetime(2026, 1, 1, tzinfo=UTC), **columns,
-    }  # fmt: skip
-    return found | {"point_id": tables.point_id(found)}
-
-
-def frame(*rows: dict[str, Any]) -> pd.DataFrame:
-    return pd.DataFrame(list(rows)).astype(dict.fromkeys(("low_seconds", "high_seconds", "median_seconds"), float))
-
+rows_of = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("report_rows.py"))))
+row, frame = rows_of.row, rows_of.frame
 
 SMALL = frame(
     row("dense", 0.0, 10.0, "torch"),

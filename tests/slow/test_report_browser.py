@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from latbench.report import html, inputs
+from latbench import tables
+from latbench.report import comparison, html, inputs
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +45,34 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files.profile.write_text(json.dumps(profile))
     path = folder / "report.html"
     path.write_text(
-        html.render(inputs.read(files.table, **files.files), command=["latbench", "report", HOSTILE]), "utf-8"
+        html.render(inputs.read(files.table, **files.files, accuracy=files.accuracy), command=["latbench", HOSTILE]),
+        "utf-8",
     )
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report with everything: the hostile layer of the other is in no database."""
+    folder = tmp_path_factory.mktemp("whole")
+    files = _example().write(folder, np.random.default_rng(7))
+    path = folder / "report.html"
+    path.write_text(html.render(inputs.read(files.table, **files.every), command=["latbench", "report"]), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two devices, one half as fast, under a hostile name."""
+    folder, example = tmp_path_factory.mktemp("compared"), _example()
+    for name, device, factor in (("one", HOSTILE, 1.0), ("two", "nvidia-example", 2.0)):
+        rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
+        for row in rows:
+            row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
+        tables.write_part(folder / name, rows)
+    first, second = comparison.sides(inputs.read(folder / "one"), inputs.read(folder / "two"))
+    path = folder / "report.html"
+    path.write_text(html.page_text(comparison.build(first, second, None, ["latbench", "report"])), "utf-8")
     return path
 
 
@@ -68,20 +95,20 @@ def opened(browser: Browser, report: Path) -> Iterator[Callable[..., Page]]:
     complaints: list[str] = []
     contexts = []
 
-    def open_page(**settings: Any) -> Page:
+    def open_page(path: Path = report, **settings: Any) -> Page:
         context = browser.new_context(**{"viewport": DESKTOP, **settings})
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text}"))
         page.on("pageerror", lambda error: complaints.append(f"page error: {error}"))
         page.on("dialog", lambda dialog: (complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
-        page.on("request", lambda request: _note_request(request.url))
-        page.goto(report.as_uri())
+        page.on("request", lambda request: _note_request(request.url, path))
+        page.goto(path.as_uri())
         page.wait_for_selector("html[data-drawn]", timeout=60_000)
         return page
 
-    def _note_request(url: str) -> None:
-        if url != report.as_uri() and not url.startswith(("data:", "blob:")):
+    def _note_request(url: str, path: Path) -> None:
+        if url != path.as_uri() and not url.startswith(("data:", "blob:")):
             complaints.append(f"request: {url}")
 
     yield open_page
@@ -90,10 +117,48 @@ def opened(browser: Browser, report: Path) -> Iterator[Callable[..., Page]]:
     assert complaints == []
 
 
-def test_all_charts_are_drawn(opened: Callable[..., Page]) -> None:
-    page = opened()
-    drawn = page.locator("[data-chart]:has(.xtick)").count()
-    assert drawn == page.locator("[data-chart]").count() == 6
+def test_all_charts_are_drawn(opened: Callable[..., Page], whole: Path, compared: Path) -> None:
+    for page, charts in ((opened(whole), 12), (opened(compared), 2)):
+        drawn = page.locator("[data-chart]:has(.xtick)").count()
+        assert drawn == page.locator("[data-chart]").count() == charts
+
+
+@pytest.mark.parametrize(
+    ("chart", "mark", "said"),
+    [
+        ("map", ".scatterlayer .js-line", r"linear|conv"),
+        ("roofline", ".scatterlayer .points path", r"FLOP/s, [\d.]+% of its roof"),
+        ("predictions", ".scatterlayer .points path", r"measured .*predicted .*side the interval"),
+        ("frontier", ".scatterlayer .points path", r"total error"),
+        ("accuracy", ".scatterlayer .points path", r"%.*3 seeds"),
+        ("profile", ".barlayer .point path", r"s$"),
+    ],
+)
+def test_every_kind_of_chart_tells_more_on_hover(
+    opened: Callable[..., Page], whole: Path, chart: str, mark: str, said: str
+) -> None:
+    page = opened(whole)
+    place = page.locator(f'[data-chart="{chart}"]').first
+    place.scroll_into_view_if_needed()
+    box = place.locator(mark).first.bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] / 2 - 1, box["y"] + box["height"] / 2)
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tooltip = place.locator(".hoverlayer .hovertext")
+    tooltip.first.wait_for(timeout=10_000)
+    assert re.search(said, tooltip.first.text_content() or "")
+
+
+def test_a_cell_of_the_map_says_what_was_measured(opened: Callable[..., Page], whole: Path) -> None:
+    page = opened(whole)
+    place = page.locator('[data-chart="map"]')
+    place.scroll_into_view_if_needed()
+    box = place.locator(".heatmaplayer image").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 5)
+    tooltip = place.locator(".hoverlayer .hovertext")
+    tooltip.first.wait_for(timeout=10_000)
+    assert re.search(r"at \d+%.*× \(.*\) dense.* instead of ", tooltip.first.text_content() or "")
 
 
 def test_hovering_a_point_shows_its_time_and_kernel(opened: Callable[..., Page]) -> None:
@@ -119,6 +184,25 @@ def test_choosing_a_shape_redraws_its_charts(opened: Callable[..., Page]) -> Non
     )
 
 
+def test_every_table_with_a_heading_sorts(opened: Callable[..., Page], whole: Path, compared: Path) -> None:
+    for path in (whole, compared):
+        page = opened(path)
+        tables = page.locator("table[data-sortable]")
+        assert tables.count() >= 3
+        for index in range(tables.count()):
+            button = tables.nth(index).locator("th button").last
+            button.click()
+            head = tables.nth(index).locator("th").last
+            assert head.get_attribute("aria-sort") == "ascending"
+            values = (
+                tables.nth(index)
+                .locator("tbody tr td:last-child")
+                .evaluate_all("(cells) => cells.map((cell) => cell.dataset.value ?? cell.textContent)")
+            )
+            numbers = [float(value) for value in values if re.fullmatch(r"-?[\d.]+(e-?\d+)?", value)]
+            assert numbers == sorted(numbers)
+
+
 def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page]) -> None:
     page = opened()
     table = page.locator("#pays table")
@@ -135,17 +219,21 @@ def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page]) -> Non
     assert table.locator("th").last.get_attribute("aria-sort") == "descending"
 
 
-def test_hostile_names_are_shown_and_never_run(opened: Callable[..., Page]) -> None:
+def test_hostile_names_are_shown_and_never_run(opened: Callable[..., Page], compared: Path) -> None:
     page = opened()
     assert HOSTILE in (page.locator("#profile").text_content() or "")
     assert page.locator("img").count() == 0
+    assert HOSTILE in (opened(compared).locator("h1").text_content() or "")
     ticks = page.locator('[data-chart="profile"] .ytick').all_text_contents()
     assert any("<img" in tick for tick in ticks)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_scrolls_in_one_direction_only(opened: Callable[..., Page], scheme: str) -> None:
-    page = opened(viewport=PHONE, color_scheme=scheme)
+@pytest.mark.parametrize("which", ["report", "whole", "compared"])
+def test_a_phone_scrolls_in_one_direction_only(
+    opened: Callable[..., Page], scheme: str, which: str, request: pytest.FixtureRequest
+) -> None:
+    page = opened(request.getfixturevalue(which), viewport=PHONE, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     widths = page.evaluate("[...document.querySelectorAll('[data-chart] .main-svg')].map((svg) => svg.clientWidth)")
     assert max(widths) <= PHONE["width"]

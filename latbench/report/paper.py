@@ -1,0 +1,281 @@
+"""Figures for papers, from the same frames as the page: PDF and SVG by matplotlib, and the data of each as CSV.
+
+One column wide or two, colour-blind-safe, fonts embedded, and byte for byte the same for the same content.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from latbench.errors import EnvironmentUnusable
+from latbench.files import write_bytes_atomically, write_text_atomically
+from latbench.report import data, maps, trade_off, units
+from latbench.report.content import Content
+from latbench.report.figures import COLOURS, GAIN, LOSS, OTHER_COLOURS, colour
+from latbench.report.inputs import Inputs
+
+COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
+STYLE = {
+    "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
+    "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.2, "lines.markersize": 3.5,
+    "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "latbench", "figure.constrained_layout.use": True,
+}  # fmt: skip
+PANELS = 6  # shapes of the figure of speedups
+MAP_ROWS = 24
+MARKERS = "osD^vP*X"
+
+Draw = Callable[[Any, pd.DataFrame], None]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure: its rows, what draws them into a matplotlib figure, its height and width in inches."""
+
+    rows: pd.DataFrame
+    draw: Draw
+    height: float
+    width: float = COLUMN
+
+
+def write(content: Content, inputs: Inputs, folder: Path) -> list[Path]:
+    """Write NAME.pdf, NAME.svg and NAME.csv of every figure that the content has; returns the paths.
+
+    Raises EnvironmentUnusable where matplotlib is not installed or the disk refuses.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EnvironmentUnusable(
+            "--figures needs matplotlib, which is not installed: pip install 'latbench[report]'"
+        ) from error
+    written = []
+    for name, drawing in drawings(content, inputs).items():
+        with mpl.rc_context(STYLE):
+            figure = Figure(figsize=(drawing.width, drawing.height))
+            drawing.draw(figure, drawing.rows)
+            for kind, metadata in (("pdf", {"CreationDate": None}), ("svg", {"Date": None})):
+                stream = io.BytesIO()
+                figure.savefig(stream, format=kind, metadata=metadata)
+                write_bytes_atomically(folder / f"{name}.{kind}", stream.getvalue())
+        write_text_atomically(folder / f"{name}.csv", drawing.rows.to_csv(index=False))
+        written += [folder / f"{name}.{kind}" for kind in ("pdf", "svg", "csv")]
+    return written
+
+
+def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
+    """The figures by name, in the order of the page."""
+    found: dict[str, Drawing] = {}
+    if content.times is not None and inputs.verdict is not None:
+        budget = inputs.verdict.dense_seconds / inputs.verdict.target
+        found["promise"] = Drawing(
+            content.times, lambda figure, rows: _times(figure, rows, budget), 0.8 + 0.24 * len(content.times)
+        )
+    if content.layers is not None:
+        found["profile"] = Drawing(content.layers, _profile, 0.9 + 0.16 * len(content.layers))
+    if content.trade_offs is not None and inputs.profile is not None:
+        chosen = inputs.profile
+        point = (chosen.predicted_seconds, chosen.predicted_low, chosen.predicted_high, chosen.error)
+        found["frontier"] = Drawing(content.trade_offs, lambda figure, rows: _frontier(figure, rows, point), 2.6)
+    if content.accuracy is not None:
+        methods = content.accuracy.loc[content.accuracy["pattern"] != "dense", "method"].nunique()
+        found["accuracy"] = Drawing(content.accuracy, _accuracy, 2.2 * max(1, methods))
+    shown = data.at(content.speedups, content.places[:PANELS])
+    found["speedup"] = Drawing(shown, _speedups, 0.7 + 1.5 * math.ceil(min(PANELS, len(content.places)) / 3), PAGE)
+    places = content.places[:MAP_ROWS]
+    best = data.at(data.fastest_pattern(content.speedups), places)
+    starts = data.at(content.break_evens, places).groupby(data.PLACE)["break_even"].min().rename("break_even")
+    rows = best.merge(starts.reset_index(), on=data.PLACE)
+    found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.6 + 0.22 * len(places), PAGE)
+    if len(content.roofline):
+        found["roofline"] = Drawing(content.roofline, _roofline, 2.6)
+    if content.held_out is not None:
+        found["predictions"] = Drawing(content.held_out, _predictions, 2.4)
+    if len(content.noise_curve):
+        found["noise"] = Drawing(content.noise_curve, _noise, 2.2)
+    return found
+
+
+def _times(figure: Any, rows: pd.DataFrame, budget: float) -> None:
+    axes = figure.subplots()
+    scale, unit = units.axis(float(rows["seconds"].max()))
+    colours = {"dense": COLOURS["dense"], "predicted": OTHER_COLOURS[0], "measured": GAIN}
+    _bars(axes, rows, scale, [colours[kind] for kind in rows["kind"]], list(rows["name"]))
+    axes.axvline(budget / scale, color="black", linestyle="--", linewidth=0.8)
+    axes.set_xlabel(f"whole model, {unit} (dashed: target)")
+
+
+def _profile(figure: Any, rows: pd.DataFrame) -> None:
+    axes = figure.subplots()
+    scale, unit = units.axis(float(rows["seconds"].max()))
+    names = [
+        f"{row.name_} {row.pattern}" + (f" {units.percent(row.sparsity)}" if row.sparsity else "")
+        for row in rows.rename(columns={"name": "name_"}).itertuples()
+    ]
+    _bars(axes, rows, scale, [colour(str(spec).split(":")[0]) for spec in rows["pattern"]], names)
+    axes.set_xlabel(f"predicted time, {unit}")
+
+
+def _bars(axes: Any, rows: pd.DataFrame, scale: float, colours: list[str], names: list[str]) -> None:
+    ends = np.abs(np.stack([rows["seconds"] - rows["low"], rows["high"] - rows["seconds"]])) / scale
+    axes.barh(range(len(rows)), rows["seconds"] / scale, color=colours, xerr=ends, error_kw={"elinewidth": 0.8})
+    axes.set_yticks(range(len(rows)), names)
+    axes.invert_yaxis()
+
+
+def _frontier(figure: Any, rows: pd.DataFrame, chosen: tuple[float, float, float, float]) -> None:
+    axes = figure.subplots()
+    rows = rows[rows["error"] > 0]
+    line = rows[rows["kind"] == trade_off.EFFICIENT]
+    axes.step(line["seconds"] * 1e3, line["error"], where="post", color="black", label="least error")
+    for pattern, own in rows[rows["kind"] == trade_off.UNIFORM].groupby("pattern", sort=True):
+        axes.plot(
+            own["seconds"] * 1e3, own["error"], "o", color=colour(str(pattern).split(":")[0]), label=f"all {pattern}"
+        )
+    *ends, error = chosen
+    seconds, low, high = (1e3 * end for end in ends)
+    axes.errorbar(
+        [seconds],
+        [error],
+        xerr=[[seconds - low], [high - seconds]],
+        fmt="*",
+        markersize=9,
+        color=GAIN,
+        label="chosen",
+    )
+    axes.set(xlabel="whole model, ms", ylabel="total error of layers", yscale="log")
+    axes.legend(frameon=False)
+
+
+def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
+    sparse, dense = rows[rows["pattern"] != "dense"], rows[rows["pattern"] == "dense"]
+    scale = 100 if rows["accuracy"].between(0, 1).all() else 1
+    methods = sorted(sparse["method"].unique())
+    panels = np.atleast_1d(figure.subplots(max(1, len(methods)), 1, sharex=True))
+    for axes, method in zip(panels, methods, strict=False):
+        own = sparse[sparse["method"] == method]
+        for index, (pattern, line) in enumerate(own.groupby("pattern", sort=True)):
+            half = (line["high"] - line["accuracy"]).fillna(0.0) * scale
+            axes.errorbar(
+                line["speedup"], line["accuracy"] * scale, yerr=half, label=str(pattern),
+                color=colour(str(pattern).split(":")[0]), marker=MARKERS[index % len(MARKERS)],
+            )  # fmt: skip
+        if len(dense):
+            axes.axhline(scale * dense["accuracy"].max(), color="black", linestyle="--", linewidth=0.8)
+        axes.set(title=method, ylabel="accuracy, %" if scale == 100 else "accuracy")
+        axes.legend(frameon=False)
+    panels[-1].set_xlabel("measured speedup over the fastest dense engine")
+
+
+def _speedups(figure: Any, rows: pd.DataFrame) -> None:
+    places = data.places(rows)
+    columns = min(3, len(places))
+    grid = figure.subplots(math.ceil(len(places) / columns), columns, sharex=True, sharey=True, squeeze=False)
+    panels = grid.ravel()
+    patterns = sorted(rows["pattern"].unique())
+    for axes, (setting, shape) in zip(panels, places, strict=False):
+        own = rows[(rows["setting"] == setting) & (rows["shape"] == shape)]
+        for index, pattern in enumerate(patterns):
+            line = own[own["pattern"] == pattern].sort_values("sparsity")
+            if len(line):
+                ends = np.abs(
+                    np.stack([line["speedup"] - line["speedup_low"], line["speedup_high"] - line["speedup"]])
+                )
+                axes.errorbar(
+                    100 * line["sparsity"], line["speedup"], yerr=ends, label=pattern, elinewidth=0.6,
+                    color=colour(str(line["format"].iloc[0])), marker=MARKERS[index % len(MARKERS)],
+                )  # fmt: skip
+        axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        axes.set_title(data.place_label(setting, shape), fontsize=6)
+    for empty in range(len(places), len(panels)):  # the panel above one is the last of its column
+        panels[empty].set_visible(False)
+        panels[empty - columns].xaxis.set_tick_params(labelbottom=True)
+    figure.supxlabel("sparsity, %", fontsize=8)
+    figure.supylabel("speedup over the fastest dense engine", fontsize=8)
+    handles: dict[str, Any] = {}
+    for axes in panels[: len(places)]:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, frameon=False)
+
+
+def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    axes = figure.subplots()
+    columns = maps.spread(data.common_sparsities(rows))
+    gains = {(row.setting, row.shape, row.sparsity): row.speedup for row in rows.itertuples()}
+    starts = {(row.setting, row.shape): row.break_even for row in rows.itertuples()}
+    grid = np.array([[gains.get((*place, sparsity), math.nan) for sparsity in columns] for place in places])
+    limit = max(0.1, float(np.nanmax(np.abs(np.log2(grid)))))
+    scale = LinearSegmentedColormap.from_list("gain", [LOSS, "#f7f7f7", GAIN])
+    axes.imshow(np.log2(grid), cmap=scale, vmin=-limit, vmax=limit, aspect="auto")
+    for (row, column), gain in np.ndenumerate(grid):
+        if not math.isnan(gain):
+            dark = abs(math.log2(gain)) > 0.7 * limit
+            axes.text(
+                column, row, f"{gain:.2g}", ha="center", va="center", fontsize=6, color="white" if dark else "black"
+            )
+    x = np.array([_position(starts[place], columns) for place in places])
+    axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
+    axes.set_xticks(range(len(columns)), [units.percent(sparsity) for sparsity in columns])
+    axes.set_yticks(range(len(places)), [data.place_label(*place) for place in places])
+    axes.set_xlabel("sparsity; line: break-even")
+
+
+def _position(start: float, columns: list[float]) -> float:
+    if math.isnan(start):
+        return len(columns) - 0.5
+    return -0.5 if start <= columns[0] else float(np.interp(start, columns, range(len(columns))))
+
+
+def _roofline(figure: Any, rows: pd.DataFrame) -> None:
+    axes = figure.subplots()
+    axes.plot(rows["flop_per_byte"], rows["roof_flop_per_second"] / 1e9, "_", color="0.6", label="roof")
+    for name, own in rows.groupby("format", sort=True):
+        axes.plot(
+            own["flop_per_byte"],
+            own["flop_per_second"] / 1e9,
+            ".",
+            color=colour(str(name)),
+            label=str(name),
+            alpha=0.7,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="operations on kept weights a byte", ylabel="GFLOP/s")
+    axes.legend(frameon=False)
+
+
+def _predictions(figure: Any, rows: pd.DataFrame) -> None:
+    axes = figure.subplots()
+    for name, own in rows.groupby("format", sort=True):
+        ends = np.abs(np.stack([own["predicted"] - own["low"], own["high"] - own["predicted"]])) / own[
+            "measured"
+        ].to_numpy(float)
+        axes.errorbar(
+            own["measured"] * 1e6, own["ratio"], yerr=np.nan_to_num(ends), fmt=".", color=colour(str(name)),
+            label=str(name), elinewidth=0.5,
+        )  # fmt: skip
+    axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
+    axes.set(xscale="log", xlabel="measured, µs", ylabel="predicted / measured")
+    axes.legend(frameon=False)
+
+
+def _noise(figure: Any, rows: pd.DataFrame) -> None:
+    axes = figure.subplots()
+    for index, (backend, own) in enumerate(rows.groupby("backend", sort=True)):
+        axes.plot(
+            100 * own["width"].clip(lower=1e-5), 100 * own["share"], label=str(backend),
+            color=OTHER_COLOURS[index % len(OTHER_COLOURS)],
+        )  # fmt: skip
+    axes.set(xscale="log", xlabel="width of the 95% interval, % of the median", ylabel="points, %")
+    axes.legend(frameon=False)

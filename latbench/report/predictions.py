@@ -1,0 +1,164 @@
+"""Predicted against measured: what the cost model says of points that it did not see when it was fitted for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from latbench.report import data, units
+from latbench.report.figures import COLOURS, Figure, colour, line_at, plain, short, thinned, time_axis
+
+if TYPE_CHECKING:
+    from cost_models.storage import ModelFile
+
+COVERAGE = 0.9
+ROWS = 3000  # whole shapes up to so many rows are predicted: fitting again to a long table takes minutes
+POINTS = 1200  # that the chart carries, each with an interval
+FOLDS = 5
+
+SPARSITIES, SHAPES = "held-out sparsities of measured shapes", "held-out shapes"
+
+
+def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
+    """Predictions for held-out rows of the model's own table, by models of its kind that were fitted to the others.
+
+    A look-up leaves out sparsities, as it is used; any other model a fifth of the shapes. Of a long table some
+    shapes, drawn at random, stand for all. Columns: held_out (which of the two), shape, pattern, format, engine,
+    sparsity; measured, measured_low, measured_high, predicted, low, high in seconds, with an interval of COVERAGE
+    that is NaN where too little was measured for one; ratio (predicted over measured), inside (bool). Empty where
+    nothing can be held out.
+    """
+    from sklearn.base import clone
+
+    from cost_models import AnchoredLookup
+    from cost_models.rows import shape_groups, split_by_shape, training_rows
+    from cost_models.validation import by_sparsity
+
+    X, y = training_rows(table, model.backend)
+    some = _whole_shapes(X)
+    X, y = data.plain(X[some]).reset_index(drop=True), y[some]
+    if isinstance(model.estimator, AnchoredLookup):
+        masks, held_out = list(by_sparsity(X)), SPARSITIES
+    else:
+        shapes = shape_groups(X)
+        masks = [split_by_shape(shapes, FOLDS, 0) == 0] if shapes.max() else []
+        held_out = SHAPES
+    parts = [_predicted(clone(model.estimator), X, y, mask) for mask in masks if mask.any() and not mask.all()]
+    if not parts:
+        return pd.DataFrame()
+    return pd.concat(parts, ignore_index=True).assign(held_out=held_out)
+
+
+def _whole_shapes(X: pd.DataFrame) -> np.ndarray:
+    """Which rows belong to shapes, drawn at random, that have no more than ROWS rows together."""
+    if len(X) <= ROWS:
+        return np.ones(len(X), bool)
+    shapes = X.groupby(["op", "m", "k", "n"], observed=True, sort=False).ngroup().to_numpy()
+    order = np.random.default_rng(0).permutation(shapes.max() + 1)
+    sizes = np.bincount(shapes)[order]
+    kept = order[: max(2, int(np.searchsorted(np.cumsum(sizes), ROWS)))]
+    return np.isin(shapes, kept)
+
+
+def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray) -> pd.DataFrame:
+    from cost_models import Unanchored, Uncalibrated
+
+    try:
+        model.fit(X[~held_out].reset_index(drop=True), y[~held_out])
+    except Unanchored:  # what is left says too little for a model of this kind
+        return pd.DataFrame()
+    known = np.flatnonzero(held_out)[model.covers(X[held_out])]  # what it would refuse is no error of its own
+    rows, seconds = X.iloc[known].reset_index(drop=True), y[known]
+    predicted = model.predict(rows)
+    try:
+        low, high = model.predict_interval(rows, COVERAGE)
+    except Uncalibrated:
+        low = high = np.full(len(rows), np.nan)
+    names = zip(rows["backend"], rows["kernel_requested"].fillna(""), strict=True)
+    return pd.DataFrame({
+        "shape": [data.shape_label(row) for row in rows.to_dict("records")],
+        "pattern": rows["pattern"].to_numpy(), "format": [str(spec).split(":")[0] for spec in rows["pattern"]],
+        "engine": [data.engine_name(*pair) for pair in names], "sparsity": rows["sparsity_target"].to_numpy(),
+        "measured": seconds, "measured_low": rows["low_seconds"].to_numpy(float),
+        "measured_high": rows["high_seconds"].to_numpy(float), "predicted": predicted, "low": low, "high": high,
+        "ratio": predicted / seconds, "inside": (low <= seconds) & (seconds <= high),
+    })  # fmt: skip
+
+
+def sentence(rows: pd.DataFrame) -> str:
+    """How many intervals hold."""
+    known = rows["low"].notna()
+    if not known.any():
+        return "Too little was measured for intervals."
+    inside = float(rows.loc[known, "inside"].mean())
+    return (
+        f"Below, {units.count(int(known.sum()))} held-out points with their {units.percent(COVERAGE)} intervals: "
+        f"{units.percent(round(inside, 3))} of the measurements lie inside."
+    )
+
+
+def figure(rows: pd.DataFrame) -> Figure:
+    """Predicted over measured time, with its interval, by measured time; a cross where the interval fails to hold."""
+    shown = thinned(rows, POINTS)
+    ratios = shown[["ratio"]].assign(low=shown["low"] / shown["measured"], high=shown["high"] / shown["measured"])
+    lowest, highest = float(np.nanmin(ratios)), float(np.nanmax(ratios))
+    traces = []
+    for name in [*COLOURS, *sorted(set(shown["format"]) - set(COLOURS))]:
+        own = shown[shown["format"] == name]
+        if own.empty:
+            continue
+        ends = ratios.loc[own.index]
+        missed = own["low"].notna() & ~own["inside"]
+        traces.append({
+            "type": "scatter", "mode": "markers", "name": plain(name),
+            "x": short(own["measured"]), "y": short(own["ratio"]),
+            "error_y": {
+                "type": "data", "array": _widths(ends["high"] - ends["ratio"]),
+                "arrayminus": _widths(ends["ratio"] - ends["low"]), "thickness": 1, "width": 0,
+            },
+            "marker": {
+                "color": colour(str(name)), "size": 8, "symbol": ["x" if wrong else "circle" for wrong in missed],
+            },
+            "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
+        })  # fmt: skip
+    x = time_axis("measured time", float(shown["measured"].min()), float(shown["measured"].max()))
+    ticks = _ratio_ticks(lowest, highest)
+    layout = {
+        "xaxis": x,
+        "yaxis": {
+            "title": {"text": "predicted, of measured"}, "type": "log", **ticks,
+            "range": [math.log10(lowest) - 0.01, math.log10(highest) + 0.01],
+        },
+        "shapes": [line_at(y=1)], "height": 420,
+    }  # fmt: skip
+    return {"data": traces, "layout": layout}
+
+
+def _widths(values: pd.Series) -> list[float]:
+    return short(values.fillna(0.0))
+
+
+def _ratio_ticks(low: float, high: float) -> Figure:
+    """-20%, -10%, 0, 10%, ... as far apart as leaves some ten of them."""
+    widest = max(high - 1, 1 - low)
+    step = next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if widest / step <= 6), 5.0)
+    ticks = np.arange(-math.floor((1 - low) / step), math.floor((high - 1) / step) + 1) * step
+    return {
+        "tickvals": [round(1 + tick, 4) for tick in ticks if tick > -1],
+        "ticktext": ["exact" if abs(tick) < step / 2 else f"{100 * tick:+.0f}%" for tick in ticks if tick > -1],
+    }
+
+
+def _hover(row: Mapping[Any, Any]) -> str:
+    interval = "" if math.isnan(row["low"]) else f"<br>{'inside' if row['inside'] else 'outside'} the interval"
+    return (
+        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}, "
+        f"{plain(row['engine'])}"
+        f"<br>measured {units.seconds(row['measured'], row['measured_low'], row['measured_high'])}"
+        f"<br>predicted {units.seconds(row['predicted'], row['low'], row['high'])}: "
+        f"{100 * (row['ratio'] - 1):+.1f}%{interval}"
+    )

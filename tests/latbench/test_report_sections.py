@@ -1,0 +1,317 @@
+"""The report's sections against small cases that can be computed by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from cost_models import AnchoredLookup, Boosted
+from cost_models.storage import ModelFile
+from latbench.errors import BadData
+from latbench.report import (
+    accuracy,
+    comparison,
+    content,
+    data,
+    maps,
+    overview,
+    predictions,
+    ranking,
+    roofline,
+    trade_off,
+)
+from latbench.report import inputs as reading
+from search import frames
+from search.profile import LayerChoice, Profile
+
+rows_of = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("report_rows.py"))))
+row, frame = rows_of.row, rows_of.frame
+
+
+def speedups(*rows: dict[str, Any]) -> pd.DataFrame:
+    return data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))
+
+
+# The map -----------------------------------------------------------------------------------------------------------
+
+
+def map_of(*rows: dict[str, Any]) -> dict[str, Any]:
+    gains = speedups(*rows)
+    return dict(maps.slices(gains, data.break_even(gains), data.places(gains)))
+
+
+def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
+    found = map_of(
+        row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0), row("vector:2", 0.5, 4.0),
+        row("vector:2", 0.75, 2.0), row("nm:2:4", 0.5, 9.0),
+    )  # fmt: skip
+    assert list(found) == [
+        "the fastest pattern, by sparsity", "unstructured, by sparsity", "vector:2, by sparsity",
+        "all patterns at 50%", "all patterns at 75%",
+    ]  # fmt: skip
+    heat, line = found["unstructured, by sparsity"]["data"]
+    assert heat["text"] == [["0.50×", "2.00×"]]
+    assert heat["z"] == [[-1.0, 1.0]]
+    assert line["x"] == [0.5, 0.5]  # halfway between the two columns, as log 1/2 and log 2 say
+    assert line["y"] == [-0.5, 0.5]
+    assert found["the fastest pattern, by sparsity"]["data"][1]["x"] == [-0.5, -0.5]  # vector:2 pays from the lowest
+    assert found["all patterns at 50%"]["layout"]["xaxis"]["ticktext"] == ["nm:2:4", "unstructured", "vector:2"]
+
+
+def test_what_never_pays_has_its_line_at_the_right_edge() -> None:
+    found = map_of(row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 9.0))
+    assert found["unstructured, by sparsity"]["data"][1]["x"] == [1.5, 1.5]
+
+
+# Ranking -----------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_ranked_among_those_of_their_shape_and_sparsity() -> None:
+    points = data.points(frame(
+        row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 6.0, "onnxruntime"), row("vector:2", 0.75, 2.0),
+        row("unstructured", 0.75, 3.0), row("dense", 0.0, 1.0, "torch", m=9), row("vector:2", 0.75, 9.0, m=9),
+    ))  # fmt: skip
+    found = ranking.ranked(points).set_index(["shape", "pattern", "engine"])
+    assert found.loc[("linear 3 → 4, n=2", "dense", "torch"), ["rank", "behind"]].tolist() == [2, 8 / 6]
+    assert found.loc[("linear 3 → 4, n=2", "unstructured", "numba"), ["rank", "behind"]].tolist() == [2, 1.5]
+    assert found.loc[("linear 3 → 9, n=2", "vector:2", "numba"), "rank"] == 1
+    overall = ranking.summary(ranking.ranked(points)).set_index(["pattern", "engine"])
+    assert overall.loc[("dense", "torch"), ["shapes", "first"]].tolist() == [2, 1]
+    assert overall.loc[("dense", "torch"), "behind"] == pytest.approx((8 / 6 + 1) / 2)
+
+
+# Roofline ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_point_is_set_beside_its_own_roof() -> None:
+    known = {"flop_nnz": 40, "bytes_min": 10, "roofline_seconds": 2.0}
+    rows = roofline.tidy(data.points(frame(row("dense", 0.0, 8.0, **known), row("vector:2", 0.5, 1.0))))
+    [found] = rows.to_dict("records")  # the other's work is not known
+    assert (found["flop_per_byte"], found["flop_per_second"], found["roof_flop_per_second"]) == (4.0, 5.0, 20.0)
+    assert found["share"] == 0.25
+    assert roofline.section(rows.iloc[:0]) is None
+
+
+def test_points_without_a_roof_are_drawn_without_one() -> None:
+    rows = roofline.tidy(data.points(frame(row("dense", 0.0, 8.0, flop_nnz=40, bytes_min=10))))
+    drawn = roofline.section(rows)
+    assert drawn
+    assert "did not measure" in drawn.sentences[1]
+    assert [trace["name"] for trace in (drawn.charts[0].figure or {})["data"]] == ["dense"]
+
+
+# Predictions -------------------------------------------------------------------------------------------------------
+
+SPARSITIES = np.array([0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95])
+
+
+def swept(shapes: int, rng: np.random.Generator) -> pd.DataFrame:
+    """Times that follow the density, with 1% noise and intervals of 4%."""
+    rows = []
+    for size, sparsity in itertools.product(range(1, shapes + 1), SPARSITIES):
+        seconds = 1e-6 * size * (1.05 - sparsity) * math.exp(0.01 * rng.standard_normal())
+        rows.append(row(
+            "vector:2", float(sparsity), seconds, m=8 * size, low_seconds=0.98 * seconds, high_seconds=1.02 * seconds,
+            dtype_a="float32", dtype_out="float32", epilogue="bias", context="isolated", cache_mode="rotated",
+            launch_mode="call",
+        ))  # fmt: skip
+    return frame(*rows)
+
+
+def test_a_lookup_predicts_sparsities_it_did_not_see(rng: np.random.Generator) -> None:
+    found = predictions.tidy(ModelFile(AnchoredLookup(), "", None, {}), swept(12, rng))
+    assert len(found) == 12 * (len(SPARSITIES) - 6)  # six anchors of each curve stay
+    assert set(found["held_out"]) == {predictions.SPARSITIES}
+    # Noise of the point and of its two neighbours, 1% each, so 1.2% together: 6 sigma, and the curve is smooth.
+    assert (found["ratio"] - 1).abs().max() < 0.08
+    inside = (found["low"] <= found["measured"]) & (found["measured"] <= found["high"])
+    assert found["inside"].tolist() == inside.tolist()
+    assert predictions.sentence(found).startswith("Below, 48 held-out points with their 90% intervals: ")
+
+
+def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator) -> None:
+    table = swept(15, rng)
+    found = predictions.tidy(ModelFile(Boosted(max_iter=10, min_samples_leaf=2), "", "numba", {}), table)
+    assert set(found["held_out"]) == {predictions.SHAPES}
+    assert 0 < found["shape"].nunique() <= 3  # a fifth, less those at the ends, which it refuses
+    assert found.groupby("shape").size().eq(len(SPARSITIES)).all()
+
+
+def test_a_long_table_is_represented_by_whole_shapes(rng: np.random.Generator, monkeypatch: Any) -> None:
+    monkeypatch.setattr(predictions, "ROWS", 50)
+    found = predictions.tidy(ModelFile(AnchoredLookup(), "", None, {}), swept(12, rng))
+    assert found.groupby("shape").size().tolist() == [len(SPARSITIES) - 6] * 4  # as many as 50 rows hold, less one
+
+
+def test_one_shape_alone_leaves_nothing_to_hold_out(rng: np.random.Generator) -> None:
+    assert predictions.tidy(ModelFile(Boosted(), "", "numba", {}), swept(1, rng)).empty
+
+
+# What each speed costs ---------------------------------------------------------------------------------------------
+
+
+def profile_of(layers: dict[str, LayerChoice], **given: Any) -> Profile:
+    fixed: dict[str, Any] = {
+        "task": "t", "layers": layers, "backend": "numba", "threads": 2, "batch": 1, "device": "cpu", "target": 2.0,
+        "risk": 0.9, "dense_engine": "torch", "dense_seconds": 20.0, "dense_seconds_low": 20.0,
+        "dense_seconds_high": 20.0, "fixed_seconds": 1.0, "fixed_seconds_low": 1.0, "fixed_seconds_high": 1.0,
+        "predicted_seconds": 10.0, "predicted_low": 9.0, "predicted_high": 11.0, "loss": 0.1, "error": 0.3,
+        "bound": 0.3, "ceiling": 20.0, "additivity_before": 0.0, "additivity_after": 0.0, "strategy": "s", "seed": 0,
+        "table_hash": "", "model_hash": "", "inputs": "",
+    }  # fmt: skip
+    return Profile(**fixed | given)
+
+
+def test_the_frontier_is_that_of_all_mixtures_and_goes_through_the_prediction() -> None:
+    options = [("dense", 0.0, 4.0, 0.0), ("vector:2", 0.5, 2.5, 0.1), ("vector:2", 0.75, 1.0, 0.3)]
+    problem = frames.from_frame(
+        pd.DataFrame(
+            [(name, *option) for name in ("a", "b") for option in options],
+            columns=["layer", "pattern", "sparsity", "seconds", "error"],
+        ),
+        dense_seconds=20.0, fixed_seconds=1.0,
+    )  # fmt: skip
+    # The search found layers to take 1.5 times what the table says.
+    chosen = {
+        "a": LayerChoice("vector:2", 0.75, 1.5, 1.5, 1.5, 0.3),
+        "b": LayerChoice("dense", 0.0, 6.0, 6.0, 6.0, 0.0),
+    }
+    found = trade_off.tidy(problem, profile_of(chosen))
+    efficient = found[found["kind"] == "efficient"]
+    sums = [
+        (1 + 1.5 * (a[2] + b[2]), a[3] + b[3]) for a, b in itertools.product(options, options)
+    ]  # fmt: skip
+    best = [(t, e) for t, e in sums if not any((u <= t and f < e) or (u < t and f <= e) for u, f in sums)]
+    pairs = sorted(zip(efficient["seconds"], efficient["error"], strict=True))
+    assert np.array(pairs) == pytest.approx(np.array(sorted(set(best))))
+    assert efficient["speedup"].tolist() == pytest.approx((20.0 / efficient["seconds"]).tolist())
+    uniform = found[found["kind"] == "uniform"].set_index("name")
+    assert uniform.loc["vector:2 at 0.5", ["seconds", "error"]].tolist() == pytest.approx([1 + 1.5 * 5.0, 0.2])
+
+
+# Accuracy ----------------------------------------------------------------------------------------------------------
+
+
+def results(**columns: Any) -> pd.DataFrame:
+    base = {"pattern": "vector:2", "method": "gmp", "speedup": 2.0, "accuracy": 0.9, "seed": 0, "sparsity": 0.5}
+    length = max((len(values) for values in columns.values()), default=1)
+    return pd.DataFrame({**{name: [value] * length for name, value in base.items()}, **columns})
+
+
+def test_seeds_are_one_point_with_students_interval() -> None:
+    values = [0.90, 0.91, 0.95]
+    [point] = accuracy.tidy(results(accuracy=values, speedup=[2.0, 2.1, 2.4], seed=[0, 1, 2])).to_dict("records")
+    low, high = scipy.stats.t.interval(0.95, 2, loc=np.mean(values), scale=scipy.stats.sem(values))
+    assert (point["low"], point["high"]) == pytest.approx((low, high))
+    assert (point["seeds"], point["speedup"], point["speedup_low"], point["speedup_high"]) == (3, 2.1, 2.0, 2.4)
+
+
+def test_one_seed_has_no_interval_and_unlike_speedups_without_sparsity_are_points_apart() -> None:
+    points = accuracy.tidy(results(speedup=[2.0, 3.0]).drop(columns="sparsity"))
+    assert points["seeds"].tolist() == [1, 1]
+    assert points["low"].isna().all()
+    assert points["sparsity"].isna().all()
+
+
+def test_the_fastest_that_keeps_the_accuracy_is_named() -> None:
+    points = accuracy.tidy(results(
+        pattern=["dense", "vector:2", "vector:2", "unstructured"], speedup=[1.0, 2.0, 3.0, 1.5],
+        accuracy=[0.92, 0.915, 0.90, 0.92], sparsity=[0.0, 0.5, 0.9, 0.5],
+    ))  # fmt: skip
+    assert (
+        "The fastest that loses no more than one percentage point on average is vector:2 with gmp: 2.00× at 91.50%, "
+        "92.00% dense." in accuracy.section(points).sentences
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("pattern,method\na,b\n", "no column speedup, accuracy, seed"),
+        ("pattern,method,speedup,accuracy,seed\n", "holds no result"),
+        ("pattern,method,speedup,accuracy,seed\nvector:2,gmp,fast,0.9,0\n", "speedup and accuracy are numbers"),
+        ("pattern,method,speedup,accuracy,seed\nvector:2,gmp,-1,0.9,0\n", "speedups above 0"),
+        (None, "does not exist"),
+    ],
+)
+def test_results_that_are_none_are_refused(tmp_path: Path, content: str | None, expected: str) -> None:
+    path = tmp_path / "results.csv"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(BadData, match=expected):
+        accuracy.read(path)
+
+
+# The first page ----------------------------------------------------------------------------------------------------
+
+
+def inputs_of(*rows: dict[str, Any]) -> reading.Inputs:
+    return reading.Inputs(table=frame(*rows), table_hash="", environments=[])
+
+
+def test_the_first_page_counts_what_to_use_as_the_verdicts_do() -> None:
+    shown = content.of(inputs_of(
+        row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0),
+        row("unstructured", 0.75, 4.0),
+        row("dense", 0.0, 8.0, "torch", m=5), row("vector:2", 0.75, 9.0, m=5),
+        row("dense", 0.0, 8.0, "torch", m=6), row("unstructured", 0.75, 2.0, m=6),
+    ))  # fmt: skip
+    assert overview.favourites(shown) == {"vector:2": 1, "dense": 1, "unstructured": 1}
+    page = overview.what_pays(shown, "cpu")
+    assert page.title == "At 75% sparsity, layers run 4.00× as fast as dense (0.889× to 4.00×)"
+    assert "and stay dense at 1 (from where on, below)" in page.lead
+    assert "At 75%, 2 of 3 shapes gain, 2 of them beyond doubt" in page.lead
+
+
+def test_the_first_page_says_when_nothing_pays() -> None:
+    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0)))
+    page = overview.what_pays(shown, "cpu")
+    assert page.title == "At 75% sparsity, layers run 0.889× as fast as dense"
+    assert "stay dense, nothing measured is faster" in page.lead
+
+
+# Two tables --------------------------------------------------------------------------------------------------------
+
+
+def two(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> tuple[comparison.Side, comparison.Side]:
+    source = (reading.Source("table", Path("first"), ""), reading.Source("table", Path("second"), ""))
+    made = [
+        reading.Inputs(frame(*rows), "", [], sources=(one,))
+        for rows, one in zip((first, second), source, strict=True)
+    ]
+    return comparison.sides(made[0], made[1])
+
+
+def test_two_devices_are_compared_by_the_fastest_kernel_of_each() -> None:
+    first, second = two(
+        [row("dense", 0.0, 4.0, "torch"), row("dense", 0.0, 2.0, "onnxruntime"), row("vector:2", 0.75, 1.0)],
+        [row("dense", 0.0, 6.0, "cublas", device="gpu", threads=None), row("vector:2", 0.5, 1.0, device="gpu")],
+    )
+    assert (first.name, second.name) == ("cpu", "gpu")
+    [pair] = comparison.paired(first, second).to_dict("records")
+    assert (pair["pattern"], pair["ratio"]) == ("dense", 3.0)
+    assert (pair["first_engine"], pair["second_engine"]) == ("onnxruntime", "cublas")
+    assert (pair["low"], pair["high"]) == pytest.approx((0.9 * 6 / (1.2 * 2), 1.2 * 6 / (0.9 * 2)))
+
+
+def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
+    first, second = two(
+        [row("dense", 0.0, 4.0, "torch", threads=1), row("dense", 0.0, 2.0, "torch", threads=2)],
+        [row("dense", 0.0, 4.0, "torch", threads=1)],
+    )
+    assert (first.name, second.name) == ("first", "second")
+    assert comparison.paired(first, second)["ratio"].tolist() == [1.0]
+
+
+def test_tables_with_nothing_in_common_are_refused() -> None:
+    with pytest.raises(BadData, match="nothing can be compared"):
+        comparison.paired(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 4.0, m=9)]))
