@@ -61,7 +61,7 @@ class Checkpoint:
             for name, part in parts.items():
                 part.load_state_dict(content["parts"][name])
             return int(content["step"]), dict(content["facts"]), content["generator"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
+        except (OSError, RuntimeError, ValueError, LookupError, TypeError, EOFError, UnpicklingError) as error:
             first = " ".join(str(error).split())[:200]
             raise BadData(f"{self.path}: damaged ({first}); delete it to train from the start") from error
 

@@ -60,7 +60,7 @@ class Stage:
     backward: dropped weights get so much of the forward's gradient, and penalty times their value is added to that.
     redraw: the mask is drawn anew now; it always is where the target changes. fixed: no gradient of dropped weights
     is needed, as the mask will not change by it. last: no other mask comes, so that no gradient is kept to score by.
-    forget: momentum starts from zero.
+    forget: momentum starts from zero in the first update from now on (a GradScaler may skip this step).
     """
 
     target: Target | None = None
@@ -99,6 +99,7 @@ class Layer:
     drawn_for: Target | None = None
     dense: Tensor | None = None
     seen: Tensor | None = None  # what a method noted of the latest gradient, for the masks that follow at once
+    forget: bool = False
     stepping: bool = False
     version: int = -1
 
@@ -225,6 +226,7 @@ class Pruner:
                     "mask": layer.mask,
                     "weight": layer.values.clone(),
                     "gradients": list(layer.gradients),
+                    "forget": layer.forget,
                 }
                 for layer in self.state.layers.values()
             },
@@ -257,6 +259,7 @@ class Pruner:
             layer.values.copy_(saved["weight"])
             layer.gradients.clear()
             layer.gradients.extend(gradient.to(device) for gradient in saved["gradients"])
+            layer.forget = saved["forget"]
             layer.stepping = False
             self._show(layer, stage)
 
@@ -317,6 +320,7 @@ class Pruner:
                 self._drop(layer, stage.target, mask)
             if stage.last:
                 layer.gradients.clear()
+            layer.forget |= stage.forget
             self._show(layer, stage)
 
     def _drawn(self, layer: Layer, target: Target) -> Tensor:
@@ -405,7 +409,8 @@ class Pruner:
                     _chain(gradient, layer.mask, stage, layer.values, scale)
                 if self.score.gradients and not stage.last:
                     layer.gradients.append(gradient.clone() if scale is None else gradient / scale)
-            if stage.forget:
+            if layer.forget:
+                layer.forget = False
                 for name in ("momentum_buffer", "exp_avg"):
                     if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
                         buffer.zero_()

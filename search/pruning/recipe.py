@@ -126,6 +126,8 @@ class Recipe:
                 raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
         if self.transposable not in (None, *TRANSPOSABLE):
             raise UsageError(f"transposable is {' or '.join(TRANSPOSABLE)}, not {self.transposable!r}")
+        if self.method == "step" and self.optimizer == "sgd":
+            raise UsageError("step freezes Adam's second moments: the optimizer is adam or adamw, not sgd")
         if self.method == "held" and self.start != "one_shot":
             raise UsageError("held keeps the masks of one-shot pruning: add `start: one_shot` to the recipe")
         if self.method == "held" and self.transposable:
@@ -143,7 +145,7 @@ class Recipe:
         setting that the method does not have.
         """
         kind = METHODS[self.method]
-        own = {"given": masks or {}, "seed": self.seed, "trained": True}
+        own: dict[str, Any] = {"given": masks or {}, "seed": self.seed, "trained": True}
         settings = {each.name: own[each.name] for each in fields(kind) if each.name in own}
         return kind(**settings | _settings(self.method, kind, self.settings))
 

@@ -52,7 +52,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {
 }
 ON_DEVICES = METHODS | {
     "gmp_mfac_dynamic": lambda: GMP(updates=2, score=DynamicMFAC(gradients=3, damping=1e-3)),
-    "gmp_woodfisher": lambda: GMP(updates=2, score=WoodFisher(gradients=3, damping=1e-3)),
+    "gmp_woodfisher": lambda: GMP(updates=2, initial=0.5, score=WoodFisher(gradients=3, damping=1e-3)),
 }
 
 

@@ -92,6 +92,7 @@ def test_a_recipe_tells_its_method_what_it_knows() -> None:
         ("settings: {score: {name: mfac_dynamic, block: 3}}", "mfac_dynamic has no setting 'block'", 2),
         ("settings: {score: {name: mfac, gradients: 0}}", "at least one gradient", 2),
         ("settings: {score: {name: mfac, damping: low}}", "mfac's damping must be of kind float, not 'low'", 2),
+        ("{method: step, optimizer: sgd}", "the optimizer is adam or adamw, not sgd", 2),
         ("method: [gmp]", r"method \['gmp'\] is unknown", 2),
         ("settings: {begin: 0.9}", "begins and ends within training", 2),
         ("settings: [1]", "settings are a mapping", 5),
@@ -210,13 +211,14 @@ def test_training_that_shuffles_and_drops_out_goes_on_bit_equal(task: Task, tmp_
     assert model_hash(resumed) == model_hash(whole)
 
 
-def test_a_checkpoint_of_zeros_is_damaged_and_a_full_disk_is_said(
+def test_what_is_no_checkpoint_is_damaged_and_a_full_disk_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "training"
-    path.write_bytes(bytes(1000))  # after a power cut
-    with pytest.raises(BadData, match="delete it to train from the start"):
-        Checkpoint(path).load({})
+    for content in (b"something else", b"", bytes(1000)):  # the last after a power cut
+        path.write_bytes(content)
+        with pytest.raises(BadData, match="delete it to train from the start"):
+            Checkpoint(path).load({})
 
     def full(content: object, path: Path) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")  # as torch says it
