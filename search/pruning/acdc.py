@@ -48,7 +48,8 @@ class ACDC(Pruner):
 
     def stage(self, target: Target, when: When) -> Stage:
         """Of the phase that this step is in."""
-        start, compressed = [phase for phase in self.phases(when.total) if phase[0] <= when.step][-1]
+        phases = self.phases(when.total)
+        start, compressed = [phase for phase in phases if phase[0] <= when.step][-1]
         if compressed:
-            return Stage(target, fixed=True)
+            return Stage(target, fixed=True, last=start == phases[-1][0])
         return Stage(forget=True) if start > 0 and when.step == start else DENSE

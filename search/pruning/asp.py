@@ -24,4 +24,4 @@ class ASP(Pruner):
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense, then the mask."""
-        return DENSE if when.step < round(self.dense * when.total) else Stage(target, fixed=True)
+        return DENSE if when.step < round(self.dense * when.total) else Stage(target, fixed=True, last=True)

@@ -10,12 +10,14 @@ loop's checkpoints. Neither library is needed unless its function is called.
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from latbench.errors import BadData, EnvironmentUnusable
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.pruning.pruner import Pruner
 from search.pruning.targets import Targets
 
@@ -26,8 +28,8 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
     """A `transformers.TrainerCallback` that prunes the Trainer's model to `targets` while it trains.
 
     Each checkpoint folder gets a pruner.pt; a run that is resumed from `output_dir`, and the best model that is
-    loaded at the end, read it. Raises EnvironmentUnusable without transformers; in training BadData where a pruner.pt
-    is missing.
+    loaded at the end, read it. All ranks have rank 0's masks. Raises EnvironmentUnusable without transformers; in
+    training BadData where a pruner.pt is missing.
     """
     base = _imported("transformers").TrainerCallback
 
@@ -35,7 +37,8 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
         """Prunes between the Trainer's steps."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-            pruner.prepare(model, targets, total_steps=state.max_steps)
+            ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            pruner.prepare(model, targets, total_steps=state.max_steps, group=ranks)
             if state.global_step > 0:
                 _load(pruner, _folder(args, state))
 
@@ -57,7 +60,8 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
 def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
     """A Lightning `Callback` that prunes the LightningModule to `targets`; its checkpoints hold the pruner's state.
 
-    Raises EnvironmentUnusable without lightning or pytorch_lightning.
+    Raises EnvironmentUnusable without lightning or pytorch_lightning; in training UsageError where there is no number
+    of steps to prune over, BadData where the checkpoint that training goes on from was not saved while it pruned.
     """
     base = _imported("lightning.pytorch", "pytorch_lightning").Callback
 
@@ -69,7 +73,15 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
             self.restored: dict[str, Any] | None = None
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            pruner.prepare(trainer.model, targets, total_steps=int(trainer.estimated_stepping_batches))
+            steps = trainer.estimated_stepping_batches
+            if not math.isfinite(steps):
+                raise UsageError("pruning ends with training: give the Trainer max_steps or max_epochs")
+            if trainer.global_step > 0 and self.restored is None:
+                raise BadData(
+                    f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
+                    "take one that was saved while this pruner was at work, or start a new Trainer"
+                )
+            pruner.prepare(trainer.model, targets, total_steps=int(steps))
             self.steps = trainer.global_step
             if self.restored is not None:
                 pruner.load_state_dict(self.restored)
@@ -84,10 +96,10 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
             pruner.finish()
 
         def state_dict(self) -> dict[str, Any]:
-            return pruner.state_dict()
+            return pruner.state_dict() if pruner.at_work else {}  # saved after training: the model is plain
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.restored = state_dict  # Lightning calls this before the training starts
+            self.restored = state_dict or None  # Lightning calls this before the training starts
 
     return PrunerCallback()
 
@@ -110,4 +122,4 @@ def _load(pruner: Pruner, folder: Path) -> None:
     path = folder / STATE
     if not path.is_file():
         raise BadData(f"{path} is missing: training that was pruned goes on from a checkpoint that has it")
-    pruner.load_state_dict(torch.load(path, weights_only=True))
+    pruner.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,7 @@ class Checkpoint:
             "generator": torch.get_rng_state(),
             "parts": {name: part.state_dict() for name, part in parts.items()},
         }
-        write_atomically(self.path, lambda path: torch.save(content, path))
+        write_atomically(self.path, lambda path: _save(content, path))
         self.written = self.clock()
 
     def load(self, parts: Mapping[str, Stateful]) -> tuple[int, dict[str, Any], torch.Tensor | None]:
@@ -56,14 +57,21 @@ class Checkpoint:
         if not self.path.exists():
             return 0, {}, None
         try:
-            content = torch.load(self.path, weights_only=True)
+            content = torch.load(self.path, map_location="cpu", weights_only=True)
             for name, part in parts.items():
                 part.load_state_dict(content["parts"][name])
             return int(content["step"]), dict(content["facts"]), content["generator"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError) as error:
             first = " ".join(str(error).split())[:200]
             raise BadData(f"{self.path}: damaged ({first}); delete it to train from the start") from error
 
     def remove(self) -> None:
         """The run is over."""
         self.path.unlink(missing_ok=True)
+
+
+def _save(content: Any, path: Path) -> None:
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:  # how torch says that the disk is full
+        raise OSError(" ".join(str(error).split())[:200]) from error

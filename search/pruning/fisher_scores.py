@@ -1,51 +1,58 @@
 """M-FAC and WoodFisher as scores of a pruner: w^2 / (2 [F^-1]_qq), and the update of what is kept.
 
-F is made of the latest `gradients` optimizer steps, block by block. The paper's pruner takes single batches'
-gradients of a fixed model; these come from training as it goes on, at no extra cost.
+F is made of the latest `gradients` optimizer steps. The paper's pruner takes single batches' gradients of a fixed
+model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from search.pruning import fisher, mfac, woodfisher
+from latbench.errors import UsageError
+from search.pruning import dynamic_mfac, fisher, mfac, woodfisher
 
 
 @dataclass(frozen=True)
 class _Fisher:
-    """`damping` and `block` are those of F."""
+    """`damping`, and `block` where there is one, are those of F."""
 
     inverse: ClassVar[ModuleType]
     gradients: int = 64
     damping: float = fisher.DAMPING
-    block: int = fisher.BLOCK
+
+    def __post_init__(self) -> None:
+        if self.gradients < 1 or getattr(self, "block", 1) < 1 or self.damping <= 0:
+            raise UsageError("a Fisher matrix takes at least one gradient, blocks of at least 1, damping above 0")
 
     def scores(self, weight: Tensor, gradients: Tensor) -> Tensor:
         """The loss of dropping each weight alone, (m, k) float64."""
-        found = fisher.scores(weight.double().flatten(), self._diagonal(gradients))
-        return found.view_as(weight)
+        return fisher.scores(weight.double().flatten(), self._diagonal(gradients.flatten(1))).view_as(weight)
 
     def compensate(self, weight: Tensor, gradients: Tensor, mask: Tensor) -> Tensor:
-        """The kept weights after each dropped one's own update; weights that were zero before make none."""
+        """The kept weights, moved to make up for those that are dropped."""
         if not len(gradients):
             return torch.where(mask, weight, 0.0)
-        rows = gradients.flatten(1)
-        updated = fisher.update(
-            weight.double().flatten(), (~mask & (weight != 0)).flatten(), self._diagonal(gradients),
-            lambda x: self.inverse.inverse_times(rows, x, damping=self.damping, block=self.block),
-        )  # fmt: skip
-        return torch.where(mask, updated.view_as(weight).to(weight.dtype), 0.0)
+        times = partial(self.inverse.inverse_times, **self._settings())
+        block = getattr(self, "block", weight.numel())
+        updated = fisher.update(weight.flatten(), ~mask.flatten(), gradients.flatten(1), times, block)
+        return updated.view_as(weight).to(weight.dtype)
 
-    def _diagonal(self, gradients: Tensor) -> Tensor:
-        if not len(gradients):  # before the first step: F is damping alone, the scores are magnitudes
-            return torch.full((gradients.shape[1] * gradients.shape[2],), 1 / self.damping, dtype=torch.float64)
-        diagonal: Tensor = self.inverse.inverse_diagonal(gradients.flatten(1), damping=self.damping, block=self.block)
-        return diagonal
+    def _diagonal(self, rows: Tensor) -> Tensor:
+        if not len(rows):  # before the first step: F is damping alone, the scores are magnitudes
+            return rows.new_full((rows.shape[1],), 1 / self.damping, dtype=torch.float64)
+        # At least 1 / F_qq, below which only rounding takes it, where gradients are large beside the damping.
+        squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square()
+        least = 1 / (self.damping + squares / len(rows))
+        return torch.maximum(self.inverse.inverse_diagonal(rows, **self._settings()), least)
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name != "gradients"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,7 @@ class MFAC(_Fisher):
     """By M-FAC's recursion (Frantar et al. 2021)."""
 
     inverse: ClassVar[ModuleType] = mfac
+    block: int = fisher.BLOCK
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,11 @@ class WoodFisher(_Fisher):
     """By rank-one updates (Singh & Alistarh 2020)."""
 
     inverse: ClassVar[ModuleType] = woodfisher
+    block: int = fisher.BLOCK
+
+
+@dataclass(frozen=True)
+class DynamicMFAC(_Fisher):
+    """By Woodbury's identity, the layer as one block (Frantar et al. 2021)."""
+
+    inverse: ClassVar[ModuleType] = dynamic_mfac

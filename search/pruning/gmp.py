@@ -46,7 +46,7 @@ class GMP(Pruner):
         """The target of the latest update."""
         begin, end = round(self.begin * when.total), round(self.end * when.total)
         if when.step >= end:
-            return Stage(target, fixed=True)
+            return Stage(target, fixed=True, last=True)
         # The update that came last: number u of `updates` is due u/updates of the way.
         update = max(0, when.step - begin) * self.updates // max(1, end - begin)
         due = begin + -(-update * (end - begin) // self.updates)

@@ -32,7 +32,7 @@ class GrowAndPrune(Pruner):
         """Dense while its partition's turn lasts, else under a mask."""
         growing = when.total - round(self.final * when.total)
         if when.step >= growing:
-            return Stage(target, fixed=True)
+            return Stage(target, fixed=True, last=True)
         partitions = min(self.partitions, when.layers)
         turns = partitions * self.rounds
         turn = when.step * turns // growing

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from latbench.errors import UsageError
+from latbench.errors import BadData, UsageError
 from search.pruning.masks import as_matrix
 from search.pruning.pruner import Layer, Pruner, Stage, When
 from search.pruning.targets import Target
@@ -32,7 +33,7 @@ class Held(Pruner):
 
     def stage(self, target: Target, when: When) -> Stage:
         """The mask, from the first step on."""
-        return Stage(target, fixed=True)
+        return Stage(target, fixed=True, last=True)
 
     def start(self) -> None:
         """Refuse masks that are missing, left over or of another shape."""
@@ -47,6 +48,13 @@ class Held(Pruner):
                 raise UsageError(
                     f"layer {name}: its mask must be bool {tuple(weight.shape)}, not {mask.dtype} {tuple(mask.shape)}"
                 )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As any pruner's; raises BadData also where the checkpoint holds other masks than the given ones."""
+        super().load_state_dict(state)
+        for name, mask in self.masks.items():
+            if not torch.equal(mask, self.draw(self.state.layers[name], self.state.layers[name].target)):
+                raise BadData(f"layer {name}: the checkpoint has another mask than the given one")
 
     def draw(self, layer: Layer, target: Target) -> Tensor:
         """The given mask."""

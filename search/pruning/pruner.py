@@ -19,14 +19,15 @@ weights into that of the dense ones and puts those back into the parameter, so t
 weight decay and momentum act on what is trained. `pruner.step()` takes the result, draws the masks that are due, and
 writes the forward's weights again. It follows that
 
-- gradients may be accumulated over any number of backwards, and scaled (AMP): the hook runs once an update, on
-  unscaled gradients; a step that a GradScaler skips changes no weight, but counts;
+- gradients may be accumulated over any number of backwards, and scaled (AMP): methods see them once an update, and
+  unscaled; a step that a GradScaler skips, in a fused optimizer too, changes nothing, but counts;
 - gradients are clipped as those of the forward's weights;
 - the optimizer must be a `torch.optim.Optimizer`, with or without a closure; anything else that changes a layer whose
   dense weights live behind it is noticed and refused;
 - under DistributedDataParallel masks are rank 0's. Parameters that are cut up among ranks (FSDP) are not supported.
 
-Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three.
+Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three. The pruner's
+holds its layers' weights, so that the model's may be loaded before `prepare`, which writes to them, or after.
 Move the model to its device before `prepare`.
 """
 
@@ -47,7 +48,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from latbench.errors import BadData, UsageError
 from search.pruning.masks import as_matrix, as_weight
-from search.pruning.scores import Magnitude, Score
+from search.pruning.scores import MagnitudeScore, Score
 from search.pruning.targets import Target, Targets, targets_of
 
 
@@ -58,7 +59,8 @@ class Stage:
     target: what its mask is drawn for; None: dense, no mask. fade: dropped weights count so much in the forward.
     backward: dropped weights get so much of the forward's gradient, and penalty times their value is added to that.
     redraw: the mask is drawn anew now; it always is where the target changes. fixed: no gradient of dropped weights
-    is needed, as the mask will not change by it. forget: momentum starts from zero.
+    is needed, as the mask will not change by it. last: no other mask comes, so that no gradient is kept to score by.
+    forget: momentum starts from zero.
     """
 
     target: Target | None = None
@@ -67,6 +69,7 @@ class Stage:
     penalty: float = 0.0
     redraw: bool = False
     fixed: bool = False
+    last: bool = False
     forget: bool = False
 
 
@@ -129,24 +132,26 @@ class Pruner:
     """What all methods share. `score` says which weights matter."""
 
     keeps_dense: ClassVar[bool] = False  # dropped weights keep a value behind the mask
-    score: Score = field(default_factory=Magnitude)
+    score: Score = field(default_factory=MagnitudeScore)
     state: State = field(default_factory=State, init=False, repr=False)
 
     def stage(self, target: Target, when: When) -> Stage:
         """How a layer with this target computes at that moment: the method. A pure function of the settings."""
         raise NotImplementedError
 
-    def prepare(self, model: nn.Module, targets: Targets, *, total_steps: int) -> None:
+    def prepare(self, model: nn.Module, targets: Targets, *, total_steps: int, group: Any = None) -> None:
         """Start pruning `model` to `targets` over `total_steps` optimizer steps; the first masks are drawn if due.
 
-        `targets` is a Profile or {layer: Target or (pattern, sparsity)}. Raises UsageError as `targets_of` does, and
-        where there is nothing to prune or this pruner is at work already.
+        `targets` is a Profile or {layer: Target or (pattern, sparsity)}. `group` are the ranks that train the model
+        together, where DistributedDataParallel does not say. Raises UsageError as `targets_of` does, and where there
+        is nothing to prune or this pruner is at work already; the model is then as it was.
         """
-        if self.state.hook is not None:
+        if self.at_work:
             raise UsageError("this pruner is at work already: finish() it first, or make another")
         if total_steps < 1:
             raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
-        inner, group = _unwrapped(model)
+        inner, own = _unwrapped(model)
+        group = group if own is None else own
         found = targets_of(targets, inner)
         if not found:
             raise UsageError("no layer is to be pruned: all targets are dense")
@@ -164,10 +169,10 @@ class Pruner:
             pruner = reference()
             return None if pruner is None else pruner._before_update(optimizer, args, kwargs)
 
-        for layer in state.layers.values():
-            if self.keeps_dense:
+        if self.keeps_dense:
+            for layer in state.layers.values():
                 layer.dense = layer.weight.detach().clone()
-            self._advance(layer)
+        self._advance()
         state.hook = register_optimizer_step_pre_hook(before_update)
         weakref.finalize(self, state.hook.remove)
 
@@ -178,7 +183,7 @@ class Pruner:
         self.state.step += 1
         for layer in self.state.layers.values():
             self._take(layer)
-            self._advance(layer)
+        self._advance()
 
     def finish(self) -> None:
         """End: every layer gets its target's mask, if it has not, and hard zeros. The model is plain again."""
@@ -187,11 +192,17 @@ class Pruner:
             for layer in self.state.layers.values():
                 self._take(layer)
                 if layer.drawn_for != layer.target:
-                    self._draw(layer, layer.target)
+                    self._drop(layer, layer.target, self._drawn(layer, layer.target))
                 layer.weight.copy_(_masked(layer.values, _mask(layer), 0.0))
                 layer.dense = None
+                layer.gradients.clear()
         self.state.hook.remove()
         self.state.hook = None
+
+    @property
+    def at_work(self) -> bool:
+        """Whether it is between `prepare` and `finish`."""
+        return self.state.hook is not None
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -212,7 +223,7 @@ class Pruner:
             "layers": {
                 layer.name: {
                     "mask": layer.mask,
-                    "dense": None if layer.dense is None else layer.dense.clone(),
+                    "weight": layer.values.clone(),
                     "gradients": list(layer.gradients),
                 }
                 for layer in self.state.layers.values()
@@ -243,7 +254,7 @@ class Pruner:
             stage = self.stage(layer.target, self._when(layer))
             layer.mask = None if saved["mask"] is None else saved["mask"].to(device)
             layer.drawn_for = None if layer.mask is None else stage.target
-            layer.dense = None if saved["dense"] is None else saved["dense"].to(device, copy=True)
+            layer.values.copy_(saved["weight"])
             layer.gradients.clear()
             layer.gradients.extend(gradient.to(device) for gradient in saved["gradients"])
             layer.stepping = False
@@ -259,10 +270,10 @@ class Pruner:
         return target.mask(self.score.scores(as_matrix(layer.values), _gradients(layer)))
 
     def observe(self, layer: Layer, gradient: Tensor) -> None:
-        """Called before an update with the forward's gradient, in the weight's shape, as it was computed."""
+        """Called before an update with the forward's gradient, in the weight's shape, unscaled."""
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """Called when the optimizer's parameters and gradients are as it will see them."""
+        """Called when the optimizer's parameters and gradients are as it will see them; a fused one's are scaled."""
 
     def after_update(self) -> None:
         """Called first in `step`, when parameters are as the optimizer left them."""
@@ -273,7 +284,7 @@ class Pruner:
         return When(self.state.step, self.state.total_steps, layer.number, len(self.state.layers))
 
     def _check_at_work(self) -> None:
-        if self.state.hook is None:
+        if not self.at_work:
             raise UsageError("this pruner is not at work: call prepare(model, targets, total_steps=...) first")
 
     @torch.no_grad()
@@ -289,24 +300,39 @@ class Pruner:
         layer.stepping = False
 
     @torch.no_grad()
-    def _advance(self, layer: Layer) -> None:
-        """Draw the mask that is due, and write the weights of the next forward."""
-        stage = self.stage(layer.target, self._when(layer))
-        if stage.target is None:
-            layer.mask = layer.drawn_for = None
-        elif stage.redraw or layer.drawn_for != stage.target:
-            self._draw(layer, stage.target)
-        self._show(layer, stage)
+    def _advance(self) -> None:
+        """Draw the masks that are due, and write the weights of the next forward; none if a mask cannot be drawn."""
+        layers = self.state.layers.values()
+        stages = [self.stage(layer.target, self._when(layer)) for layer in layers]
+        drawn = [
+            self._drawn(layer, stage.target)
+            if stage.target is not None and (stage.redraw or layer.drawn_for != stage.target)
+            else None
+            for layer, stage in zip(layers, stages, strict=True)
+        ]
+        for layer, stage, mask in zip(layers, stages, drawn, strict=True):
+            if stage.target is None:
+                layer.mask = layer.drawn_for = None
+            elif mask is not None:
+                self._drop(layer, stage.target, mask)
+            if stage.last:
+                layer.gradients.clear()
+            self._show(layer, stage)
 
-    def _draw(self, layer: Layer, target: Target) -> None:
+    def _drawn(self, layer: Layer, target: Target) -> Tensor:
+        """A new mask (m, k), rank 0's."""
         try:
             mask = self.draw(layer, target)
-        except BadData as error:
+        except (BadData, ValueError, ArithmeticError) as error:
             raise BadData(f"layer {layer.name}, after {self.state.step} steps: {error}") from error
         if self.state.group is not None:
-            bits = mask.to(torch.uint8)
+            bits = mask.to(torch.uint8).contiguous()
             dist.broadcast(bits, dist.get_global_rank(self.state.group, 0), group=self.state.group)
             mask = bits.bool()
+        return mask
+
+    def _drop(self, layer: Layer, target: Target, mask: Tensor) -> None:
+        """Put a layer under a new mask."""
         if not self.keeps_dense:
             weight = self.score.compensate(as_matrix(layer.values), _gradients(layer), mask)
             layer.weight.copy_(as_weight(weight, layer.weight.shape))
@@ -363,8 +389,10 @@ class Pruner:
     @torch.no_grad()
     def _to_dense(self, layers: Iterable[Layer], optimizer: Optimizer) -> None:
         """The trained weights into the parameter, and their gradient into its gradient."""
-        scale = getattr(optimizer, "grad_scale", None)  # where a fused optimizer will unscale the gradients itself
-        scale = 1.0 if scale is None else scale
+        found_inf = getattr(optimizer, "found_inf", None)  # where a fused optimizer will skip the step itself
+        if found_inf is not None and float(found_inf) > 0:
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # where it will unscale the gradients itself
         for layer in layers:
             stage = self.stage(layer.target, self._when(layer))
             gradient = layer.weight.grad
@@ -372,11 +400,11 @@ class Pruner:
                 self._check_untouched(layer)
                 layer.weight.copy_(layer.dense)
             if gradient is not None:
-                self.observe(layer, gradient)
+                self.observe(layer, gradient if scale is None else gradient / scale)
                 if layer.mask is not None:
                     _chain(gradient, layer.mask, stage, layer.values, scale)
-                if self.score.gradients:
-                    layer.gradients.append(gradient / scale)
+                if self.score.gradients and not stage.last:
+                    layer.gradients.append(gradient.clone() if scale is None else gradient / scale)
             if stage.forget:
                 for name in ("momentum_buffer", "exp_avg"):
                     if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
@@ -385,14 +413,15 @@ class Pruner:
         self.before_update(optimizer)
 
 
-def _chain(gradient: Tensor, mask: Tensor, stage: Stage, dense: Tensor, scale: float | Tensor) -> None:
+def _chain(gradient: Tensor, mask: Tensor, stage: Stage, dense: Tensor, scale: Tensor | None) -> None:
     """From the gradient by the forward's weights to that by the dense ones, in place."""
     if stage.backward == 0:
         gradient.masked_fill_(~mask, 0.0)
     elif stage.backward != 1:
         gradient.copy_(torch.where(mask, gradient, stage.backward * gradient))
     if stage.penalty:
-        gradient.add_(torch.where(mask, 0.0, dense) * (stage.penalty * scale))
+        penalty = stage.penalty if scale is None else stage.penalty * scale
+        gradient.add_(torch.where(mask, 0.0, dense) * penalty)
 
 
 def _masked(weight: Tensor, mask: Tensor, fade: float) -> Tensor:

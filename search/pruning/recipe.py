@@ -12,7 +12,7 @@
     momentum: 0.9               # of sgd
     clip_norm: null             # the largest norm of all gradients together
     accumulate: 1               # batches an optimizer step
-    transposable: false         # N:M masks that hold along the outputs too
+    transposable: null          # exact or quick: N:M masks that hold along the outputs too; quick keeps at least half
     seed: 0
 
 What is left out has the value above, `settings` those of the method.
@@ -21,6 +21,7 @@ What is left out has the value above, `settings` those of the method.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -32,14 +33,14 @@ from torch import Tensor
 from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
-from search.pruning.fisher_scores import MFAC, WoodFisher
+from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
-from search.pruning.scores import Magnitude, Score
+from search.pruning.scores import MagnitudeScore, Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
@@ -58,11 +59,26 @@ METHODS: dict[str, type[Pruner]] = {
     "grow_and_prune": GrowAndPrune,
     "held": Held,
 }
-# What `settings: {score: ...}` names.
-SCORES: dict[str, type[Score]] = {"magnitude": Magnitude, "mfac": MFAC, "woodfisher": WoodFisher}
+# What `settings: {score: mfac}` names, or with settings of its own `score: {name: mfac, gradients: 32}`.
+SCORES: dict[str, type[Score]] = {
+    "magnitude": MagnitudeScore,
+    "mfac": MFAC,
+    "mfac_dynamic": DynamicMFAC,
+    "woodfisher": WoodFisher,
+}
 STARTS = ("dense", "one_shot")
+TRANSPOSABLE = ("exact", "quick")  # by linear programs, or by sorting
 SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adam", "adamw", "sgd")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with 1e-3 as a number, as in version 1.2; version 1.1 takes it for text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,7 @@ class Recipe:
     momentum: float = 0.9
     clip_norm: float | None = None
     accumulate: int = 1
-    transposable: bool = False
+    transposable: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,16 +122,19 @@ class Recipe:
             value = getattr(self, name)
             if name == "clip_norm" and value is None:
                 continue
-            real = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not real or value < 0 or (above and value == 0):
+            if not _is_number(value) or value < 0 or (above and value == 0):
                 raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
-        if not isinstance(self.transposable, bool):
-            raise UsageError(f"transposable is true or false, not {self.transposable!r}")
+        if self.transposable not in (None, *TRANSPOSABLE):
+            raise UsageError(f"transposable is {' or '.join(TRANSPOSABLE)}, not {self.transposable!r}")
         if self.method == "held" and self.start != "one_shot":
             raise UsageError("held keeps the masks of one-shot pruning: add `start: one_shot` to the recipe")
         if self.method == "held" and self.transposable:
             raise UsageError("held keeps the masks that there are: it cannot make them transposable")
-        self.pruner()
+        if getattr(self.pruner(), "every", None) == 1 and self.transposable == "exact":
+            raise UsageError(
+                f"{self.method} draws masks at every step, and exact transposable ones take a linear program each: "
+                "take `transposable: quick`, or settings {every: 100}"
+            )
 
     def pruner(self, masks: Mapping[str, Tensor] | None = None) -> Pruner:
         """A new pruner with the settings; `masks`, {layer: (m, k)}, are those that the model starts with, for `held`.
@@ -124,15 +143,9 @@ class Recipe:
         setting that the method does not have.
         """
         kind = METHODS[self.method]
-        kinds = {each.name: str(each.type) for each in fields(kind) if each.init}
         own = {"given": masks or {}, "seed": self.seed, "trained": True}
-        settings = {name: value for name, value in own.items() if name in kinds}
-        known = sorted(kinds.keys() - {"given"})
-        for name, value in self.settings.items():
-            if name not in known:
-                raise UsageError(f"{self.method} has no setting {name!r}: it has {', '.join(known)}")
-            settings[name] = _setting(f"{self.method}'s {name}", value, kinds[name])
-        return kind(**settings)
+        settings = {each.name: own[each.name] for each in fields(kind) if each.name in own}
+        return kind(**settings | _settings(self.method, kind, self.settings))
 
     def facts(self) -> dict[str, Any]:
         """All entries as plain values, for a manifest."""
@@ -149,7 +162,7 @@ def load(text: str) -> Recipe:
         return Recipe(method=text)
     path = Path(text)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise BadData(f"no recipe {text}: give a YAML file, or one of {', '.join(METHODS)}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -168,20 +181,41 @@ def load(text: str) -> Recipe:
         raise UsageError(f"{path}: {error}") from error
 
 
+def _settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """YAML values as the fields of a method or score that they name."""
+    kinds = {each.name: str(each.type) for each in fields(kind) if each.init and each.name != "given"}
+    for name in settings:
+        if name not in kinds:
+            raise UsageError(f"{what} has no setting {name!r}: it has {', '.join(sorted(kinds)) or 'none'}")
+    return {name: _setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
+
+
 def _setting(what: str, value: Any, kind: str) -> Any:
-    """A YAML value as the kind that the setting's annotation names."""
+    """A YAML value as the kind that the field's annotation names."""
     if kind == "Score":
-        if value not in SCORES:
-            raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {value!r}")
-        return SCORES[value]()
+        return _score(what, value)
     if isinstance(value, list) and "tuple" in kind and all(isinstance(item, str) for item in value):
         return tuple(value)
     fits = {
         "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value),
-        "float | None": value is None or (isinstance(value, int | float) and not isinstance(value, bool)),
+        "float": _is_number(value),
+        "float | None": value is None or _is_number(value),
         "bool": isinstance(value, bool),
     }.get(kind, isinstance(value, str))
     if not fits:
         raise UsageError(f"{what} must be of kind {kind}, not {value!r}")
     return value
+
+
+def _score(what: str, value: Any) -> Score:
+    entries = dict(value) if isinstance(value, Mapping) else {"name": value}
+    name = entries.pop("name", None)
+    if name not in tuple(SCORES):
+        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}")
+    kind: Any = SCORES[name]
+    score: Score = kind(**_settings(name, kind, entries))
+    return score
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

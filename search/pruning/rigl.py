@@ -18,7 +18,7 @@ from latbench.errors import UsageError
 from search.pruning.masks import as_matrix
 from search.pruning.pruner import Layer, Pruner, Stage, When
 from search.pruning.targets import Target
-from sparse_kernels.patterns import NM, Pattern, ShflBW, Unstructured, VectorNM, VectorWise
+from sparse_kernels.patterns import NM, ShflBW, Unstructured, VectorNM, VectorWise
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,10 @@ class RigL(Pruner):
     def stage(self, target: Target, when: When) -> Stage:
         """Always under a mask; the gradient is dense in the step before an update."""
         return Stage(
-            target, redraw=self.updates(when.step, when.total), fixed=not self.updates(when.step + 1, when.total)
+            target,
+            redraw=self.updates(when.step, when.total),
+            fixed=not self.updates(when.step + 1, when.total),
+            last=when.step >= self.until * when.total,
         )
 
     def updates(self, step: int, total: int) -> bool:
@@ -64,8 +67,9 @@ class RigL(Pruner):
         if layer.mask is None and self.trained:
             return super().draw(layer, target)
         if layer.mask is None:
-            generator = torch.Generator().manual_seed(self.seed + layer.number)
-            return target.mask(torch.rand(weight.shape, dtype=torch.float64, generator=generator).to(weight.device))
+            generator = torch.Generator("cpu").manual_seed(self.seed + layer.number)
+            random = torch.rand(weight.shape, dtype=torch.float64, generator=generator, device="cpu")
+            return target.mask(random.to(weight.device))
         mask, gradient, layer.seen = as_matrix(layer.mask), layer.seen, None
         if gradient is None:  # a step that was skipped: nothing is known
             return mask
@@ -79,11 +83,12 @@ def surviving(target: Target, mask: Tensor, scores: Tensor, share: float) -> Ten
     # Every kept unit outweighs every other, however small its score: sums over a unit are between its size and twice.
     ranked = torch.where(mask, 1 + scores / scores.max().clamp_min(1e-300), 0.0)
     density = (1 - share) * float(mask.double().mean())
-    return mask & replace(target, pattern=_units(target.pattern), sparsity=1 - density).mask(ranked)
+    return mask & _units(target, 1 - density).mask(ranked)
 
 
-def _units(pattern: Pattern) -> Pattern:
-    """The pattern that keeps or drops the same units, wherever they lie."""
-    if isinstance(pattern, NM):
-        return Unstructured()
-    return VectorWise(pattern.v) if isinstance(pattern, VectorNM) else pattern
+def _units(target: Target, sparsity: float) -> Target:
+    """What keeps or drops the same units, wherever they lie."""
+    if isinstance(target.pattern, NM):
+        return Target(Unstructured(), sparsity)
+    pattern = VectorWise(target.pattern.v) if isinstance(target.pattern, VectorNM) else target.pattern
+    return replace(target, pattern=pattern, sparsity=sparsity)

@@ -28,7 +28,7 @@ class Score(Protocol):
 
 
 @dataclass(frozen=True)
-class Magnitude:
+class MagnitudeScore:
     """w^2: a large weight matters. Nothing is made up for."""
 
     gradients: ClassVar[int] = 0

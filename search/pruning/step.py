@@ -9,6 +9,7 @@ v has settled when the mean of |v_t - v_(t-1)| over the latest 1 / (1 - beta2) s
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -67,7 +68,7 @@ class STEP(Pruner):
         self.pending.clear()
 
     def before_update(self, optimizer: Optimizer) -> None:
-        """First phase: see how much v is about to change. Second: remember what the update starts from."""
+        """Remember what the update starts from: in the first phase v, to see how it changes; in the second all."""
         if not isinstance(optimizer, Adam):
             raise UsageError(
                 f"STEP freezes Adam's second moments: train with Adam or AdamW, not {type(optimizer).__name__}"
@@ -75,20 +76,24 @@ class STEP(Pruner):
         if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
             raise UsageError("STEP makes Adam's plain update: without amsgrad and maximize")
         more = self.state.more
-        learning_masks = self.state.step >= more.get("switch", round(self.latest * self.state.total_steps))
-        if learning_masks:
-            self.pending.extend(_updates(optimizer))
-            if self.pending:
-                more.setdefault("frozen_at", _steps(optimizer))
+        if self._learns_masks():
+            if "frozen_at" not in more and (steps := _steps(optimizer)) > 0:
+                more["frozen_at"] = steps
+            if "frozen_at" in more:
+                self.pending.extend(_updates(optimizer))
         else:
-            window = int(1 / (1 - optimizer.param_groups[0]["betas"][1]) + 0.5)
-            more["changes"] = [*more["changes"], self._change(optimizer)][-window:]
+            pruned = {id(layer.weight) for layer in self.state.layers.values()}
+            self.pending.extend(_updates(optimizer, only=pruned))
 
     def after_update(self) -> None:
         """Switch if it is time; make the latest update again with the frozen v."""
         more = self.state.more
-        for update in self.pending:
-            _again(update, more["frozen_at"])
+        if self._learns_masks():
+            for update in self.pending:
+                _again(update, more["frozen_at"])
+        elif self.pending:
+            window = int(1 / (1 - self.pending[0].settings["betas"][1]) + 0.5)
+            more["changes"] = [*more["changes"], _change(self.pending)][-window:]
         self.pending.clear()
         step = self.state.step + 1
         early = self.earliest * self.state.total_steps <= step < round(self.latest * self.state.total_steps)
@@ -96,21 +101,18 @@ class STEP(Pruner):
         if "switch" not in more and early and changes and sum(changes) / len(changes) < self.tolerance:
             more["switch"] = step
 
-    def _change(self, optimizer: Optimizer) -> float:
-        """The mean of |v_t - v_(t-1)| = (1 - beta2) |g^2 - v_(t-1)| over the layers that are to be pruned."""
-        beta = optimizer.param_groups[0]["betas"][1]
-        total, count = 0.0, 0
-        for layer in self.state.layers.values():
-            gradient = layer.weight.grad
-            if gradient is not None:
-                second = optimizer.state[layer.weight].get("exp_avg_sq", torch.zeros_like(gradient))
-                total += (1 - beta) * float((gradient.square() - second).abs().sum())
-                count += gradient.numel()
-        return total / max(1, count)
+    def _learns_masks(self) -> bool:
+        return self.state.step >= self.state.more.get("switch", round(self.latest * self.state.total_steps))
 
 
-def _updates(optimizer: Optimizer) -> list[_Update]:
-    """All that the optimizer is about to change."""
+def _change(updates: list[_Update]) -> float:
+    """The mean of |v_t - v_(t-1)| over the weights that were updated."""
+    total = sum(float((update.state["exp_avg_sq"] - update.second).abs().sum()) for update in updates)
+    return total / sum(update.second.numel() for update in updates)
+
+
+def _updates(optimizer: Optimizer, only: Container[int] | None = None) -> list[_Update]:
+    """What the optimizer is about to change, of all its parameters or those of the ids; not the very first time."""
     return [
         _Update(
             parameter, parameter.detach().clone(), optimizer.state[parameter]["exp_avg_sq"].clone(),
@@ -118,7 +120,9 @@ def _updates(optimizer: Optimizer) -> list[_Update]:
         )
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.grad is not None and "exp_avg_sq" in optimizer.state[parameter]
+        if (only is None or id(parameter) in only)
+        and parameter.grad is not None
+        and "exp_avg_sq" in optimizer.state.get(parameter, {})
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 from latbench.errors import UsageError
 from search.pruning.mask_decay import check_phases, phase_bounds
 from search.pruning.pruner import DENSE, Pruner, Stage, When
-from search.pruning.targets import Target
+from search.pruning.targets import Target, shape_of
 from sparse_kernels.patterns import NM, Pattern, VectorNM, parse
 
 LARGEST = 256  # columns of a group, as patterns have it
@@ -48,6 +48,13 @@ class StructureDecay(Pruner):
         if self.factor < 1 or self.factor & (self.factor - 1):
             raise UsageError(f"the geometric factor is a power of two, not {self.factor}")
         check_phases(self.dense, self.final, self.backward, self.every)
+
+    def start(self) -> None:
+        """Refuse now what a layer could not be at the end of the dense phase."""
+        for layer in self.state.layers.values():
+            for structure in self.structures(layer.target):
+                if (reason := structure.refuses(shape_of(layer.module))) is not None:
+                    raise UsageError(f"layer {layer.name}, in structure decay's {structure.pattern}: {reason}")
 
     def structures(self, target: Target) -> list[Target]:
         """What the mask is drawn for in turn; the last is the target."""

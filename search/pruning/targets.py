@@ -52,7 +52,8 @@ class Target:
 
     def __str__(self) -> str:
         along = "" if self.along == "inputs" else f" along {self.along}"
-        return f"{self.pattern} at {self.sparsity:.6g}{along}"
+        quick = "" if self.exact else ", quick"
+        return f"{self.pattern} at {self.sparsity:.6g}{along}{quick}"
 
     @property
     def density(self) -> float:
@@ -116,7 +117,7 @@ def targets_of(wanted: Targets, model: nn.Module) -> dict[str, Target]:
             raise UsageError(
                 f"layers {other} and {name} share one weight, which can have one mask only: leave one out"
             )
-        if (reason := target.refuses(_shape(modules[name]))) is not None:
+        if (reason := target.refuses(shape_of(modules[name]))) is not None:
             raise UsageError(f"layer {name}: {reason}")
         found[name] = target
     return found
@@ -161,6 +162,16 @@ def prunable(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if refuses(module) is None]
 
 
+def shape_of(module: nn.Module) -> Shape:
+    """The layer's shape; of a convolution on the smallest image that its kernel fits."""
+    m, k = weight_matrix(module).shape
+    if isinstance(module, nn.Linear):
+        return LinearShape(m, k, 0)
+    assert isinstance(module, nn.Conv2d)
+    kh, kw = module.kernel_size
+    return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
+
+
 def _target(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
     if isinstance(entry, Target):
         return entry
@@ -169,16 +180,6 @@ def _target(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
         return Target(parse(pattern) if isinstance(pattern, str) else pattern, sparsity)
     except (UsageError, ValueError) as error:
         raise UsageError(f"layer {name}: {error}") from error
-
-
-def _shape(module: nn.Module) -> Shape:
-    """The layer's shape; of a convolution on the smallest image that its kernel fits."""
-    m, k = weight_matrix(module).shape
-    if isinstance(module, nn.Linear):
-        return LinearShape(m, k, 0)
-    assert isinstance(module, nn.Conv2d)
-    kh, kw = module.kernel_size
-    return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
 
 
 def _check_known(exclude: Collection[str], model: nn.Module) -> None:

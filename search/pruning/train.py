@@ -56,11 +56,12 @@ def train(
     """Prune `model` to `targets` while it trains, in place; it ends in eval mode.
 
     The model is what the recipe's `start` says; `masks`, {layer: (m, k)}, are those of one-shot pruning, if that.
-    The same recipe gives the same model, whether or not training was stopped and went on from its checkpoint. Raises
-    UsageError when the task has no training batches, BadData when the loss or a gradient is not finite.
+    The same recipe gives the same model on a CPU, whether or not training was stopped and went on from its
+    checkpoint. Raises UsageError when the task has no training batches, BadData when the loss or a gradient is not
+    finite.
     """
     wanted = recipe_targets(recipe, targets, model)
-    batches = task.train_batches(np.random.default_rng(recipe.seed))
+    batches = _batches(task, recipe)
     pruner = recipe.pruner(masks)
     optimizer = make_optimizer(recipe, model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(recipe, step))
@@ -116,7 +117,8 @@ def recipe_targets(recipe: Recipe, targets: Targets, model: nn.Module) -> dict[s
     wanted = targets_of(targets, model)
     if not recipe.transposable:
         return wanted
-    return targets_of({name: _transposable(name, target) for name, target in wanted.items()}, model)
+    exact = recipe.transposable == "exact"
+    return targets_of({name: _transposable(name, target, exact) for name, target in wanted.items()}, model)
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
@@ -138,9 +140,9 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     return 1 - done if recipe.schedule == "linear" else 1.0
 
 
-def _transposable(name: str, target: Target) -> Target:
+def _transposable(name: str, target: Target, exact: bool) -> Target:
     try:
-        return replace(target, along="both")
+        return replace(target, along="both", exact=exact)
     except UsageError as error:
         raise UsageError(f"layer {name}: {error}; leave `transposable` out of the recipe") from error
 
@@ -152,6 +154,28 @@ def _backward(task: Task, model: nn.Module, batches: Iterator[Any], recipe: Reci
         if not bool(torch.isfinite(loss)):
             raise BadData(f"training diverged: the loss is {loss.item()} at step {step}; lower the learning rate")
         (loss / recipe.accumulate).backward()
+
+
+def _batches(task: Task, recipe: Recipe) -> Iterator[Any]:
+    """The task's batches. What they draw of torch's global generator (shuffling) has a state of its own.
+
+    So they are the same in a run that goes on, which passes over them without what the model draws in between.
+    """
+    own = torch.Generator("cpu").manual_seed(recipe.seed).get_state()
+    batches: Iterator[Any] | None = None
+    while True:
+        others = torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            if batches is None:
+                batches = task.train_batches(np.random.default_rng(recipe.seed))
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(others)
+        yield batch
 
 
 def _next(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning.fisher import BLOCK, DAMPING, blocks_of
+from search.pruning.fisher import BLOCK, DAMPING, blocks_of, columns_of
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
@@ -24,9 +24,7 @@ def inverse_times(gradients: Tensor, x: Tensor, *, damping: float = DAMPING, blo
     """F^-1 x (d,) float64, for the block-wise F^-1 of gradients (m, d) and x (d,)."""
     parts = []
     for at, inverse in _inverses(gradients, damping, block):
-        part = x[at].double()
-        padded = torch.nn.functional.pad(part, (0, -len(part) % block)).view(-1, block, 1)
-        parts.append((inverse @ padded).flatten()[: len(part)])
+        parts.append((inverse @ columns_of(x[at], block)).flatten()[: len(x[at])])
     return torch.cat(parts)
 
 
@@ -34,7 +32,7 @@ def _inverses(gradients: Tensor, damping: float, block: int) -> Iterator[tuple[s
     """(weights, F^-1 (blocks, block, block)), some blocks at a time."""
     m = len(gradients)
     for at, g in blocks_of(gradients, block, 8 * (m + block)):
-        inverse = (torch.eye(block, dtype=g.dtype) / damping).repeat(len(g), 1, 1)
+        inverse = (torch.eye(block, dtype=g.dtype, device=g.device) / damping).repeat(len(g), 1, 1)
         for i in range(m):
             latest = g[:, i, :, None]
             moved = inverse @ latest

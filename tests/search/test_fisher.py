@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData
-from search.pruning import fisher, mfac, woodfisher
-from search.pruning.mfac import DynamicMFAC
+from search.pruning import dynamic_mfac, fisher, mfac, woodfisher
+from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
+from search.pruning.scores import Score
 
 DAMPING = 0.01
+SCORES = (MFAC, WoodFisher, DynamicMFAC)
+IDS = ("mfac", "woodfisher", "dynamic")
 
 
 def dense_inverse(gradients: Tensor, block: int) -> np.ndarray:
@@ -49,80 +52,74 @@ def test_block_wise_is_the_dense_inverse_of_each_block(
     assert abs(product.numpy() - expected @ x.numpy()).max() <= tolerance(gradients) * float(x.abs().sum())
 
 
-@pytest.mark.parametrize("came", [1, 4, 6, 13])
-def test_dynamic_mfac_is_static_mfac_of_the_latest_gradients(came: int, rng: np.random.Generator) -> None:
-    gradients, x = torch.from_numpy(rng.standard_normal((came, 9))), torch.from_numpy(rng.standard_normal(9))
-    dynamic = DynamicMFAC(6, 9, damping=DAMPING, dtype=torch.float64)
-    for gradient in gradients:
-        dynamic.add(gradient)
-    latest = gradients[-6:]
-    bound = tolerance(latest)
-    static = mfac.inverse_diagonal(latest, damping=DAMPING, block=9)
-    assert (dynamic.diagonal() - static).abs().max() <= bound
-    product = mfac.inverse_times(latest, x, damping=DAMPING, block=9)
-    assert (dynamic.times(x) - product).abs().max() <= bound * x.abs().sum()
-    assert abs(dynamic.diagonal().numpy() - np.diag(dense_inverse(latest, 9))).max() <= bound
+@pytest.mark.parametrize("columns", [4, 2**16])
+@pytest.mark.parametrize(("m", "d"), [(1, 1), (4, 9), (13, 9)])
+def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
+    m: int, d: int, columns: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic_mfac, "COLUMNS", columns)
+    gradients, x = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
+    bound = tolerance(gradients)
+    diagonal = dynamic_mfac.inverse_diagonal(gradients, damping=DAMPING)
+    product = dynamic_mfac.inverse_times(gradients, x, damping=DAMPING)
+    expected = dense_inverse(gradients, d)
+    assert abs(diagonal.numpy() - np.diag(expected)).max() <= bound
+    assert abs(product.numpy() - expected @ x.numpy()).max() <= bound * float(x.abs().sum())
+    assert (diagonal - mfac.inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
+    static = mfac.inverse_times(gradients, x, damping=DAMPING, block=d)
+    assert (product - static).abs().max() <= bound * float(x.abs().sum())
 
 
-def test_a_replaced_gradient_is_forgotten(rng: np.random.Generator) -> None:
-    gradients = torch.from_numpy(rng.standard_normal((4, 5)))
-    dynamic = DynamicMFAC(4, 5, damping=DAMPING, dtype=torch.float64)
-    for gradient in gradients:
-        dynamic.add(gradient)
-    gradients[2] = torch.from_numpy(rng.standard_normal(5))
-    dynamic.replace(2, gradients[2])
-    expected = np.diag(dense_inverse(gradients, 5))
-    assert abs(dynamic.diagonal().numpy() - expected).max() <= tolerance(gradients)
+@pytest.mark.parametrize("score", SCORES, ids=IDS)
+def test_gradients_that_dwarf_the_damping_leave_scores_that_are_not_negative(score: type[Score]) -> None:
+    """One weight: F^-1 is 1 / (damping + g^2), which 1/damping - ... rounds to zero or below: not a cost."""
+    gradients = torch.full((3, 1, 2), 1e9)
+    gradients[:, 0, 1] = 0
+    weight = torch.tensor([[2.0, 3.0]])
+    found = score(damping=1e-5, **({} if score is DynamicMFAC else {"block": 1})).scores(weight, gradients)
+    assert 1 < float(found[0, 0]) <= 2e18 * (1 + 1e-9)
+    assert float(found[0, 1]) == pytest.approx(4.5e-5, rel=1e-6)
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(rng: np.random.Generator) -> None:
-    gradients = torch.from_numpy(rng.standard_normal((7, 5)).astype(np.float32))
-    straight, first, resumed = (DynamicMFAC(4, 5) for _ in range(3))
-    for gradient in gradients[:5]:
-        straight.add(gradient)
-        first.add(gradient)
-    resumed.load_state_dict(first.state_dict())
-    for gradient in gradients[5:]:
-        straight.add(gradient)
-        resumed.add(gradient)
-    assert torch.equal(straight.diagonal(), resumed.diagonal())
+@pytest.mark.parametrize("score", SCORES, ids=IDS)
+def test_before_any_gradient_scores_are_magnitudes(score: type[Score]) -> None:
+    weight, none = torch.tensor([[2.0, -3.0]]), torch.zeros(0, 1, 2)
+    mask = torch.tensor([[False, True]])
+    assert score(damping=0.5).scores(weight, none).tolist() == [[1.0, 2.25]]
+    assert score().compensate(weight, none, mask).tolist() == [[0.0, -3.0]]
 
 
-def test_before_any_gradient_the_fisher_matrix_is_its_damping() -> None:
-    dynamic = DynamicMFAC(3, 4, damping=0.5)
-    assert torch.equal(dynamic.diagonal(), torch.full((4,), 2.0).double())
-    assert torch.equal(dynamic.times(torch.ones(4)), torch.full((4,), 2.0).double())
-
-
-def test_the_update_of_one_weight_a_block_is_optimal(rng: np.random.Generator) -> None:
-    gradients = torch.from_numpy(rng.standard_normal((6, 10)))
-    weights = torch.from_numpy(rng.standard_normal(10))
-    inverse = dense_inverse(gradients, 5)
-    dropped = torch.zeros(10, dtype=torch.bool)
-    dropped[[1, 7]] = True
-    diagonal = mfac.inverse_diagonal(gradients, damping=DAMPING, block=5)
-    moved = fisher.update(
-        weights, dropped, diagonal, lambda x: mfac.inverse_times(gradients, x, damping=DAMPING, block=5)
+@pytest.mark.parametrize("score", SCORES, ids=IDS)
+@pytest.mark.parametrize("dropped", [[1, 7], [0, 1, 3, 5, 6, 8, 9], []], ids=["one_a_block", "most", "none"])
+def test_the_update_is_optimal_however_many_are_dropped(
+    score: type[Score], dropped: list[int], rng: np.random.Generator
+) -> None:
+    """The least of dw F dw / 2 with all the dropped at zero, solved for the others by the dense matrix."""
+    gradients, weight = (
+        torch.from_numpy(rng.standard_normal((6, 2, 5))),
+        torch.from_numpy(rng.standard_normal((2, 5))),
     )
-    # The least of dw F dw / 2 with both weights at zero, solved for the others; its value is the sum of the scores.
-    hessian = np.linalg.inv(inverse)
-    kept = ~dropped.numpy()
-    w = weights.numpy()
+    block = 10 if score is DynamicMFAC else 5
+    made = score(damping=DAMPING, **({} if score is DynamicMFAC else {"block": block}))
+    kept = np.ones(10, bool)
+    kept[dropped] = False
+    inverse = dense_inverse(gradients.flatten(1), block)
+    hessian, w = np.linalg.inv(inverse), weight.flatten().numpy()
     expected = np.zeros(10)
     expected[kept] = np.linalg.solve(hessian[np.ix_(kept, kept)], hessian[kept] @ w)
-    bound = tolerance(gradients) * abs(w).sum() / float(diagonal.min())
-    assert abs(moved.numpy() - expected).max() <= bound
-    step = moved.numpy() - w
-    loss = step @ hessian @ step / 2
-    assert loss == pytest.approx(float(fisher.scores(weights, diagonal)[dropped].sum()), rel=1e-8)
+    moved = made.compensate(weight, gradients, torch.from_numpy(kept).view(2, 5)).flatten().numpy()
+    bound = tolerance(gradients) * abs(hessian @ w).sum()
+    assert abs(moved - expected).max() <= bound
     assert not moved[dropped].any()
+    if len(dropped) == 2 and block == 5:  # one a block: the loss is the sum of the scores
+        step = moved - w
+        scores = made.scores(weight, gradients).flatten()
+        assert step @ hessian @ step / 2 == pytest.approx(float(scores[dropped].sum()), rel=1e-8)
 
 
-@pytest.mark.parametrize("method", [mfac, woodfisher], ids=["mfac", "woodfisher"])
+@pytest.mark.parametrize("method", [mfac, woodfisher, dynamic_mfac], ids=IDS)
 def test_gradients_that_are_not_finite_are_refused(method: ModuleType) -> None:
     gradients = torch.zeros(2, 3)
     gradients[1, 1] = torch.nan
     with pytest.raises(BadData, match="the gradients hold NaN"):
         method.inverse_diagonal(gradients)
-    with pytest.raises(BadData, match="the gradient holds NaN"):
-        DynamicMFAC(2, 3).add(gradients[1])

@@ -1,6 +1,10 @@
 """The adapters for transformers and Lightning, under loops that call what the real ones call, in their order."""
 
+import copy
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -9,12 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from latbench.errors import BadData, EnvironmentUnusable
+from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from search.pruning.callbacks import lightning_callback, transformers_callback
+from search.pruning.pruner import Pruner
+from search.pruning.rigl import RigL
 from search.pruning.ste import STE
 
 TARGETS = {"0": ("nm:2:4", 0.5)}
 STEPS = 6
+# One that keeps dense weights behind its masks, and one whose zeros are hard.
+PRUNERS = (STE, partial(RigL, every=2, alpha=1.0))
 
 
 def net() -> nn.Module:
@@ -27,8 +35,8 @@ def loss(model: nn.Module, step: int) -> torch.Tensor:
     return model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
 
 
-def by_hand(accumulate: int = 1) -> nn.Module:
-    model, pruner = net(), STE()
+def by_hand(pruner: Pruner, accumulate: int = 1) -> nn.Module:
+    model = net()
     pruner.prepare(model, TARGETS, total_steps=STEPS)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -84,28 +92,46 @@ def trainer(callback: Any, model: nn.Module, folder: Path, *, first: int = 0, be
 
 
 @pytest.mark.usefixtures("fakes")
-def test_under_transformers_training_is_as_by_hand_and_resumes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", PRUNERS)
+def test_under_transformers_training_is_as_by_hand_and_resumes(make: Callable[[], Pruner], tmp_path: Path) -> None:
     model, resumed, best = net(), net(), net()
-    trainer(transformers_callback(STE(), TARGETS), model, tmp_path)
-    assert same(model, by_hand())
-    trainer(transformers_callback(STE(), TARGETS), resumed, tmp_path, first=4)
+    trainer(transformers_callback(make(), TARGETS), model, tmp_path)
+    assert same(model, by_hand(make()))
+    trainer(transformers_callback(make(), TARGETS), resumed, tmp_path, first=4)
     assert same(model, resumed)
-    trainer(transformers_callback(STE(), TARGETS), best, tmp_path, best=3)
+    trainer(transformers_callback(make(), TARGETS), best, tmp_path, best=3)
     assert torch.equal(best[0].weight, torch.load(tmp_path / "checkpoint-3" / "trainer.pt")["model"]["0.weight"])
     (tmp_path / "checkpoint-4" / "pruner.pt").unlink()
     with pytest.raises(BadData, match=r"checkpoint-4/pruner.pt is missing"):
-        trainer(transformers_callback(STE(), TARGETS), net(), tmp_path, first=4)
+        trainer(transformers_callback(make(), TARGETS), net(), tmp_path, first=4)
 
 
 @pytest.mark.usefixtures("fakes")
-def test_under_lightning_closures_and_accumulation_are_as_by_hand(tmp_path: Path) -> None:
-    """Lightning hands the backward to the optimizer as a closure, and every other batch makes no step."""
-    model = net()
-    callback = lightning_callback(STE(), TARGETS)
-    fake = SimpleNamespace(model=model, global_step=0, estimated_stepping_batches=STEPS)
+def test_under_transformers_masks_are_of_all_ranks_though_the_model_is_not_wrapped(tmp_path: Path) -> None:
+    pruner = STE()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        trainer(transformers_callback(pruner, TARGETS), net(), tmp_path)
+        assert pruner.state.group is torch.distributed.group.WORLD
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def lightning(callback: Any, model: nn.Module, *, first: int = 0, saved: Any = None) -> Any:
+    """What lightning.Trainer does: model, callbacks and optimizer restored in turn; closures; two batches a step.
+
+    Returns what a checkpoint after three steps holds.
+    """
+    fake = SimpleNamespace(model=model, global_step=first, estimated_stepping_batches=STEPS)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    kept = None
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        if saved[2]:  # Lightning leaves out what is empty
+            callback.load_state_dict(saved[2])
+        optimizer.load_state_dict(saved[1])
     callback.on_train_start(fake, model)
-    for index in range(2 * STEPS):
+    for index in range(2 * first, 2 * STEPS):
 
         def closure(index: int = index) -> torch.Tensor:
             if index % 2 == 0:
@@ -121,13 +147,30 @@ def test_under_lightning_closures_and_accumulation_are_as_by_hand(tmp_path: Path
             fake.global_step += 1
         callback.on_train_batch_end(fake, model, None, None, index)
         if index == 5:
-            saved = callback.state_dict()
-    again = lightning_callback(STE(), TARGETS)
-    again.load_state_dict(saved)
-    again.on_train_start(SimpleNamespace(model=net(), global_step=3, estimated_stepping_batches=STEPS), None)
-    assert again.state_dict()["step"] == 3
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict(), callback.state_dict()))
     callback.on_train_end(fake, model)
-    assert same(model, by_hand(accumulate=2))
+    return kept
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("make", PRUNERS)
+def test_under_lightning_closures_and_accumulation_are_as_by_hand_and_resume(make: Callable[[], Pruner]) -> None:
+    model, resumed = net(), net()
+    callback = lightning_callback(make(), TARGETS)
+    saved = lightning(callback, model)
+    assert same(model, by_hand(make(), accumulate=2))
+    lightning(lightning_callback(make(), TARGETS), resumed, first=3, saved=saved)
+    assert same(model, resumed)
+    assert callback.state_dict() == {}  # trainer.save_checkpoint() after fit()
+    with pytest.raises(BadData, match="goes on after 3 steps, but its checkpoint holds no pruner"):
+        lightning(lightning_callback(make(), TARGETS), net(), first=3, saved=(*saved[:2], {}))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_under_lightning_training_without_an_end_is_refused() -> None:
+    fake = SimpleNamespace(model=net(), global_step=0, estimated_stepping_batches=math.inf)
+    with pytest.raises(UsageError, match="give the Trainer max_steps or max_epochs"):
+        lightning_callback(STE(), TARGETS).on_train_start(fake, fake.model)
 
 
 def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from latbench.errors import UsageError
+from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
-from search.pruning.fisher_scores import MFAC, WoodFisher
+from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.gmp import GMP, cubic_sparsity
 from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.held import Held
@@ -82,28 +82,33 @@ def test_n_of_m_falls_step_by_step_to_its_one_sparsity(pattern: NM | VectorNM) -
     assert list(dict.fromkeys(keeps)) == sorted(set(keeps), reverse=True) == [4, 3, 2, 1]
 
 
-@pytest.mark.parametrize("score", [MFAC(gradients=5), WoodFisher(gradients=5)], ids=["mfac", "woodfisher"])
+@pytest.mark.parametrize(
+    "score", [MFAC(gradients=5), WoodFisher(gradients=5), DynamicMFAC(gradients=5)], ids=lambda s: type(s).__name__
+)
 def test_fisher_scores_prune_and_make_up_as_the_dense_inverse_says(score: Score) -> None:
-    """F of the latest five gradients; w^2 / (2 [F^-1]_qq) decides, each dropped weight's own update is added."""
+    """F of the latest five gradients; w^2 / (2 [F^-1]_qq) decides, the kept move to the least of dw F dw."""
     model, gmp = linear(4, 32), GMP(begin=0.5, end=0.7, updates=1, score=score)
     gmp.prepare(model, {"": ("unstructured", 0.25)}, total_steps=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     weight = model.weight.detach().clone().double().flatten()
     gradients = []
     for step in range(7):
+        assert len(gmp.state.layers[""].gradients) == min(step, 5)
         run(model, optimizer, step)
         assert model.weight.grad is not None
         gradients.append(model.weight.grad.double().flatten())
         gmp.step()
     rows = torch.stack(gradients[-5:])
-    inverse = torch.linalg.inv(score.damping * torch.eye(128, dtype=torch.float64) + rows.T @ rows / 5)  # type: ignore[attr-defined]
-    cost = weight**2 / (2 * inverse.diagonal())
-    dropped = cost.argsort()[:32]
-    moved = weight - sum(weight[q] / inverse[q, q] * inverse[q] for q in dropped)
-    moved[dropped] = 0
-    mask = gmp.masks[""].flatten()
-    assert set((~mask).nonzero().flatten().tolist()) == set(dropped.tolist())
+    fisher = score.damping * torch.eye(128, dtype=torch.float64) + rows.T @ rows / 5  # type: ignore[attr-defined]
+    cost = weight**2 / (2 * torch.linalg.inv(fisher).diagonal())
+    dropped = torch.zeros(128, dtype=torch.bool)
+    dropped[cost.argsort()[:32]] = True
+    moved = torch.zeros_like(weight)
+    moved[~dropped] = torch.linalg.solve(fisher[~dropped][:, ~dropped], fisher[~dropped] @ weight)
+    assert torch.equal(~gmp.masks[""].flatten(), dropped)
     torch.testing.assert_close(model.weight.detach().double().flatten(), moved, rtol=1e-4, atol=1e-4)
+    run(model, optimizer, 7)  # no mask comes any more, and no gradient is kept for one
+    assert not gmp.state.layers[""].gradients
 
 
 def test_acdc_takes_the_papers_turns() -> None:
@@ -113,7 +118,8 @@ def test_acdc_takes_the_papers_turns() -> None:
     assert acdc.phases(100) == expected
     stages = [acdc.stage(SPARSE, When(step, 100)) for step in range(101)]
     assert stages[9].target is None
-    assert stages[10] == stages[14] == stages[100] == Stage(SPARSE, fixed=True)
+    assert stages[10] == stages[14] == Stage(SPARSE, fixed=True)
+    assert stages[85] == stages[100] == Stage(SPARSE, fixed=True, last=True)
     assert [step for step in range(101) if stages[step].forget] == [*range(15, 76, 10)]
     assert ACDC(warmup=0).phases(100)[0] == (0, True)
 
@@ -177,6 +183,16 @@ def test_given_masks_are_held_bit_for_bit(
     assert np.array_equal(held.masks[""].numpy(), mask)
 
 
+def test_a_checkpoint_of_other_masks_than_the_given_is_refused() -> None:
+    mask = HALF.mask(torch.rand(16, 32, generator=torch.Generator().manual_seed(0)))
+    held, other = Held(given={"": mask}), Held(given={"": ~mask})
+    for pruner in (held, other):
+        pruner.prepare(linear(), {"": HALF}, total_steps=5)
+    held.load_state_dict(held.state_dict())
+    with pytest.raises(BadData, match="the checkpoint has another mask than the given one"):
+        other.load_state_dict(held.state_dict())
+
+
 def test_masks_that_do_not_fit_are_refused_by_name() -> None:
     mask = torch.ones(16, 32, dtype=torch.bool)
     for given, sentence in (
@@ -234,6 +250,35 @@ def test_structures_tighten_as_the_papers_do() -> None:
     assert sparsities == [0.5, 0.75, 0.875, 0.9]
     with pytest.raises(UsageError, match="geometric structure decay is for N:M patterns, not unstructured"):
         StructureDecay(stages="geometric").structures(SPARSE)
+
+
+def test_structures_that_a_layer_cannot_hold_are_refused_at_the_start() -> None:
+    """Both sides of 16x32 are multiples of 4, of 16 too, but 16 is none of 32."""
+    for stages, sentence in (
+        ("geometric", r"layer , in structure decay's nm:8:32: transposable .* in multiples of 32, not 16x32"),
+        (("nm:20:40",), r"in structure decay's nm:20:40: "),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            StructureDecay(stages=stages).prepare(
+                linear(), {"": Target(NM(1, 4), 0.75, along="both", exact=False)}, total_steps=10
+            )
+
+
+def test_a_mask_that_cannot_be_drawn_is_said_with_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Target, scores: Tensor) -> Tensor:
+        raise ValueError("no such mask")
+
+    monkeypatch.setattr(Target, "mask", fail)
+    with pytest.raises(BadData, match="layer , after 0 steps: no such mask"):
+        ASP().prepare(linear(), {"": HALF}, total_steps=10)
+
+
+def test_a_checkpoint_of_exact_masks_is_not_one_of_quick_ones() -> None:
+    saved, other = ASP(), ASP()
+    saved.prepare(linear(), {"": Target(NM(2, 4), 0.5, along="both")}, total_steps=5)
+    other.prepare(linear(), {"": Target(NM(2, 4), 0.5, along="both", exact=False)}, total_steps=5)
+    with pytest.raises(BadData, match=r"differs in targets: .*nm:2:4 at 0.5 along both'.*along both, quick"):
+        other.load_state_dict(saved.state_dict())
 
 
 def test_structures_take_equal_shares_between_the_dense_and_the_final_phase() -> None:
@@ -365,6 +410,29 @@ def test_step_switches_once_adams_second_moments_settle() -> None:
         method.step()
     assert masked == [False] * 2 + [True] * 8  # any change is small enough, but not before a fifth
     assert method.state.more["switch"] == 2
+
+
+def test_step_measures_how_much_v_changed_whichever_optimizer_holds_a_layer() -> None:
+    model = nn.Sequential(linear(16, 32), linear(32, 16))
+    method = STEP(earliest=0.5, latest=0.9, tolerance=0.0)
+    method.prepare(model, {"0": HALF, "1": HALF}, total_steps=10)
+    both = [torch.optim.Adam(model[i].parameters(), lr=0.01, weight_decay=0.1) for i in range(2)]
+    before: list[Tensor] = []
+    for step in range(3):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        model.zero_grad()
+        model(x).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+        method.step()
+        now = [adam.state[layer.weight]["exp_avg_sq"].clone() for adam, layer in zip(both, model, strict=True)]
+        if before:
+            change = sum(float((a - b).abs().sum()) for a, b in zip(now, before, strict=True)) / 1024
+            assert method.state.more["changes"][-1] == pytest.approx(change)
+        before = now
+    assert len(method.state.more["changes"]) == 2
+    for optimizer in both:
+        optimizer.state_dict()  # which refuses what it does not own
 
 
 def test_step_says_which_optimizers_it_takes() -> None:

@@ -18,9 +18,10 @@ from torch.nn.functional import mse_loss
 from latbench.errors import BadData, UsageError
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
-from search.pruning.fisher_scores import MFAC
+from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
@@ -47,7 +48,19 @@ METHODS: dict[str, Callable[[], Pruner]] = {
     "structure_decay": StructureDecay,
     "step": lambda: STEP(earliest=0.2, latest=0.4, tolerance=0.0),
     "grow_and_prune": lambda: GrowAndPrune(partitions=3, rounds=1),
+    "held": lambda: Held(given=given_masks()),
 }
+ON_DEVICES = METHODS | {
+    "gmp_mfac_dynamic": lambda: GMP(updates=2, score=DynamicMFAC(gradients=3, damping=1e-3)),
+    "gmp_woodfisher": lambda: GMP(updates=2, score=WoodFisher(gradients=3, damping=1e-3)),
+}
+
+
+def given_masks() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {name: weight_matrix(net().get_submodule(name)).shape for name in TARGETS}
+    targets = targets_of(TARGETS, net())
+    return {name: targets[name].mask(torch.rand(shapes[name], generator=generator)) for name in TARGETS}
 
 
 class Net(nn.Module):
@@ -129,8 +142,9 @@ def test_every_method_ends_at_its_targets_and_masks_hold_through_momentum_and_we
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stop", [3, 7, 13])
-def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int) -> None:
+@pytest.mark.parametrize(("stop", "model_first"), [(3, True), (7, False), (13, True)])
+def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model_first: bool) -> None:
+    """transformers and Lightning load the model before callbacks prepare; a user may do so after."""
     whole, pruner = net(), METHODS[method]()
     pruner.prepare(whole, TARGETS, total_steps=STEPS)
     optimizer = adam(whole)
@@ -144,9 +158,13 @@ def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int) -> No
     saved = torch.load(buffer, weights_only=True)
     resumed, again = Net(), METHODS[method]()
     optimizer = adam(resumed)
+    optimizer.load_state_dict(saved[1])
+    if model_first:
+        resumed.load_state_dict(saved[0])
     again.prepare(resumed, TARGETS, total_steps=STEPS)
-    for thing, state in zip((resumed, optimizer, again), saved, strict=True):
-        thing.load_state_dict(state)
+    again.load_state_dict(saved[2])
+    if not model_first:
+        resumed.load_state_dict(saved[0])
     train(resumed, again, optimizer, stop, STEPS)
     again.finish()
     assert same(whole, resumed)
@@ -330,6 +348,100 @@ def test_a_grad_scaler_changes_nothing_and_a_skipped_step_keeps_the_weights(fuse
     assert all(torch.equal(before[name], value) for name, value in scaled.state_dict().items())
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_fused_optimizer_that_skips_a_step_itself_is_as_if_it_had_not_been_called(method: str) -> None:
+    """GradScaler hands its scale and what it found to a fused optimizer, whose step is called all the same.
+
+    Scales are powers of two, so that unscaled gradients are bit-equal. Skipped are steps in which gradients are
+    looked at: before RigL's update and M-FAC's mask, in STEP's dense and masked phase.
+    """
+    plain, scaled = net(), net()
+    pruners = METHODS[method](), METHODS[method]()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    both = [torch.optim.AdamW(model.parameters(), lr=0.02, fused=True) for model in (plain, scaled)]
+    for model, pruner in zip((plain, scaled), pruners, strict=True):
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+    for step in range(STEPS):
+        skipped = step in (3, 4, 10)
+        for optimizer in both:
+            optimizer.zero_grad()
+        if not skipped:
+            loss(plain, step).backward()
+            both[0].step()
+        before = copy.deepcopy(scaled.state_dict())
+        scaler.scale(loss(scaled, step) * (math.inf if skipped else 1)).backward()
+        scaler.step(both[1])
+        scaler.update()
+        if skipped:
+            assert all(torch.equal(before[name], value) for name, value in scaled.state_dict().items())
+        for pruner in pruners:
+            pruner.step()
+    for pruner in pruners:
+        pruner.finish()
+    assert same(plain, scaled)
+    assert all(torch.equal(pruners[0].masks[name], pruners[1].masks[name]) for name in TARGETS)
+
+
+@pytest.mark.parametrize("method", ON_DEVICES)
+def test_nothing_is_made_on_torchs_default_device(method: str) -> None:
+    """A model on a GPU: whatever does not follow the weights' device is elsewhere, as it is on "meta" here."""
+    models = []
+    for default in ("cpu", "meta"):
+        model, pruner = net(), ON_DEVICES[method]()
+        optimizer = adam(model)
+        with torch.device(default):
+            pruner.prepare(model, TARGETS, total_steps=STEPS)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, step).backward()
+            optimizer.step()
+            with torch.device(default):
+                pruner.step()
+        with torch.device(default):
+            pruner.finish()
+        models.append(model)
+    assert same(*models)
+
+
+@pytest.mark.parametrize("method", ["asp", "gmp_mfac", "ste"])
+def test_a_mask_that_cannot_be_drawn_leaves_the_model_as_it_was(method: str) -> None:
+    model, pruner = net(), ASP() if method == "asp" else METHODS[method]()
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = torch.nan  # the last layer: the others' masks are drawn by then
+    before = copy.deepcopy(model.state_dict())
+    if method == "gmp_mfac":
+        pruner = GMP(initial=0.5, score=MFAC())
+    with pytest.raises(BadData, match="layer fc2, after 0 steps: the weights hold NaN"):
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items() if name != "fc2.weight")
+    assert not pruner.at_work
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("method", ON_DEVICES)
+def test_on_a_gpu_every_method_trains_under_amp(method: str) -> None:
+    model, pruner = net().cuda(), ON_DEVICES[method]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40)  # too large at first: steps are skipped
+    pruner.prepare(model, TARGETS, total_steps=STEPS)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        with torch.autocast("cuda", torch.float16):
+            value = mse_loss(model(x.cuda()), y.cuda())
+        scaler.scale(value).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        pruner.step()
+    pruner.finish()
+    assert pruner.masks["fc1"].sum() == round(0.2 * 12 * 32)
+    for name, mask in pruner.masks.items():
+        weight = weight_matrix(model.get_submodule(name))
+        assert bool(torch.isfinite(weight).all())
+        assert bool((weight[~mask] == 0).all())
+
+
 def test_bfloat16_weights_are_pruned_too() -> None:
     model, pruner = nn.Linear(16, 8).bfloat16(), STE()
     pruner.prepare(model, {"": ("nm:2:4", 0.5)}, total_steps=1)
@@ -460,28 +572,38 @@ def ranks(rank: int, folder: str) -> None:
     """One of two ranks with data of its own."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(net())
-    pruner = RigL(every=2, seed=rank)  # another seed on each: they would differ
-    pruner.prepare(model, TARGETS, total_steps=6)
-    optimizer = sgd(model)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss(model, 10 * step + rank).backward()
-        optimizer.step()
-        pruner.step()
-    pruner.finish()
-    torch.save([pruner.masks, model.module.state_dict()], f"{folder}/rank{rank}.pt")
+    found = {}
+    for method, make in METHODS.items():
+        model = nn.parallel.DistributedDataParallel(net())
+        pruner = RigL(every=2, seed=rank) if method == "rigl" else make()  # with another seed they would differ
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+        optimizer = adam(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss(model, 10 * step + rank).backward()
+            optimizer.step()
+            pruner.step()
+        pruner.finish()
+        found[method] = [pruner.masks, model.module.state_dict()]
+    torch.save(found, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_ranks_that_train_together_have_the_same_masks(tmp_path: Path) -> None:
     processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)]) for rank in range(2)]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0]
-    (masks, weights), (others, other_weights) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert all(torch.equal(masks[name], others[name]) for name in TARGETS)
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
-    assert (net().fc1.weight != weights["fc1.weight"]).any()
+    try:
+        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:  # a rank that failed leaves the other waiting for it
+            process.kill()
+            process.wait()
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    for method in METHODS:
+        (masks, weights), (others, other_weights) = first[method], second[method]
+        assert all(torch.equal(masks[name], others[name]) for name in TARGETS), method
+        assert all(torch.equal(weights[name], other_weights[name]) for name in weights), method
+        assert (net().fc1.weight != weights["fc1.weight"]).any()
 
 
 if __name__ == "__main__":
