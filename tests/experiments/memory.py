@@ -32,7 +32,7 @@ def model() -> nn.Module:
     layers = []
     for _ in range(LAYERS):
         layer = nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False)
-        nn.init.normal_(layer.weight, std=WIDTH**-0.5, generator=generator)
+        nn.init.normal_(layer.weight, std=(2 / WIDTH) ** 0.5, generator=generator)
         layers += [layer, nn.ReLU()]
     return nn.Sequential(*layers).eval()
 
