@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from latbench.compare import KINDS, Change
-from latbench.compare_samples import FASTER, SAME, SLOWER
+from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR
 from latbench.errors import BadData
 from latbench.report import data, figures, maps, overview, sections, units
 from latbench.report.figures import Figure, colour, line_at, plain, short, thinned, time_axis
@@ -49,8 +49,9 @@ def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
     devices = [data.settings(one.table)["device"] for one in (first, second)]
     across = ("device", "threads") if devices[0] != devices[1] else ()
     apart = [name for name in data.differing(*rows) if name not in across]
-    paths = [str(one.sources[0].path) for one in (first, second)]
-    names = devices if across else paths
+    paths = [one.sources[0].path for one in (first, second)]
+    brief = [path.name for path in paths]
+    names = devices if across else brief if brief[0] != brief[1] else list(map(str, paths))
     found = []
     for name, one in zip(names, (first, second), strict=True):
         points = data.points(one.table, apart)
@@ -86,10 +87,10 @@ def build(first: Side, second: Side, changes: Sequence[Change] | None, command: 
     """The page as values, as `html.page_text` reads them. `changes`: of one device, by `compare.compare`."""
     pairs = paired(first, second)
     parts = [
+        _changes(changes) if changes is not None else None,
         _shapes(first, second, pairs),
         _map(first, second, pairs),
         _by_pattern(first, second, pairs),
-        _changes(changes) if changes is not None else None,
         _environment(first, second),
         _provenance(first, second, command),
     ]
@@ -105,10 +106,10 @@ def build(first: Side, second: Side, changes: Sequence[Change] | None, command: 
 def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[Change] | None) -> overview.Headline:
     dense, sparse = pairs[pairs["pattern"] == "dense"], pairs[pairs["pattern"] != "dense"]
     middle = float(pairs["ratio"].median())
+    counts = Counter(change.kind for change in changes or ())
     if changes is not None:
-        counts = Counter(change.kind for change in changes)
-        judged = sum(counts[kind] for kind in (SLOWER, SAME, FASTER))
-        title = f"{counts[SLOWER]} of {judged} points became slower, {counts[FASTER]} faster"
+        compared = sum(counts[kind] for kind in (SLOWER, SAME, FASTER, UNCLEAR))
+        title = f"{counts[SLOWER]} of {compared} points became slower, {counts[FASTER]} faster"
     elif middle >= 1:
         title = f"{first.name} is {units.ratio(middle)} as fast as {second.name}"
     else:
@@ -121,6 +122,8 @@ def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[
         f"{' and '.join(runs)} as fast as {second.name} (median, and least to most). {certain} of "
         f"{units.count(len(pairs))} differences lie outside both 95% intervals."
     )
+    if counts[UNCLEAR]:
+        lead += f" {units.count(counts[UNCLEAR])} points are too noisy, or too near the noise, to be judged."
     starts = [_start(side) for side in (first, second)]
     tiles = [
         Tile("Dense", _middle(dense), f"{first.name} over {second.name}, median of {len(dense)} shapes"),
@@ -149,7 +152,8 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     """Shape by shape: dense times, and what to use on either side."""
     dense = pairs[pairs["pattern"] == "dense"].sort_values("second", ascending=False, kind="stable")
     uses = [_uses(side) for side in (first, second)]
-    rows, moved = [], 0
+    rows: list[list[Cell | str]] = []
+    moved = 0
     for row in dense.to_dict("records"):
         place = (row["setting"], row["shape"])
         ours, theirs = (found.get(place, Cell(units.NOTHING)) for found in uses)
@@ -167,7 +171,8 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
         f"A ratio above 1× says that {first.name} is faster. Which pattern to use differs at {moved} of {len(dense)} "
         "shapes." if len(dense) else "No shape has a dense time on both sides."
     ]  # fmt: skip
-    tables = [("Dense times, and the pattern that is fastest most often", table(heads, rows))] if rows else []
+    found = replace(table(heads, rows), cards=True)
+    tables = [("Dense times, and the pattern that is fastest most often", found)] if rows else []
     return Section("pays", "What to use where", sentences, tables=tables)
 
 
@@ -201,7 +206,8 @@ def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     here = data.at(pairs, places)
     limit = max(0.1, float(np.abs(np.log2(here["ratio"])).max()))
     choices = []
-    for pattern, own in here.groupby("pattern", sort=True):
+    by_pattern = dict(list(here.groupby("pattern", sort=True)))
+    for pattern, own in sorted(by_pattern.items(), key=lambda item: -len(item[1])):  # what was measured most first
         columns = maps.spread(np.sort(own["sparsity"].unique()))
         found = {
             (row["setting"], row["shape"], row["sparsity"]): (float(row["ratio"]), _hover(row, first, second))
@@ -256,7 +262,7 @@ def _hover(row: Mapping[Any, Any], first: Side, second: Side) -> str:
 
 def _by_pattern(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     """Ratios by pattern, and from where each pays on either side."""
-    rows = []
+    rows: list[list[Cell | str]] = []
     for pattern, own in pairs.groupby("pattern", sort=True):
         middle, least, most = (float(own["ratio"].agg(how)) for how in ("median", "min", "max"))
         starts = [_pattern_start(side, str(pattern)) for side in (first, second)]
@@ -289,7 +295,7 @@ def _changes(changes: Sequence[Change]) -> Section:
     """Every point that became slower or faster, or got lost, judged by its samples."""
     counts = Counter(change.kind for change in changes)
     told = [change for change in changes if change.kind != SAME]
-    rows = [
+    rows: list[list[Cell | str]] = [
         [change.kind, change_label(change), Cell(units.seconds(change.before), change.before),
          Cell(units.seconds(change.after), change.after),
          Cell(units.ratio(change.ratio, change.low, change.high), change.ratio, change.reason)]

@@ -109,7 +109,8 @@ def _heat(speedups: Sequence[Record]) -> Figure:
     layout = {
         "xaxis": {"type": "category", "showgrid": False},
         "yaxis": {"type": "category", "showgrid": False},
-        "height": 76 + 34 * len(patterns),
+        "height": 60 + 34 * len(patterns),
+        "margin": {"t": 12, "b": 30},
     }
     return {"data": [heat], "layout": layout}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ def section(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[
     shown = list(places[:SHAPES])
     sentences = [
         "Colour and number are the speedup over the fastest dense engine: blue is faster, orange slower, and what is "
-        "near to white makes no difference. The line is the break-even sparsity: to its right sparse is faster up to "
-        "the highest sparsity measured; where it runs along the right edge, nothing there pays."
+        "near to white makes no difference. To the right of the line sparse is faster up to the highest sparsity "
+        "measured; where it runs along the right edge, nothing there pays. Its tooltip tells the break-even sparsity."
     ]
     if len(shown) < len(places):
         sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
@@ -41,24 +41,26 @@ def section(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[
 def slices(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[Place]) -> list[tuple[str, Figure]]:
     """By sparsity, of the fastest pattern and of each that has several; then by pattern at a few sparsities."""
     here, own_starts = data.at(speedups, places), data.at(break_evens, places)
-    starts = {(*place_of(row), row["pattern"]): row["break_even"] for row in own_starts.to_dict("records")}
     earliest = own_starts.groupby(data.PLACE)["break_even"].min().to_dict()  # NaN only where all are
+    of_pattern = {
+        pattern: dict.fromkeys(places, math.nan) | own.set_index(data.PLACE)["break_even"].to_dict()
+        for pattern, own in own_starts.groupby("pattern")
+    }
     columns = spread(data.common_sparsities(speedups))
     limit = max(0.1, float(np.abs(np.log2(here["speedup"])).max()))
     labels = [plain(data.place_label(*place)) for place in places]
 
-    def by_sparsity(rows: pd.DataFrame, start: Callable[[Place], float]) -> Figure:
+    def by_sparsity(rows: pd.DataFrame, begins: Mapping[Place, float]) -> Figure:
         found = {(*place_of(row), row["sparsity"]): row for row in rows.to_dict("records")}
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
         figure = _map(grid, [units.percent(sparsity) for sparsity in columns], labels, limit)
-        figure["data"].append(_line([start(place) for place in places], columns, labels))
+        figure["data"].append(_line([begins[place] for place in places], columns, labels))
         return figure
 
-    figures = [(f"{FASTEST}, by sparsity", by_sparsity(data.fastest_pattern(here), lambda place: earliest[place]))]
+    figures = [(f"{FASTEST}, by sparsity", by_sparsity(data.fastest_pattern(here), earliest))]
     for pattern, rows in here.groupby("pattern", sort=True):
         if rows["sparsity"].nunique() > 1:
-            figure = by_sparsity(rows, lambda place, of=pattern: starts.get((*place, of), math.nan))
-            figures.append((f"{pattern}, by sparsity", figure))
+            figures.append((f"{pattern}, by sparsity", by_sparsity(rows, of_pattern[pattern])))
     patterns = sorted(here["pattern"].unique())
     for level in data.levels(here, (0.5, 0.75, 0.9)):
         found = {(*place_of(row), row["pattern"]): row for row in here[here["sparsity"] == level].to_dict("records")}
@@ -106,8 +108,7 @@ def heat_map(
             "tickvals": list(range(len(rows))), "ticktext": list(rows), "showgrid": False,
             "range": [len(rows) - 0.5, -0.5],
         },
-        "showlegend": False,
-        "height": 80 + 30 * len(rows),
+        "showlegend": False, "margin": {"t": 34, "b": 10}, "height": 50 + 30 * len(rows),
     }  # fmt: skip
     return {"data": [heat], "layout": layout}
 
@@ -144,7 +145,7 @@ def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[st
         elif start <= columns[0]:
             place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest sparsity measured"
         else:
-            place = round(float(np.interp(start, columns, range(len(columns)))), 2)
+            place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
             said = f"breaks even at {units.percent(round(start, 3))}"
         x += [place, place]
         y += [row - 0.5, row + 0.5]

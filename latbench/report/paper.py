@@ -23,7 +23,7 @@ from latbench.report.figures import COLOURS, GAIN, LOSS, OTHER_COLOURS, colour
 from latbench.report.inputs import Inputs
 
 COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.2, "lines.markersize": 3.5,
     "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "latbench", "figure.constrained_layout.use": True,
@@ -236,7 +236,7 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
 def _position(start: float, columns: list[float]) -> float:
     if math.isnan(start):
         return len(columns) - 0.5
-    return -0.5 if start <= columns[0] else float(np.interp(start, columns, range(len(columns))))
+    return int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells
 
 
 def _roofline(figure: Any, rows: pd.DataFrame) -> None:

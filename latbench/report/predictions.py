@@ -130,7 +130,7 @@ def figure(rows: pd.DataFrame) -> Figure:
     layout = {
         "xaxis": x,
         "yaxis": {
-            "title": {"text": "predicted, of measured"}, "type": "log", **ticks,
+            "title": {"text": "error of the prediction"}, "type": "log", **ticks,
             "range": [math.log10(lowest) - 0.01, math.log10(highest) + 0.01],
         },
         "shapes": [line_at(y=1)], "height": 420,

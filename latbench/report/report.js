@@ -63,7 +63,7 @@
       hoverlabel: { bgcolor: "@panel", bordercolor: "@line", font: { color: "@ink", size: 13 }, align: "left" },
       hovermode: "closest",
       legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", ...figure.layout.legend },
-      margin: { l: 56, r: 16, t: 28, b: 48 },
+      margin: { l: 56, r: 16, t: 28, b: 48, ...figure.layout.margin },
       width: printing.matches ? 640 : undefined, // A4 less its margins and the frame
       height: figure.layout.height * (narrow.matches && figure.layout.yaxis.ticktext?.some((l) => l.includes(", ")) ? 1.25 : 1),
     };

@@ -57,8 +57,8 @@ def section(points: pd.DataFrame) -> Section | None:
         best, typical = near.iloc[0], units.percent(round(near["median"].iloc[0], 3))
         sentences.append(
             "A grey dash is the roof of a point: what this device could do at most for that work. "
-            f"{best['pattern']} on {best['engine']} comes nearest, with {typical} of its roof at the median; "
-            "far from the roof there is room for a better kernel."
+            f"Nearest comes {best['pattern']} on {best['engine']}, with {typical} of its roof at the median; far "
+            "from the roof there is room for a better kernel."
         )
     else:
         sentences.append("The table holds no roofline: its sweep did not measure what the device can do at most.")
@@ -90,7 +90,7 @@ def figure(rows: pd.DataFrame) -> Figure:
             "type": "scatter", "mode": "markers", "name": plain(name), "x": short(own["flop_per_byte"]),
             "y": short(own["flop_per_second"] / 1e9),
             "marker": {
-                "color": colour(str(name)), "size": 7, "opacity": 0.8,
+                "color": colour(str(name)), "size": 7, "opacity": 0.9,
                 "symbol": "circle-open" if name == "dense" else "circle",
             },
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",

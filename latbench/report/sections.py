@@ -185,13 +185,15 @@ def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
     total = chosen.predicted_seconds
     predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
     fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
-    ceiling = "unbounded" if chosen.ceiling is None else units.ratio(chosen.ceiling)
+    ceiling = "So nothing but the layers' own times bounds the speedup."
+    if chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
+        ceiling = f"So the ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
     sentences = [
         f"Predicted for the whole model: {predicted}, for a target of {units.ratio(chosen.target)} over "
         f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
         f"{chosen.threads} threads, {chosen.backend} kernels, strategy {chosen.strategy}.",
         f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
-        f"searched. So the ceiling is {ceiling}: the speedup if every searched layer took no time at all.",
+        f"searched. {ceiling}",
         f"The sum of the layers' times, each on its own, missed the whole model by "
         f"{units.percent(chosen.additivity_before)} (median); with what was fitted around them, by "
         f"{units.percent(chosen.additivity_after)}. A verification meets the target with a probability of "
@@ -219,15 +221,21 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
         "The stage with the least loss on the calibration data is kept."
     )
     name = str(manifest["score_name"])
+    trained = any(stage.get("training_flop") for stage in manifest["stages"])
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
          Cell(overview.score(stage["score"], name), stage["score"]),
-         Cell(units.percent(flop["total"] / flop["dense_total"]) if (flop := stage.get("training_flop")) else ""),
-         Cell("kept" if stage["name"] == manifest["method"] else "")]
+         *([_flop_cell(stage.get("training_flop"))] if trained else []),
+         Cell("kept" if stage["name"] == manifest["method"] else "left")]
         for stage in manifest["stages"]
     ]  # fmt: skip
-    stages = table(["stage", "#calibration loss", f"#{name}", "#training FLOP, of dense", ""], rows)
+    heads = ["stage", "#calibration loss", f"#{name}", *(["#training FLOP, of dense"] if trained else []), "result"]
+    stages = table(heads, rows)
     return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
+
+
+def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
+    return share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
 
 
 def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
@@ -237,7 +245,7 @@ def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Se
         "Dense engines and pruned model were timed end to end, each engine in a process of its own, in turns. "
         f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
     ]
-    if chosen and chosen.ceiling:
+    if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
         ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]

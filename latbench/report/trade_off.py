@@ -29,7 +29,7 @@ from search.solve import sum_in_order
 if TYPE_CHECKING:
     from search.verify import Verdict
 
-POINTS = 300  # of a frontier that may have 40,000
+POINTS = 600  # of a frontier that may have 40,000
 EFFICIENT, UNIFORM = "efficient", "uniform"
 
 
@@ -150,7 +150,7 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget
         traces.append(_point("chosen", *promised, profile.error, "star", GAIN))
     if verdict and profile.error > 0:
         ends = verdict.measured_seconds, verdict.measured_low, verdict.measured_high
-        traces.append(_point("measured", *ends, profile.error, "diamond", LOSS))
+        traces.append(_point("measured", *ends, profile.error, "circle-open", LOSS))
         times.append(verdict.measured_seconds)
     layout = {
         "xaxis": time_axis("whole model", min(times), max(times)),
@@ -172,6 +172,9 @@ def _point(name: str, seconds: float, low: float, high: float, error: float, sym
         "error_x": {
             "type": "data", "array": short([high - seconds]), "arrayminus": short([seconds - low]), "thickness": 2,
         },
-        "marker": {"symbol": symbol, "size": 15, "color": fill, "line": {"color": "@ink", "width": 1}},
+        "marker": {
+            "symbol": symbol, "size": 18 if symbol.endswith("open") else 14, "color": fill,
+            "line": {"width": 3} if symbol.endswith("open") else {"color": "@ink", "width": 1},
+        },
         "hovertemplate": f"<b>{name}</b><br>{said}<br>total error {error:.3g}<extra></extra>",
     }  # fmt: skip

@@ -61,8 +61,9 @@ def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
     heat, line = found["unstructured, by sparsity"]["data"]
     assert heat["text"] == [["0.50×", "2.00×"]]
     assert heat["z"] == [[-1.0, 1.0]]
-    assert line["x"] == [0.5, 0.5]  # halfway between the two columns, as log 1/2 and log 2 say
+    assert line["x"] == [0.5, 0.5]  # between the column that loses and the one that gains
     assert line["y"] == [-0.5, 0.5]
+    assert line["text"][0].endswith("breaks even at 62.5%")  # halfway from log 1/2 to log 2
     assert found["the fastest pattern, by sparsity"]["data"][1]["x"] == [-0.5, -0.5]  # vector:2 pays from the lowest
     assert found["all patterns at 50%"]["layout"]["xaxis"]["ticktext"] == ["nm:2:4", "unstructured", "vector:2"]
 
