@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,7 +64,7 @@ class Evaluations:
 
     At most `allowed` evaluations on the first `batches` (all, if None); once there is a result, none begins when
     `clock` has reached `deadline`. A loss that is NaN counts as infinite. `tell` hears of what is spent and of the
-    least loss so far.
+    least loss so far. Profiles that the judge knows, `known` with how they were found, are results for nothing.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Evaluations:
         allowed: int,
         *,
         batches: int | None = None,
+        known: Mapping[Choice, str] | None = None,
         deadline: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[float, float], None] = lambda spent, best: None,
@@ -87,6 +88,10 @@ class Evaluations:
         self._allowed = self._left = allowed * self.batches
         self._trace: dict[Choice, Evaluation] = {}
         self._out_of_time = False
+        known = known or {}
+        for (choice, found_by), loss in zip(known.items(), self._told(list(known), self.batches), strict=True):
+            self.known[choice] = self.batches
+            self._trace[choice] = Evaluation(choice, loss, found_by, 0.0)
 
     @property
     def best(self) -> Evaluation:

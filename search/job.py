@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +35,16 @@ from latbench.places import Place
 from search import chance, layer_errors, overhead, risk, sessions
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
-from search.judges import Judges
+from search.evaluations import Found, Judging
+from search.judges import Judges, panel
 from search.options import in_network, measured_layers, predicted_layers, swept_rows
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
-from search.promise import Kept, Measured, corrected, keep_promise, measured
+from search.promise import Kept, Measured, Search, corrected, keep_promise, measured
 from search.pruning.build import METHOD, build_database, recipe
 from search.sessions import Chosen, Session
 from search.solve import sum_in_order
+from search.strategies import find
 from search.task import Task
 from search.trials import Trials, key_of
 from search.verify import SESSION
@@ -61,8 +65,8 @@ class Settings:
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`).
-    `time_budget` is in seconds: no profile is tried after so long. `processes` judge profiles,
-    which changes nothing in what is found.
+    `time_budget` is in seconds: no profile is tried after so long. `processes` prune layers and judge profiles; or
+    these are judged elsewhere, `judges` is one of `search.judges.PLACES`. Both change no more than roundings.
     """
 
     target: float
@@ -78,6 +82,7 @@ class Settings:
     errors: str = "output"
     time_budget: float | None = None
     processes: int = 1
+    judges: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,9 @@ class Inputs:
     recipe: str
     method: str = METHOD
 
-    @property
-    def judged(self) -> str:
-        """What losses depend on beside the profile: a hash."""
-        return key_of(self.task, self.model_hash, self.recipe)
+    def judged(self, settings: Settings) -> str:
+        """What losses depend on beside the profile: a hash, and where they are judged."""
+        return f"{key_of(self.task, self.model, self.model_hash, self.recipe)} {settings.judges}"
 
     def conditions(self, settings: Settings) -> dict[str, Any]:
         """What whole-model times depend on, whatever the layers become."""
@@ -110,7 +114,7 @@ class Inputs:
     def key(self, settings: Settings) -> dict[str, Any]:
         """What the choice of profiles that are timed first depends on, too."""
         return {
-            **self.conditions(settings), "table_hash": self.table_hash,
+            **self.conditions(settings), "probes": overhead.VERSION, "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
             "patterns": list(settings.patterns) if settings.patterns else None,
             "excluded": [*self.task.excluded, *self.task.limits.excluded],
@@ -121,8 +125,8 @@ class Inputs:
         """What the profile depends on: also what was timed before it is searched."""
         timed = [*sessions.read(self.probes(settings), self.key(settings)), *self.verified(settings)]
         errors = None if settings.errors in layer_errors.KINDS else sha256(Path(settings.errors))
-        asked = {**asdict(settings), "processes": 0}  # which change nothing
-        parts = [self.key(settings), asked, self.judged, asdict(self.task.limits), errors]
+        asked = {**asdict(settings), "processes": 0}  # which are no part of the question
+        parts = [self.key(settings), asked, self.judged(settings), asdict(self.task.limits), errors]
         return _hash([*parts, [sessions.digest(one) for one in timed]])
 
     def probes(self, settings: Settings) -> Path:
@@ -199,11 +203,42 @@ def search(
 
     try:
         with judge:
-            kept = keep_promise(problem, judge, measure, settings, progress, before=_choices(problem, verified))
+            looked_for = searcher(settings, judge, progress)
+            choices = _choices(problem, verified)
+            before = dict(zip(choices, judge.losses(choices, judge.batches), strict=True))
+            kept = keep_promise(problem, looked_for, measure, settings.target, before=before)
     except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
         path.unlink(missing_ok=True)
         raise
-    return _profile(inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]))
+    return _profile(
+        inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]), ready.whole.ceiling
+    )
+
+
+def searcher(
+    settings: Settings, judge: Judging, progress: Progress, *, clock: Callable[[], float] = time.monotonic
+) -> Search:
+    """What searches a profile for `keep_promise`, round by round; its time runs from now on.
+
+    Profiles that a round judged count as found in those after it, too, where they fit.
+    """
+    deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
+    known: dict[Choice, str] = {}
+
+    def one_round(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+        def tell(what: str, done: int | None, total: int | None) -> None:
+            progress(what if number < 2 else f"{what}, round {number}", done, total)
+
+        first = number == 0 and settings.strategy != "uniform"
+        found = find(
+            "once" if first else settings.strategy, problem, settings.target, judge,
+            seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
+            known=known, missed=missed, deadline=deadline, clock=clock, progress=tell,
+        )  # fmt: skip
+        known.update({one.choice: one.found_by for one in found.trace})
+        return found
+
+    return one_round
 
 
 def _choices(problem: Problem, verified: Sequence[Session]) -> list[Choice]:
@@ -250,6 +285,8 @@ def prepare(
 ) -> Ready:
     """Whole models are timed, and layers pruned, unless that was done before. Raises as `search` does."""
     task = inputs.task
+    with panel(settings.judges, settings.processes):  # where nobody can judge, that is said first
+        pass
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
@@ -274,7 +311,7 @@ def prepare(
     build_database(
         task, inputs.model, options, database,
         lambda done, total: progress("pruning layers into the database", done, total),
-        method=inputs.method,
+        method=inputs.method, processes=settings.processes,
     )  # fmt: skip
     if settings.errors == "output":
         given = layer_errors.output_errors(problem, database)
@@ -284,8 +321,10 @@ def prepare(
     if not inputs.verified(settings):  # which moved all layers together
         problem = chance.apart(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
-    trials = Trials(names, inputs.database / "trials.jsonl", inputs.judged)
-    judge = Judges(task, inputs.model, problem.layers, database, trials, processes=settings.processes)
+    trials = Trials(names, inputs.database / "trials.jsonl", inputs.judged(settings))
+    judge = Judges(
+        task, inputs.model, problem.layers, database, trials, processes=settings.processes, place=settings.judges
+    )
     return Ready(problem, judge, layers, probes, whole)
 
 
@@ -365,7 +404,9 @@ def _whole_model(
     return session
 
 
-def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additive: tuple[float, float]) -> Profile:
+def _profile(
+    inputs: Inputs, digest: str, settings: Settings, kept: Kept, additive: tuple[float, float], ceiling: float | None
+) -> Profile:
     problem, found = kept.problem, kept.found
     predicted = problem.predict(found.choice)
     chosen = {
@@ -398,7 +439,7 @@ def _profile(inputs: Inputs, digest: str, settings: Settings, kept: Kept, additi
         loss=found.loss,
         error=sum_in_order(choice.error for choice in chosen.values()),
         bound=kept.bound,
-        ceiling=problem.ceiling,
+        ceiling=ceiling,
         additivity_before=additive[0],
         additivity_after=additive[1],
         strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),

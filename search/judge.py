@@ -8,8 +8,9 @@ apart: a batch's loss is the same whichever others are judged with it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,21 +36,27 @@ class Judge:
     """Answers the losses of profiles on single batches of the task's calibration data.
 
     `model` is changed in place: only the layers that differ from the profile before are swapped. Up to `memory_bytes`
-    of the database's weights are kept as they are swapped in, those used last.
+    of the database's weights are kept as they are swapped in, those used last. On a GPU, if `device` is one: the loss
+    is then asked of a model and batches that lie there.
     """
 
     def __init__(
         self, task: Task, model: torch.nn.Module, layers: Sequence[str], database: Database,
-        memory_bytes: int = MEMORY_BYTES,
+        memory_bytes: int = MEMORY_BYTES, device: str = "cpu",
     ) -> None:  # fmt: skip
         self._task, self._model, self._names, self._database = task, model, tuple(layers), database
+        self._device = device
         self._batches = task.calibration()
+        if device != "cpu":  # as exact as there, and the same every time
+            self._batches = [on_device(batch, device) for batch in self._batches]
+            torch.backends.cudnn.allow_tf32 = False
+            torch.backends.cudnn.deterministic = True
         for norm in model.modules():
             if isinstance(norm, _BatchNorm) and norm.track_running_stats:
                 norm.train()
                 norm.momentum = 0.0  # its own statistics stay as they are
         # Convolutions of many images are 1.5 times as fast in torch; its stubs do not know the argument.
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._modules = [model.get_submodule(name) for name in layers]
         self._dense = [weight_matrix(module).clone() for module in self._modules]
         self._now: list[tuple[str, float]] = [(DENSE, 0.0)] * len(self._names)
@@ -80,13 +87,25 @@ class Judge:
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        weight = self._database.get(self._names[i], pattern, sparsity).weight
+        weight = self._database.get(self._names[i], pattern, sparsity).weight.to(self._device)
         self._kept[key] = weight
         self._room -= weight.nbytes
         while self._room < 0:
             _, oldest = self._kept.popitem(last=False)
             self._room += oldest.nbytes
         return weight
+
+
+def on_device(batch: Any, device: str) -> Any:
+    """The batch with its tensors on `device`, in whatever tuples, lists and mappings they are."""
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {name: on_device(part, device) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [on_device(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
 
 
 @contextmanager

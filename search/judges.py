@@ -1,23 +1,28 @@
-"""Profiles judged by several processes, each with a model of its own, and every loss kept.
+"""Profiles judged by several at once, each with a model of its own, and every loss kept.
 
 A judge uses one thread (`search.judge.THREADS`), whether it works in this process or another, and judges batches
-apart. So the losses, and with them the search, are bit for bit the same whatever the number of processes.
+apart. So the losses, and with them the search, are bit for bit the same whatever the number of processes; on GPUs, or
+on other machines of a Ray cluster, they are the same up to rounding.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
 
-from latbench.errors import BadData
-from latbench.runners.local import Worker
+from latbench import errors
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
 from search.judge import MEMORY_BYTES, THREADS, Held, Judge
@@ -27,44 +32,74 @@ from search.trials import Trials
 
 JUDGE_SECONDS = 3600.0  # an answer that takes longer will not come
 
+PLACES = ("cpu", "gpu", "ray")
+"""Where profiles are judged: in processes of this machine, one a GPU of this machine, one a CPU of a Ray cluster."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a judge is made from elsewhere: the task's reference, and the layer database with its model's hash."""
+
+    reference: str
+    folder: str
+    model_hash: str
+    layers: tuple[str, ...]
+    memory_bytes: int = MEMORY_BYTES
+    device: str = "cpu"
+
+
+class Panel(Protocol):
+    """Judges elsewhere, `width` of them: what is given to them is answered later, by whoever is free. A context."""
+
+    width: int
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+    def give(self, opening: Opening, held: Held, batches: range) -> Any:
+        """Ask for the losses of a profile on these batches; returns what the answer is asked for by."""
+
+    def answer(self, given: Any) -> list[float]:
+        """The losses, when they are there. Raises what was raised there if that is a LatbenchError."""
+
+    def drop(self, given: Any) -> None:
+        """Begin it no more: nobody waits for the answer."""
+
 
 class Judges:
     """Answers mean losses of profiles over the first calibration batches; remembers what it answered in `trials`.
 
-    With one process it is this one, with a copy of `model`; with more, each loads the task's model itself, and is
-    started when it is first needed. A context: it ends the processes.
+    With one process it is this one, with a copy of `model`; elsewhere, each loads the task's model itself, and is
+    started when it is first needed. `place` is one of PLACES. A context: it ends the processes.
     """
 
     def __init__(
         self, task: Task, model: torch.nn.Module, layers: Sequence[Layer], database: Database, trials: Trials,
-        *, processes: int = 1,
+        *, processes: int = 1, place: str = "cpu",
     ) -> None:  # fmt: skip
-        self._layers, self._trials, self._processes = layers, trials, processes
-        names = [part.name for layer in layers for part in layer.parts]
+        self._layers, self._trials, self._processes, self._place = layers, trials, processes, place
+        names = tuple(part.name for layer in layers for part in layer.parts)
         self.batches = len(task.calibration())
         """How many batches the calibration data are."""
-        self._own = Judge(task, copy.deepcopy(model), names, database) if processes == 1 else None
-        folder = str(database.folder.resolve())
-        self._opening = task.reference, folder, database.model_hash, names, MEMORY_BYTES // processes
-        # A worker dies with the thread that started it: these threads last as long as the workers.
-        self._pool = ThreadPoolExecutor(processes)
-        self._workers = [] if self._own else [Worker(threads=THREADS, name=f"judge {i}") for i in range(processes)]
-        self._free: SimpleQueue[Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._free.put(worker)
+        alone = place == "cpu" and processes == 1
+        self._own = Judge(task, copy.deepcopy(model), names, database) if alone else None
+        self._opening = Opening(task.reference, str(database.folder.resolve()), database.model_hash, names)
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for worker in self._workers:
-            worker.close()
-        self._pool.shutdown(cancel_futures=True)
+        self._stack.close()
+
+    @functools.cached_property
+    def _panel(self) -> Panel:
+        return self._stack.enter_context(panel(self._place, self._processes))
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
         """The mean loss of each profile over the first `batches` calibration batches.
 
-        Raises what the task raises, and TaskFailed or WorkerDied for what happens in a process.
+        Raises what the task raises, and a LatbenchError for what happens in a process.
         """
         held = [self._held(choice) for choice in choices]
         known = {one: len(self._trials.losses(one)) for one in held}
@@ -72,33 +107,24 @@ class Judges:
         if self._own is not None:
             for one, numbers in missing.items():
                 self._trials.add(one, self._own.losses(one, numbers))
-        else:
+        elif missing:
             self._spread(missing)
         return [sum(self._trials.losses(one)[:batches]) / batches for one in held]
 
     def _spread(self, missing: Mapping[Held, range]) -> None:
-        """Judge these batches of these profiles in the processes."""
-        parts = -(-self._processes // max(1, len(missing)))  # so that no process is idle
-        answers = {
-            one: [self._pool.submit(self._ask, one, part) for part in _split(numbers, parts)]
+        """Judge these batches of these profiles on the panel."""
+        parts = -(-self._panel.width // len(missing))  # so that none is idle
+        given = {
+            one: [self._panel.give(self._opening, one, part) for part in _split(numbers, parts)]
             for one, numbers in missing.items()
         }
         try:
-            for one, futures in answers.items():
-                self._trials.add(one, [loss for future in futures for loss in future.result()])
-        finally:
-            for future in itertools.chain.from_iterable(answers.values()):
-                future.cancel()
-
-    def _ask(self, held: Held, batches: range) -> list[float]:
-        worker = self._free.get()
-        try:
-            if worker.generation == 0:
-                worker.call("search.judges:open_judge", *self._opening, timeout=JUDGE_SECONDS)
-            answer: list[float] = worker.call("search.judges:judge", held, batches, timeout=JUDGE_SECONDS)
-            return answer
-        finally:
-            self._free.put(worker)
+            for one, answers in given.items():
+                self._trials.add(one, [loss for answer in answers for loss in self._panel.answer(answer)])
+        except BaseException:
+            for answer in itertools.chain.from_iterable(given.values()):
+                self._panel.drop(answer)
+            raise
 
     def _held(self, choice: Choice) -> Held:
         options = options_of(self._layers, choice).values()
@@ -111,20 +137,86 @@ def _split(numbers: range, parts: int) -> Iterator[range]:
     return (numbers[i : i + size] for i in range(0, len(numbers), size))
 
 
-# In a worker -------------------------------------------------------------------------------------------------------
+def panel(place: str, processes: int) -> Panel:
+    """Who judges at `place`, one of PLACES. Raises EnvironmentUnusable where there is nobody."""
+    if place == "ray":
+        from search.judges_on_ray import OnRay
 
-_judges: list[Judge] = []
+        return OnRay()
+    if place == "gpu":
+        if not (count := torch.cuda.device_count()):
+            raise EnvironmentUnusable("--judges gpu needs a GPU that torch sees, and there is none")
+        return Processes([f"cuda:{number}" for number in range(count)])
+    return Processes(["cpu"] * processes)
 
 
-def open_judge(reference: str, folder: str, weights: str, layers: Sequence[str], memory_bytes: int) -> None:
-    """Load the task and its model, to judge profiles of these layers by the database in `folder`."""
-    task = tasks.load(reference)
+class Processes:
+    """Judges in processes of this machine, one for each of `devices`, as torch calls them."""
+
+    def __init__(self, devices: Sequence[str]) -> None:
+        self.width = len(devices)
+        # A worker dies with the thread that started it: these threads last as long as the workers.
+        self._pool = ThreadPoolExecutor(self.width)
+        self._workers = [(Worker(threads=THREADS, name=f"judge {i}"), device) for i, device in enumerate(devices)]
+        self._free: SimpleQueue[tuple[Worker, str]] = SimpleQueue()
+        for one in self._workers:
+            self._free.put(one)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker, _device in self._workers:
+            worker.close()
+        self._pool.shutdown(cancel_futures=True)
+
+    def give(self, opening: Opening, held: Held, batches: range) -> Future[list[float]]:
+        """See `Panel`."""
+        return self._pool.submit(self._ask, opening, held, batches)
+
+    def answer(self, given: Future[list[float]]) -> list[float]:
+        """See `Panel`."""
+        return given.result()
+
+    def drop(self, given: Future[list[float]]) -> None:
+        """See `Panel`."""
+        given.cancel()
+
+    def _ask(self, opening: Opening, held: Held, batches: range) -> list[float]:
+        worker, device = self._free.get()
+        own = replace(opening, memory_bytes=MEMORY_BYTES // self.width, device=device)
+        try:
+            answer: list[float] = worker.call("search.judges:judge", own, held, batches, timeout=JUDGE_SECONDS)
+        except (TaskFailed, WorkerDied) as error:
+            raise _said(error) from error
+        finally:
+            self._free.put((worker, device))
+        return answer
+
+
+def _said(error: TaskFailed | WorkerDied) -> LatbenchError:
+    """What was raised in a worker, as if it had been here; what to do where memory ran out."""
+    why = error.kind if isinstance(error, TaskFailed) else error.reason
+    if why in ("MemoryError", "oom"):
+        return EnvironmentUnusable(f"{error}; fewer --processes need less memory")
+    kind = getattr(errors, why, None)
+    return kind(error.message) if kind and isinstance(error, TaskFailed) else error
+
+
+# Where a panel judges ----------------------------------------------------------------------------------------------
+
+
+def judge(opening: Opening, held: Held, batches: range) -> list[float]:
+    """What this process's judge says of a profile on these batches; it is opened for the first one."""
+    return _open(opening).losses(held, batches)
+
+
+@functools.lru_cache(maxsize=1)
+def _open(opening: Opening) -> Judge:
+    """Load the task and its model, to judge profiles by the database."""
+    task = tasks.load(opening.reference)
     model = task.model()
-    if (found := model_hash(model)) != weights:
-        raise BadData(f"task {task.name}: model() gave other weights than before ({found}, not {weights})")
-    _judges[:] = [Judge(task, model, layers, Database(Path(folder), weights), memory_bytes)]
-
-
-def judge(held: Held, batches: range) -> list[float]:
-    """What this worker's judge says."""
-    return _judges[0].losses(held, batches)
+    if (found := model_hash(model)) != opening.model_hash:
+        raise BadData(f"task {task.name}: model() gave other weights than before ({found}, not {opening.model_hash})")
+    database = Database(Path(opening.folder), opening.model_hash)
+    return Judge(task, model, opening.layers, database, opening.memory_bytes, opening.device)

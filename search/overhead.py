@@ -1,19 +1,23 @@
 """What a pruned model takes beyond its searched layers, found by timing it whole at a few profiles.
 
 The first layer, norms, activations that could not be folded, calls between layers: none of them is in the table of
-layers, all of them are in the user's time. And layers on their own are not layers in a network: caches and threads
-are shared. So the pruned model is timed at profiles of very unlike speed, all dense to very sparse, and
+layers, all of them are in the user's time. And layers on their own are not layers in a network: there they find their
+activations as they need them, and share caches and threads. So the pruned model is timed at profiles of very unlike
+speed, all dense to very sparse, and once more with its layers free: they return what they once computed, and what is
+left no pruning brings down. With these,
 
-    seconds of the model = fixed + scale * sum of the layers' predicted seconds
+    seconds of the model = fixed + sum over its layers of (scale * predicted seconds - saved)
 
-is fitted. What the line leaves unexplained widens the interval of `fixed`. The dense engines are timed in the same
-rounds. How far a sum of layers is from the whole, with this line and without it, is the profile's `additivity`.
+is fitted: `fixed` was measured, `scale` and `saved` are of the line through the profiles. On DeepSparse layers cannot
+be made free: `fixed` is what the line leaves without layers. What the line leaves unexplained widens the interval of
+`fixed`. The dense engines are timed in the same rounds. How far a sum of layers is from the whole, with this line and
+without it, is the profile's `additivity`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,21 +29,31 @@ from search.engines import DENSE_ENGINES
 from search.layers import options_of
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
 from search.sessions import Chosen, Session, profile_name
-from search.solve import sum_in_order
+from search.solve import Floats, sum_in_order
 from search.task import Task
 from sparse_kernels.cpu import target
+
+# Goes up when other whole models are timed than before.
+VERSION = 2
+
+FREE = "layers free"
+
+LEAST = 0.1
+"""Of what it takes alone, a layer takes at least so much in the network."""
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Whole-model seconds: the dense engines', and fixed + scale * layers for the pruned model.
+    """Whole-model seconds: the dense engines', and those of the pruned model without its layers, `fixed`.
 
-    `left_out` names dense engines that could not run, with the reason.
+    In it a layer takes `scale` times what was predicted, less `saved` seconds. `left_out` names dense engines that
+    could not run, with the reason.
     """
 
     dense: Mapping[str, Interval]
     fixed: Interval
     scale: float
+    saved: float
     left_out: Mapping[str, str]
 
     @property
@@ -47,10 +61,25 @@ class WholeModel:
         """The fastest dense engine: what a speedup is measured against."""
         return min(self.dense, key=lambda name: self.dense[name].value)
 
+    @property
+    def ceiling(self) -> float | None:
+        """The speedup if the searched layers took no time; None if nothing is left then."""
+        return self.dense[self.dense_engine].value / self.fixed.value if self.fixed.value > 0 else None
+
     def problem(self, layers: tuple[Layer, ...]) -> Problem:
         """The problem of these layers: their seconds as in the network, and the seconds around them."""
         engine = self.dense_engine
-        return Problem(layers, self.fixed, self.dense[engine], engine).scaled(self.scale)
+
+        def inside(seconds: Floats) -> Floats:
+            return np.maximum(self.scale * seconds - self.saved, LEAST * self.scale * seconds)
+
+        placed = (
+            layer.changed(
+                lambda it: replace(it, seconds=inside(it.seconds), low=inside(it.low), high=inside(it.high))
+            )
+            for layer in layers
+        )
+        return Problem(tuple(placed), self.fixed, self.dense[engine], engine)
 
 
 def measure_whole_model(
@@ -61,13 +90,19 @@ def measure_whole_model(
     backend: str,
     progress: Progress = lambda what, done, total: None,
 ) -> Session:
-    """Time the dense engines, and the pruned model on `backend` at a few profiles with random masks."""
+    """Time the dense engines, and the pruned model on `backend` at a few profiles with random masks.
+
+    On latbench's own kernels also at the last of them, the fastest, with its layers free.
+    """
     chosen = [by_name(layers, choice) for choice in probe_profiles(layers).values()]
     profiles = {profile_name(one): one for one in chosen}
     engines = dense_engines(task, threads, backend)
     for name, one in profiles.items():
         engines[name] = Engine("pruned", "search.engines:random_pruned", (task.reference, threads, backend, one))
-    timings = time_engines(engines, threads=threads, required=["torch", *profiles], progress=progress)
+    if backend == "numba":
+        engines[FREE] = Engine("pruned", "search.engines:layers_free", (task.reference, threads, chosen[-1]))
+    required = ["torch", *profiles, *({FREE} & engines.keys())]
+    timings = time_engines(engines, threads=threads, required=required, progress=progress)
     return Session(profiles, timings)
 
 
@@ -128,17 +163,23 @@ def whole_model(layers: Sequence[Layer], session: Session, coverage: float) -> W
     """Fit the timings of the pruned model at the session's profiles. Raises BadData for options `layers` lack."""
     timings = session.timings
     measured = [timings.seconds(name, coverage) for name in session.profiles]
-    alone = [seconds_of(layers, choice_of(layers, chosen)) for chosen in session.profiles.values()]
-    fixed, scale = fit_line(alone, [interval.value for interval in measured])
-    # The worst of: a profile off the line, and the noise of its own timing.
-    below = max(fixed + scale * x - interval.low for x, interval in zip(alone, measured, strict=True))
-    above = max(interval.high - fixed - scale * x for x, interval in zip(alone, measured, strict=True))
-    return WholeModel(
+    choices = [choice_of(layers, chosen) for chosen in session.profiles.values()]
+    start, scale = fit_line([seconds_of(layers, one) for one in choices], [interval.value for interval in measured])
+    free = timings.seconds(FREE, coverage) if FREE in timings.blocks else Interval(*[max(start, 0.0)] * 3)
+    found = WholeModel(
         dense={name: timings.seconds(name, coverage) for name in DENSE_ENGINES if name in timings.blocks},
-        fixed=Interval(fixed, fixed - max(below, 0.0), fixed + max(above, 0.0)),
+        fixed=free,
         scale=scale,
+        saved=(free.value - start) / sum(len(layer.parts) for layer in layers),
         left_out=dict(timings.left_out),
     )
+    # The worst of: a profile off the line, and the noise of its own timing.
+    predicted = [found.problem(tuple(layers)).predict(choice).value for choice in choices]
+    below = max(one - interval.low for one, interval in zip([*predicted, free.value], [*measured, free], strict=True))
+    above = max(
+        interval.high - one for one, interval in zip([*predicted, free.value], [*measured, free], strict=True)
+    )
+    return replace(found, fixed=Interval(free.value, free.value - max(below, 0.0), free.value + max(above, 0.0)))
 
 
 def additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
@@ -152,22 +193,21 @@ def additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float
         return before, before
     left_out = []
     for i in range(len(sums)):
-        fixed, scale = fit_line(np.delete(sums, i).tolist(), np.delete(whole, i).tolist())
-        left_out.append(abs((fixed + scale * sums[i]) / whole[i] - 1))
+        start, scale = fit_line(np.delete(sums, i).tolist(), np.delete(whole, i).tolist())
+        left_out.append(abs((start + scale * sums[i]) / whole[i] - 1))
     return before, float(np.median(left_out))
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(fixed, scale) of y = fixed + scale * x by least squares on relative errors, both >= 0; scale 1 for one point.
+    """(start, scale) of y = start + scale * x by least squares on relative errors, scale >= 0, and 1 for one point.
 
     Relative, because a profile at the fast end is where the promise is made, and its seconds are few.
     """
     at, seconds = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(np.unique(at)) < 2:
-        return max(0.0, float((seconds - at).mean())), 1.0
+        return float((seconds - at).mean()), 1.0
     design = np.stack([np.ones_like(at), at], axis=1) / seconds[:, None]
-    fixed, scale = np.linalg.lstsq(design, np.ones_like(at), rcond=None)[0]
-    if fixed < 0:
-        ratio = at / seconds
-        return 0.0, float(ratio.sum() / (ratio @ ratio))
-    return float(fixed), float(max(scale, 0.0))
+    start, scale = map(float, np.linalg.lstsq(design, np.ones_like(at), rcond=None)[0])
+    if scale < 0:  # the slower as predicted were the faster: nothing is known but about where they are
+        return float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+    return start, scale

@@ -10,52 +10,24 @@ asks for, is returned.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from latbench.errors import PromiseMissed
 from search import risk
-from search.end_to_end import Progress
 from search.engines import DENSE_ENGINES
-from search.evaluations import Found, Judging
+from search.evaluations import Found
 from search.problem import Choice, Interval, Problem
 from search.sessions import Session
 from search.solve import Infeasible
-from search.strategies import find
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
 ROUNDS = 4
 
-
-class Settings(Protocol):
-    """What it needs of a search's settings."""
-
-    @property
-    def target(self) -> float:
-        """The speedup to promise."""
-
-    @property
-    def strategy(self) -> str:
-        """One of `strategies.STRATEGIES`."""
-
-    @property
-    def seed(self) -> int:
-        """Of the search."""
-
-    @property
-    def evaluations(self) -> int:
-        """That each round may spend."""
-
-    @property
-    def batches(self) -> int | None:
-        """Of the calibration data, while profiles are tried."""
-
-    @property
-    def time_budget(self) -> float | None:
-        """Seconds after which no profile is tried."""
+Search = Callable[[Problem, int, Collection[Choice]], Found]
+"""Asked for the profile of a problem in round 0, 1, ..., other than those that missed, if there is another. In round
+0 without a search: the solver's own."""
 
 
 @dataclass(frozen=True)
@@ -93,65 +65,59 @@ class Kept:
 
 def keep_promise(
     problem: Problem,
-    judge: Judging,
+    search: Search,
     measure: Callable[[Sequence[Choice]], list[Measured]],
-    settings: Settings,
-    progress: Progress,
+    target: float,
     *,
-    before: Sequence[Choice] = (),
-    clock: Callable[[], float] = time.monotonic,
+    before: Mapping[Choice, float] | None = None,
 ) -> Kept:
     """Search, measure, correct the prediction, search again; the profile of least loss among those that held.
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
-    `judge` knows the losses of profiles; `measure` times profiles side by side and answers with all that it knows of
-    each by then. Profiles from `before` are timed beside the others. Raises Infeasible or PromiseMissed if none held
-    after a few rounds.
+    `measure` times profiles side by side and answers with all that it knows of each by then. Profiles from `before`,
+    with their losses, are timed beside the others. Raises Infeasible, or PromiseMissed if none held after a few
+    rounds.
     """
     tried: dict[Choice, Tried] = {}
     times: dict[Choice, Measured] = {}
-    deadline = math.inf if settings.time_budget is None else clock() + settings.time_budget
-    if not _fits(problem, settings.target):
+
+    def held() -> list[Choice]:
+        return [choice for choice, one in times.items() if one.speedup.low >= target]
+
+    if not _fits(problem, target):
         # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
         problem = problem.certain()
     predicted = problem
     for number in range(1 + ROUNDS):
         try:
-            solution = problem.solve(settings.target)
-            first = number == 0 and settings.strategy != "uniform"
-            found = find(
-                "once" if first else settings.strategy, problem, settings.target, judge,
-                seed=settings.seed, evaluations=settings.evaluations, batches=None if first else settings.batches,
-                deadline=deadline, clock=clock, progress=_round(progress, number),
-            )  # fmt: skip
+            bound = problem.solve(target).bound
+            found = search(problem, number, times.keys() - set(held()))
         except Infeasible:
-            if not any(one.speedup.low >= settings.target for one in times.values()):
+            if not held():
                 raise
             break
         if found.choice in times:
-            if times[found.choice].speedup.low >= settings.target:
+            if found.choice in held():
                 break
-            problem = _closed_in(predicted, times, settings.target)
+            problem = corrected(predicted, found.choice, times[found.choice])
             continue
         if number == 0:
-            losses = judge.losses(before, judge.batches)
-            for choice, loss in zip(before, losses, strict=True):
-                tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), solution.bound)
-        tried[found.choice] = Tried(found, solution.bound)  # the bound of the budget that this round had
+            for choice, loss in (before or {}).items():
+                tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), bound)
+        tried[found.choice] = Tried(found, bound)  # the bound of the budget that this round had
         times = dict(zip(tried, measure(list(tried)), strict=True))
         latest = times[found.choice]
-        if number > 0 and settings.target <= latest.speedup.low <= settings.target * (1 + TO_SPARE):
+        if number > 0 and target <= latest.speedup.low <= target * (1 + TO_SPARE):
             break
-        problem = _closed_in(predicted, times, settings.target)
-    held = [choice for choice, one in times.items() if one.speedup.low >= settings.target]
-    if not held:
+        problem = _closed_in(predicted, times, target)
+    if not held():
         fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
         raise PromiseMissed(
-            f"{settings.target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
+            f"{target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
             f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
             "search again with --remeasure when the machine is quiet"
         )
-    best = min(held, key=lambda choice: tried[choice].found.loss)
+    best = min(held(), key=lambda choice: tried[choice].found.loss)
     return Kept(corrected(predicted, best, times[best]), tried[best].found, tried[best].bound, times[best])
 
 
@@ -174,11 +140,6 @@ def _closed_in(problem: Problem, times: Mapping[Choice, Measured], target: float
         seconds = measured.dense.value / times[others[0]].speedup.value
         found = problem.on_line(one, others[0], measured.seconds, seconds, measured.dense, measured.dense_engine)
     return found or corrected(problem, near[0], times[near[0]])
-
-
-def _round(progress: Progress, number: int) -> Progress:
-    """Progress of a search that goes again."""
-    return progress if number < 2 else lambda what, done, total: progress(f"{what}, round {number}", done, total)
 
 
 def _fits(problem: Problem, target: float) -> bool:

@@ -25,7 +25,11 @@ from search.problem import Interval
 
 SPREAD, WEIGHT = 0.0225, 4
 MOOD = 0.01
-"""Guesses from few searches and verifications on two virtual cores, which came out 0.4 to 3% apart."""
+"""Guesses from few searches and verifications on two virtual cores, which came out 0.4 to 3% apart.
+
+`python tests/benchmarks/guarantee.py` prints in its last line what `scatter` makes of all that a task's searches and
+verifications left.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,29 @@ def promise(sessions: Sequence[Sequence[float]], between: Spread, risk: float) -
     variance = between.value**2 * (1 / len(logs) + 1 / PROCESSES) + MOOD**2 * (1 / len(sessions) + 1)
     room = math.exp(float(stats.t.ppf(risk, between.freedom)) * math.sqrt(variance))
     return Interval(value, value / room, value * room)
+
+
+def scatter(profiles: Sequence[Sequence[Sequence[float]]]) -> tuple[Spread, Spread]:
+    """(spread, mood) as they were: speedups of each profile in each of its sessions, building by building.
+
+    The standard deviations of logarithms between buildings of one session, and of what sessions have in common beyond
+    that: an analysis of variance with random effects (Searle, Casella, McCulloch 1992, "Variance Components", section
+    3.6). NaN where nothing was repeated.
+    """
+    within = between = weight = 0.0
+    free_within = free_between = 0
+    for speedups in profiles:
+        logs = [np.log(one) for one in speedups]
+        counts, means = np.array([len(one) for one in logs]), np.array([one.mean() for one in logs])
+        within += sum(float(np.square(one - mean).sum()) for one, mean in zip(logs, means, strict=True))
+        between += float(counts @ np.square(means - counts @ means / counts.sum()))
+        free_within += int((counts - 1).sum())
+        free_between += len(logs) - 1
+        weight += counts.sum() - counts @ counts / counts.sum()
+    variance = within / free_within if free_within else math.nan
+    common = (between - free_between * variance) / weight if weight else math.nan
+    common = 0.0 if common < 0 else common  # it cannot be told from none
+    return Spread(math.sqrt(variance), free_within), Spread(math.sqrt(common), free_between)
 
 
 def coverage(risk: float) -> float:

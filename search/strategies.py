@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from search.additive import layer_priors
 from search.end_to_end import Progress
-from search.evaluations import Enough, Evaluations, Found, Judging
+from search.evaluations import Choice, Enough, Evaluations, Found, Judging
 from search.problem import Problem, every_option
-from search.solve import Floats
+from search.solve import Floats, sum_in_order
 from search.spdy import quadratic_prior, spdy_search
 from search.staged import staged_search
 
@@ -44,6 +44,8 @@ def find(
     seed: int,
     evaluations: int,
     batches: int | None = None,
+    known: Mapping[Choice, str] | None = None,
+    missed: Collection[Choice] = (),
     deadline: float = math.inf,
     clock: Callable[[], float] = time.monotonic,
     progress: Progress = lambda what, done, total: None,
@@ -51,14 +53,23 @@ def find(
     """The profile of least loss that `strategy` finds for a speedup of `target`.
 
     It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
-    are judged by all in the end), and begins none when `clock` has passed `deadline`. Raises Infeasible.
+    are judged by all in the end), and begins none when `clock` has passed `deadline`. `known` profiles, which were
+    judged before, are among what it found, with how they were found then, as far as they fit. Those that `missed`
+    are not taken for the best while there is another. Raises Infeasible.
     """
 
     def tell(spent: float, best: float) -> None:
         progress(f"searching: calibration loss {best:.4f}", int(spent), evaluations)
 
-    account = Evaluations(judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell)
     budget, rng = problem.budget(target), np.random.default_rng(seed)
+
+    def fits(choice: Choice) -> bool:
+        return sum_in_order(t[j] for t, j in zip(problem.safe_seconds, choice, strict=True)) <= budget
+
+    account = Evaluations(
+        judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
+        known={choice: found_by for choice, found_by in (known or {}).items() if strategy != "once" and fits(choice)},
+    )  # fmt: skip
     with contextlib.suppress(Enough):
         if strategy == "uniform":
             account.losses(problem.uniforms(target) or [problem.uniform(target)], found_by="uniform")
@@ -72,15 +83,18 @@ def find(
             priors = layer_priors(problem.errors, sparsities)
             staged_search(account, problem.safe_seconds, priors, budget, rng, starts=starts)
     found = account.found
-    if account.batches == judge.batches:
-        return found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
-    ranked = sorted(found.trace, key=lambda one: one.loss)
+    ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
+    if account.batches == judge.batches:
+        return replace(found, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
     finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]
     progress(f"judging the best {len(finalists)} by all calibration data", None, None)
     losses = judge.losses([one.choice for one in finalists], judge.batches)
-    loss, place = min((math.inf if math.isnan(loss) else loss, i) for i, loss in enumerate(losses))
-    return replace(found, choice=finalists[place].choice, loss=loss, found_by=finalists[place].found_by)
+    best, loss = min(
+        zip(finalists, (math.inf if math.isnan(loss) else loss for loss in losses), strict=True),
+        key=lambda one: (one[0].choice in missed, one[1]),
+    )
+    return replace(found, choice=best.choice, loss=loss, found_by=best.found_by)
 
 
 def quadratic_priors(problem: Problem) -> list[Floats]:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import linecache
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -84,11 +87,25 @@ class Trials:
             known.extend(losses)
 
 
-def key_of(task: Task, model_hash: str, recipe: str) -> str:
-    """A hash of what the losses of a profile depend on: weights, pruned weights, data, the loss, torch's version."""
-    try:
-        loss = inspect.getsource(task.implementation.loss)
-    except (OSError, TypeError):  # its source is not to be had
-        loss = ""
-    parts = json.dumps([VERSION, model_hash, recipe, loss, torch.__version__])
+def key_of(task: Task, model: torch.nn.Module, model_hash: str, recipe: str) -> str:
+    """A hash of what the losses of a profile depend on: weights, pruned weights, data, torch's version, and code.
+
+    Of code it is the files, whole, that define the loss, the task and the classes of the model's modules: whatever
+    they use of their own file may change what comes out. Other files that they import are not looked at.
+    """
+    own = task.implementation
+    defined = [own.loss, own if isinstance(own, ModuleType) else type(own), *map(type, model.modules())]
+    sources = sorted({_file_of(one) for one in defined})
+    parts = json.dumps([VERSION, model_hash, recipe, sources, torch.__version__])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+def _file_of(defined: Any) -> str:
+    """The source that a function, class or module is defined in; empty where it is not to be had."""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(defined)) or ""
+    except (OSError, TypeError):
+        return ""
+    if Path(path).is_file():
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    return "".join(linecache.getlines(path))  # a notebook's cell

@@ -39,11 +39,20 @@ def search(
         str,
         typer.Option(help="Of layers: output, weight, or a CSV or Parquet file of layer, pattern, sparsity, error."),
     ] = "output",
-    seed: Annotated[int, typer.Option(min=0, help="Of the search: the same seed tries the same profiles.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of the search: the same seed tries the same profiles, as long as what was timed is kept "
+            "(no --remeasure) and --time-budget does not end it.",
+        ),
+    ] = 0,
     evaluations: Annotated[
         int,
         typer.Option(
-            min=1, help="How often each round may go through the calibration data; a part of them counts as a part."
+            min=1,
+            help="How often each of up to 4 rounds may go through the calibration data (with --batches, through "
+            "those); a part of them counts as a part.",
         ),
     ] = 200,
     batches: Annotated[
@@ -64,9 +73,17 @@ def search(
         int | None,
         typer.Option(
             min=1,
-            help="That judge profiles; the result is the same. Default: a thread each, up to 8.",
+            help="That prune layers and judge profiles; they change no more than roundings. Default: a thread "
+            "each, up to 8.",
         ),
     ] = None,
+    judges: Annotated[
+        str,
+        typer.Option(
+            help="Where profiles are judged: cpu, in --processes here; gpu, a process for each GPU here; ray, on "
+            "each CPU of the Ray cluster (RAY_ADDRESS), whose nodes see the same files."
+        ),
+    ] = "cpu",
     method: Annotated[
         str,
         typer.Option(
@@ -97,7 +114,7 @@ def search(
     from search import limits as limiting
     from search import task as tasks
 
-    _check(strategy, backend, method, model, patterns, sparsities)
+    _check(strategy, backend, method, judges, model, patterns, sparsities)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
@@ -106,7 +123,7 @@ def search(
         target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
         sparsities=plan.wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES),
+        processes=processes or min(threads, MOST_PROCESSES), judges=judges,
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
@@ -129,6 +146,7 @@ def _check(
     strategy: str,
     backend: str,
     method: str,
+    judges: str,
     model: Path | None,
     patterns: list[str] | None,
     sparsities: list[str] | None,
@@ -137,6 +155,7 @@ def _check(
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
+    from search.judges import PLACES
     from search.pruning.build import METHODS
     from search.strategies import STRATEGIES
 
@@ -144,6 +163,7 @@ def _check(
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, BACKENDS),
         ("method", method, METHODS),
+        ("place of judges", judges, PLACES),
     ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")

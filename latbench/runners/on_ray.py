@@ -18,7 +18,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable
@@ -41,7 +41,7 @@ class RayNodes(WholeNodes):
         super().__init__()
         self._stack = contextlib.ExitStack()
         try:
-            self._ray = self._connect()
+            self._ray = self._stack.enter_context(connected())
             self.nodes = choose(nodes_of(self._ray.nodes()), wanted)
         except BaseException:
             self.close()
@@ -58,23 +58,6 @@ class RayNodes(WholeNodes):
     def close(self) -> None:
         """Give all nodes back; what still runs there is killed."""
         self._stack.close()
-
-    def _connect(self) -> Any:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        try:
-            import ray
-        except ImportError:
-            raise EnvironmentUnusable("--on ray needs Ray, it is not installed here: pip install ray") from None
-        reach(address := os.environ.get(ADDRESS, "auto"))
-        # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
-        silence = self._stack.enter_context(open(os.devnull, "w"))  # noqa: PTH123, SIM115 - no file of ours
-        self._stack.enter_context(contextlib.redirect_stdout(silence))
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({first_line(error)}): {_ADVICE}") from None
-        self._stack.callback(ray.shutdown)
-        return ray
 
     def keep(self, nodes: Iterable[Node]) -> None:
         """Use no others than these from now on."""
@@ -145,6 +128,30 @@ class RayNodes(WholeNodes):
 
 
 _ADVICE = f"start one with `ray start --head`, or name it in {ADDRESS}, such as {ADDRESS}=10.0.0.1:6379"
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[Any]:
+    """The module `ray`, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
+
+    Raises EnvironmentUnusable where Ray is not installed, or there is no cluster.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    try:
+        import ray
+    except ImportError:
+        raise EnvironmentUnusable("Ray is not installed here: pip install ray") from None
+    reach(address := os.environ.get(ADDRESS, "auto"))
+    # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
+    with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):  # noqa: PTH123 - no file of ours
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise EnvironmentUnusable(f"no Ray cluster to be reached ({first_line(error)}): {_ADVICE}") from None
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def reach(address: str) -> None:

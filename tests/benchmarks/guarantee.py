@@ -1,4 +1,4 @@
-"""Whether promises are kept: random targets searched on this machine, each then timed anew as `latbench verify` does.
+"""Whether promises are kept: random targets searched on this machine, each then pruned and verified as users do it.
 
     python tests/benchmarks/guarantee.py TASK --table T --model M --database D [--targets 10] [--risk 0.95]
 
@@ -6,28 +6,35 @@ Targets are uniform from 1.2x to 0.9 of the fastest profile there is. Each searc
 they cost in accuracy does not matter here. Prints a line a target, then how many were met and by how much they were
 overshot. A search that refuses to promise after measuring (exit 1 of `latbench search`) is counted by itself.
 Repeated, it goes on: what was searched and verified is kept beside the database.
+
+Last it prints how speedups of the same profile scattered in all searches and verifications that were kept under the
+same conditions: from building to building, and from session to session. `search.risk` has constants for both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from latbench import devices, places
 from latbench.errors import PromiseMissed
-from search import job, overhead, sessions
+from search import job, risk, sessions, verify
 from search import task as tasks
-from search.end_to_end import Engine, cpu_lock, time_engines
+from search.database import Database
+from search.engines import DENSE_ENGINES
 from search.profile import Profile
-from search.sessions import Session
+from search.pruning.apply import stitch
+from search.pruning.folder import save_pruned
+from search.verify import Verdict
 
 LEAST, SHARE = 1.2, 0.9
 
 
 def main() -> None:
+    """Parse, search, verify, print."""
     arguments = _arguments()
     inputs = job.read_inputs(
         tasks.load(arguments.task), places.at(arguments.table), arguments.model, arguments.database
@@ -36,23 +43,27 @@ def main() -> None:
         LEAST, devices.cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
         patterns=tuple(arguments.patterns.split(",")) if arguments.patterns else None,
     )  # fmt: skip
+    report(inputs, settings, arguments.targets, arguments.seed)
+
+
+def report(inputs: job.Inputs, settings: job.Settings, count: int, seed: int) -> None:
+    """Search and verify so many random targets, and print what came of it."""
     problem = job.prepare(inputs, settings).problem.certain()
     fastest = problem.speedup(problem.predict(tuple(int(np.argmin(layer.seconds)) for layer in problem.layers))).value
     ceiling = "unbounded" if problem.ceiling is None else f"{problem.ceiling:.2f}x"
     print(
         f"{inputs.task.name}: the fastest profile {fastest:.2f}x, with free layers {ceiling}; risk {settings.risk:g}"
     )
-    targets = np.random.default_rng(arguments.seed).uniform(LEAST, max(LEAST, SHARE * fastest), arguments.targets)
+    targets = np.random.default_rng(seed).uniform(LEAST, max(LEAST, SHARE * fastest), count)
     measured: list[float | None] = []
     for target in np.round(targets, 3).tolist():
-        asked = job.Settings(**{**vars(settings), "target": target})
         try:
-            profile = job.search(inputs, asked)
+            profile = job.search(inputs, replace(settings, target=target))
         except PromiseMissed as error:
             print(f"  {target:.3f}x refused: {error}", flush=True)
             measured.append(None)
             continue
-        value = verified(inputs, asked, profile)
+        value = verified(inputs, profile).measured_speedup
         measured.append(value / target)
         verdict = "met" if value >= target else "MISSED"
         print(
@@ -68,28 +79,40 @@ def main() -> None:
         f"met {sum(ratio >= 1 for ratio in found)} of {len(measured)} ({len(measured) - len(found)} refused); "
         f"overshoot {np.mean(found) - 1:+.1%} in the mean, {np.min(found) - 1:+.1%} to {np.max(found) - 1:+.1%}"
     )
+    spread, mood = scatter(inputs, settings)
+    print(
+        f"the same profile again: {spread.value:.2%} between buildings of a session ({spread.freedom} degrees of "
+        f"freedom, search.risk takes {risk.SPREAD:.2%}), {mood.value:.2%} more between sessions ({mood.freedom}, "
+        f"search.risk takes {risk.MOOD:.2%})"
+    )
 
 
-def verified(inputs: job.Inputs, settings: job.Settings, profile: Profile) -> float:
-    """The speedup over the fastest of all dense engines, everything built anew."""
-    path = inputs.database / f"guarantee-{profile.inputs}.json"
-    chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-    name = sessions.profile_name(chosen)
-    known = sessions.read(path, chosen)
-    if not known:
-        engines = overhead.dense_engines(inputs.task, settings.threads, settings.backend)
-        arguments = (inputs.task.reference, settings.threads, settings.backend, str(inputs.database.resolve()))
-        engines[name] = Engine("pruned", "search.engines:database_pruned", (*arguments, inputs.model_hash, chosen))
-        with cpu_lock(lambda *_: None):
-            timings = time_engines(
-                engines, threads=settings.threads, required=["torch", name],
-                known={profile.dense_engine: profile.dense_seconds}, order=np.random.default_rng(1),
-            )  # fmt: skip
-        known = [Session({name: chosen}, timings)]
-        sessions.write(known, json.loads(json.dumps(chosen)), path)
-    timings = known[0].timings
-    dense = timings.fastest([engine for engine in timings.blocks if engine != name])
-    return timings.speedup(name, dense, 0.9).value
+def verified(inputs: job.Inputs, profile: Profile) -> Verdict:
+    """What `latbench verify` says of the profile's model, pruned by the database."""
+    folder = inputs.database / "guarantee" / profile.inputs
+    known = verify.load(folder / "verify" / "verify.json")
+    if known is None:
+        model = inputs.task.model()
+        chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
+        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.recipe))
+        save_pruned(folder / "pruned", model, masks, profile, {"task": inputs.task.name})
+        known = verify.verify(inputs.task, folder / "pruned", folder / "verify")
+    return known
+
+
+def scatter(inputs: job.Inputs, settings: job.Settings) -> tuple[risk.Spread, risk.Spread]:
+    """`risk.scatter` of all that searches and verifications left in the database's folder under these conditions."""
+    speedups: dict[str, list[list[float]]] = {}
+    kept = [*inputs.database.glob("sessions-*.json"), *inputs.database.glob(f"guarantee/*/verify/{verify.SESSION}")]
+    for path in sorted(kept):
+        found = sessions.load(path)
+        if found is None or not inputs.conditions(settings).items() <= found[0].items():
+            continue
+        for session in found[1]:
+            dense = session.timings.fastest(list(DENSE_ENGINES))
+            for name in session.profiles:
+                speedups.setdefault(name, []).append(session.timings.speedups(name, dense))
+    return risk.scatter(list(speedups.values()))
 
 
 def _arguments() -> argparse.Namespace:

@@ -7,7 +7,7 @@ process of its own, in turns, built anew three times. DeepSparse, where `latbenc
 the model dense, and with as many zeros anywhere (unstructured).
 
 The last lines compare the pruned model with the sum of its parts: its layers one by one, each with the activations
-that it gets and cold weights, and what is left of the model when its layers do nothing.
+that it gets and cold weights, and what is left of the model when its layers are free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,10 @@ from search import task as tasks
 from search.end_to_end import Engine, time_engines
 from search.engines import DENSE_ENGINES, random_pruned
 from search.job import prunable_layers
+from search.overhead import FREE
 from sparse_kernels import nn as sparse
 
-PRUNED, NOTHING = "pruned", "pruned, layers do nothing"
+PRUNED = "pruned"
 COVERAGE = 0.9
 REPEATED = """
 from search.task import load
@@ -39,25 +39,6 @@ model, calibration, loss, score = base.model, base.calibration, base.loss, base.
 def example():
     return tuple(x.repeat({batch}, *[1] * (x.ndim - 1)) for x in base.example())
 """
-
-
-def layers_do_nothing(reference: str, threads: int, choices: dict[str, tuple[str, float]]) -> Callable[[], object]:
-    """The pruned model whose sparse layers return what they once computed."""
-    kept: dict[int, Any] = {}
-
-    def remember(owner: type, method: str) -> None:
-        compute = getattr(owner, method)
-
-        def remembered(layer: sparse._Sparse, *args: Any) -> Any:
-            if id(layer) not in kept:
-                kept[id(layer)] = compute(layer, *args)
-            return kept[id(layer)]
-
-        setattr(owner, method, remembered)
-
-    remember(sparse._Sparse, "_multiply")
-    remember(sparse.SparseConv2d, "_over_frames")
-    return random_pruned(reference, threads, "numba", choices)  # type: ignore[return-value]
 
 
 def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
@@ -121,7 +102,7 @@ def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -
     engines["deepsparse, pruned"] = Engine(
         "deepsparse, pruned", "search.engines:random_pruned", (reference, threads, "deepsparse", zeros)
     )
-    engines[NOTHING] = Engine(NOTHING, f"{Path(__file__).stem}:layers_do_nothing", (reference, threads, choices))
+    engines[FREE] = Engine(FREE, "search.engines:layers_free", (reference, threads, choices))
     timings = time_engines(
         engines, threads=threads, required=[PRUNED], processes=arguments.processes, rounds=arguments.rounds
     )
@@ -135,7 +116,7 @@ def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -
         )
     for name, reason in timings.left_out.items():
         print(f"  {name:26} left out: {reason}")
-    alone, rest = sum_of_layers(reference, choices, threads), timings.seconds(NOTHING, COVERAGE).value
+    alone, rest = sum_of_layers(reference, choices, threads), timings.seconds(FREE, COVERAGE).value
     whole = timings.seconds(PRUNED, COVERAGE).value
     print(f"  layers one by one {alone * 1e3:.2f} ms + rest {rest * 1e3:.2f} ms = {(alone + rest) / whole - 1:+.1%}")
 

@@ -272,7 +272,7 @@ def test_an_address_where_nobody_listens_is_said_at_once() -> None:
 def test_ray_that_is_not_installed_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     said = latbench("sweep", "--gpu", "a100", "--on", "ray").refused(3)
-    assert said == "latbench: --on ray needs Ray, it is not installed here: pip install ray"
+    assert said == "latbench: Ray is not installed here: pip install ray"
 
 
 def test_no_cluster_is_said_in_one_line(latbench: Any, use: Callable[[FakeRay], FakeRay]) -> None:

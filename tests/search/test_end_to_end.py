@@ -8,9 +8,10 @@ import pytest
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
 from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines
-from search.overhead import additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
+from search.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 from search.sessions import Session
+from search.solve import Infeasible
 
 ENGINES = """
 import time
@@ -137,13 +138,14 @@ def test_a_speedup_is_known_better_than_the_seconds_when_rounds_move_alike(rng: 
     assert (speedup.high - speedup.low) / speedup.value < 0.2 * (seconds.high - seconds.low) / seconds.value
 
 
-def test_a_line_is_found_and_stays_physical() -> None:
+def test_a_line_is_found() -> None:
     assert fit_line([10, 5, 2], [12, 7, 4]) == pytest.approx((2.0, 1.0))
-    assert fit_line([10, 5, 2], [9.5, 5, 2.3]) == pytest.approx((0.5, 0.9))
-    fixed, scale = fit_line([10, 5, 2], [9, 4, 1])
-    assert (fixed, scale) == (0.0, pytest.approx(0.65, abs=0.15))
+    assert fit_line([10, 5, 2], [9, 4, 1]) == pytest.approx((-1.0, 1.0))
+    start, scale = fit_line([10, 5, 2], [9.5, 5, 2.5])
+    assert 0.5 < start < 1.0 and scale == pytest.approx(0.87, abs=0.03)
     assert fit_line([4, 4], [5, 7]) == (2.0, 1.0)
-    assert fit_line([8], [5]) == (0.0, 1.0)
+    assert fit_line([8], [5]) == (-3.0, 1.0)
+    assert fit_line([4, 2], [1, 2]) == pytest.approx((1.2, 0.0))  # never the faster for more work
 
 
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9))
@@ -176,10 +178,36 @@ def test_the_whole_model_is_a_line_with_its_spread() -> None:
     assert applied.dense == Interval(7.0, 7.0, 7.0)
     blocks["vector:8 0.9"] = steady(3.0)
     bent = whole_model(layers(), Session(profiles, Timings(blocks | {"torch": steady(9.0)}, {})), 0.9)
-    assert all(
-        bent.fixed.low - 1e-9 <= seconds - bent.scale * 2 * float(t) <= bent.fixed.high + 1e-9
-        for seconds, t in zip([8.2, 4.4, 3.0], [4, 2, 1], strict=True)
-    )
+    for seconds, choice in zip([8.2, 4.4, 3.0], [(0, 0), (1, 1), (2, 2)], strict=True):
+        in_layers = bent.problem(layers()).predict(choice).value - bent.fixed.value
+        assert bent.fixed.low - 1e-9 <= seconds - in_layers <= bent.fixed.high + 1e-9
+
+
+def test_the_ceiling_is_measured_with_layers_that_are_free() -> None:
+    # Layers take 1.2 times as long as alone, less 0.45 each: the line through the profiles ends below zero.
+    profiles = {name: by_name(layers(), choice) for name, choice in probe_profiles(layers()).items()}
+    measured = dict(zip(profiles, [9.2, 4.4, 2.0], strict=True))
+    blocks = {name: [[seconds] * 5] * 4 for name, seconds in (measured | {"torch": 9.0}).items()}
+    unknown = whole_model(layers(), Session(profiles, Timings(blocks, {})), 0.9)
+    whole = whole_model(layers(), Session(profiles, Timings({**blocks, FREE: [[0.5] * 5] * 4}, {})), 0.9)
+    assert (unknown.ceiling, whole.ceiling) == (None, 18.0)
+    assert (whole.scale, whole.saved) == pytest.approx((1.2, 0.45))
+    for one in (unknown, whole):
+        predicted = [one.problem(layers()).predict(choice).value for choice in ((0, 0), (1, 1), (0, 1), (2, 2))]
+        assert predicted == pytest.approx([9.2, 4.4, 6.8, 2.0])
+    with pytest.raises(Infeasible, match=r"the best is 4\.50x .*, and 18\.00x if all layers took no time; 6% of the"):
+        whole.problem(layers()).budget(20.0)
+
+
+def test_no_layer_is_predicted_to_take_nothing() -> None:
+    profiles = {name: by_name(layers(), choice) for name, choice in probe_profiles(layers()).items()}
+    blocks = dict(zip(profiles, ([[seconds] * 5] * 4 for seconds in (9.2, 4.4, 2.0)), strict=True))
+    timings = Timings(blocks | {"torch": [[9.0] * 5] * 4, FREE: [[2.1] * 5] * 4}, {})  # slower than with its layers
+    whole = whole_model(layers(), Session(profiles, timings), 0.9)
+    found = whole.problem(layers()).layers[0]
+    assert found.seconds[2] == pytest.approx(0.1 * 1.2)
+    assert (found.low > 0).all() and (found.low <= found.seconds).all() and (found.seconds <= found.high).all()
+    assert whole.fixed.low == pytest.approx(2.0 - 2 * 0.12)
 
 
 def test_additivity_is_what_sums_miss_with_the_line_and_without() -> None:

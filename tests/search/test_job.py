@@ -1,8 +1,9 @@
 """The promise is measured: searched, timed, corrected, searched again. Machines here are formulas."""
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
 from search.end_to_end import Timings
-from search.job import Settings, prunable_layers
+from search.job import Settings, prunable_layers, searcher
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
-from search.promise import Measured, keep_promise, measured
+from search.promise import Kept, Measured, keep_promise, measured
 from search.sessions import Session
 from search.solve import Infeasible
 from search.strategies import STRATEGIES
@@ -85,10 +86,14 @@ def quiet(what: str, done: int | None, total: int | None) -> None:
     return None
 
 
+def kept_promise(problem: Problem, judge: Judge, measure: Measure, settings: Settings, **options: Any) -> Kept:
+    return keep_promise(problem, searcher(settings, judge, quiet, **options), measure, settings.target)
+
+
 @pytest.mark.parametrize("slowness", [0.8, 0.95, 1.0, 1.1, 1.3])
 def test_what_is_returned_was_measured_to_keep_the_promise(slowness: float) -> None:
     measure, asked = machine(slowness)
-    kept = keep_promise(problem(), Judge(), measure, settings(2.0), quiet)
+    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
     assert kept.found.choice in asked
     assert kept.measured.speedup.low >= 2.0
     assert len(asked) <= 4
@@ -100,7 +105,7 @@ def test_what_is_returned_was_measured_to_keep_the_promise(slowness: float) -> N
 
 def test_speed_to_spare_is_turned_into_accuracy() -> None:
     measure, asked = machine(0.7)
-    kept = keep_promise(problem(), Judge(), measure, settings(2.0), quiet)
+    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
     assert loss(kept.found.choice) < loss(asked[0])
     assert kept.measured.speedup.low < measure(asked[:1])[0].speedup.low
 
@@ -110,7 +115,7 @@ def test_a_machine_that_is_too_slow_is_said_with_what_it_reached() -> None:
     dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
     slow = Measured(Interval(1.2, 1.1, 1.3), dense, "torch")
     with pytest.raises((PromiseMissed, Infeasible), match=r"2x is infeasible: the best is 1\.\d+x|best reached"):
-        keep_promise(problem(), Judge(), lambda choices: [slow] * len(choices), settings(2.0), quiet)
+        kept_promise(problem(), Judge(), lambda choices: [slow] * len(choices), settings(2.0))
 
 
 def test_a_profile_that_one_bad_session_failed_may_hold_when_it_is_timed_again() -> None:
@@ -122,7 +127,7 @@ def test_a_profile_that_one_bad_session_failed_may_hold_when_it_is_timed_again()
         found = steady(choices)
         return [replace(one, speedup=Interval(1.5, 1.4, 1.6)) for one in found] if len(sessions) == 1 else found
 
-    kept = keep_promise(problem(), Judge(), measure, settings(2.0), quiet)
+    kept = kept_promise(problem(), Judge(), measure, settings(2.0))
     assert sessions[:2] == [1, 2]
     assert kept.found.loss == min(loss(choice) for choice in asked if steady([choice])[0].speedup.low >= 2.0)
 
@@ -162,14 +167,14 @@ def test_rounds_close_in_where_seconds_are_no_line() -> None:
         return found
 
     for target in (2.0, 2.4, 2.8):
-        kept = keep_promise(problem(), Judge(), measure, settings(target), quiet)
+        kept = kept_promise(problem(), Judge(), measure, settings(target))
         assert target <= kept.measured.speedup.low <= 1.12 * target
 
 
 def test_infeasible_before_anything_is_measured() -> None:
     measure, asked = machine(1.0)
     with pytest.raises(Infeasible, match="target 15x is infeasible"):
-        keep_promise(problem(), Judge(), measure, settings(15.0), quiet)
+        kept_promise(problem(), Judge(), measure, settings(15.0))
     assert asked == []
 
 
@@ -177,7 +182,7 @@ def test_wide_intervals_do_not_refuse_what_measuring_can_settle() -> None:
     measure, _ = machine(1.0)
     with pytest.raises(Infeasible, match="lower end must reach the target"):
         problem(spread=9.0).budget(3.0)
-    kept = keep_promise(problem(spread=9.0), Judge(), measure, settings(3.0), quiet)
+    kept = kept_promise(problem(spread=9.0), Judge(), measure, settings(3.0))
     assert kept.measured.speedup.low >= 3.0
 
 
@@ -187,7 +192,7 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
         return loss(choice) * (0.8 + 0.4 * np.random.default_rng(choice).random())
 
     judge = Judge(few=few)
-    kept = keep_promise(problem(), judge, machine(1.0)[0], replace(settings(2.0), batches=2), quiet)
+    kept = kept_promise(problem(), judge, machine(1.0)[0], replace(settings(2.0), batches=2))
     assert kept.found.loss == loss(kept.found.choice)
     tried = {one.choice for one in kept.found.trace}
     assert len(judge.asked) < len(tried) / 2
@@ -196,7 +201,7 @@ def test_what_few_batches_like_best_is_judged_again_by_all() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_keeps_the_promise(strategy: str) -> None:
-    kept = keep_promise(problem(), Judge(), machine(1.1)[0], replace(settings(2.0), strategy=strategy), quiet)
+    kept = kept_promise(problem(), Judge(), machine(1.1)[0], replace(settings(2.0), strategy=strategy))
     assert kept.measured.speedup.low >= 2.0
     assert kept.found.loss == loss(kept.found.choice)
 
@@ -204,17 +209,88 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
 def test_a_time_budget_counts_from_the_beginning_and_ends_all_rounds() -> None:
     moments = iter(range(1000))
     judge = Judge()
-    kept = keep_promise(
-        problem(), judge, machine(1.0)[0], replace(settings(2.0), time_budget=6.5), quiet,
-        clock=lambda: float(next(moments)),
-    )  # fmt: skip
+    limited = replace(settings(2.0), time_budget=6.5)
+    kept = kept_promise(problem(), judge, machine(1.0)[0], limited, clock=lambda: float(next(moments)))
     assert kept.measured.speedup.low >= 2.0
     assert kept.found.out_of_time
     assert len(judge.asked) < 60
 
 
+def fits(problem: Problem, choice: Choice, target: float) -> bool:
+    return problem.speedup(problem.predict(choice)).low >= target
+
+
+def test_after_its_time_a_corrected_round_keeps_the_best_of_what_is_known() -> None:
+    now = 0.0
+    judge = Judge()
+    search = searcher(replace(settings(2.0), time_budget=5.0), judge, quiet, clock=lambda: now)
+    first = search(problem(), 1, ())
+    now = 9.0
+    judge.asked.clear()
+    spent = sum(float(problem().safe_seconds[0][j]) for j in first.choice)
+    slower = problem().scaled(1.0001 * problem().budget(2.0) / spent)
+    known = [one for one in first.trace if fits(slower, one.choice, 2.0)]
+    assert first.choice not in [one.choice for one in known] != []
+    second = search(slower, 2, ())
+    assert second.loss == min(one.loss for one in known) < loss(slower.solve(2.0).choice)
+    assert judge.asked <= {one.choice for one in known}  # nothing new was judged
+    assert second.out_of_time and second.spent == 0
+    # What missed is passed over while anything else fits.
+    assert search(slower, 3, [second.choice]).loss == min(one.loss for one in known if one.choice != second.choice)
+
+
+def test_what_an_earlier_round_judged_costs_nothing() -> None:
+    search = searcher(replace(settings(2.0), evaluations=20), Judge(), quiet)
+    first = search(problem(), 1, ())
+    second = search(problem(), 2, ())
+    assert first.spent == 20 and second.spent > 0
+    assert {one.choice for one in first.trace} < {one.choice for one in second.trace}
+    assert second.loss <= first.loss
+
+
+def off(slow: Mapping[Choice, float]) -> Measure:
+    """A machine on which all is as predicted, but some profiles take longer."""
+    steady, _ = machine(1.0, noise=0.0)
+
+    def one(choice: Choice) -> Measured:
+        [found] = steady([choice])
+        value = found.speedup.value / slow.get(choice, 1.0)
+        return replace(found, speedup=Interval(value, value, value))
+
+    return lambda choices: list(map(one, choices))
+
+
+def test_a_profile_that_missed_does_not_end_the_rounds() -> None:
+    exact, wanted = problem(spread=0.0), settings(2.0)
+    search = searcher(wanted, Judge(), quiet)
+    solved, best = search(exact, 0, ()), search(exact, 1, ())
+    assert best.loss < solved.loss
+    next_best = min(one.loss for one in best.trace if one.choice != best.choice)
+    kept = kept_promise(exact, Judge(), off({best.choice: 1.03}), wanted)
+    assert kept.found.choice != best.choice
+    assert next_best <= kept.found.loss < solved.loss
+
+
+def test_a_verified_profile_that_missed_is_not_found_again() -> None:
+    exact, wanted = problem(spread=0.0), settings(2.0)
+    best = searcher(wanted, Judge(), quiet)(exact, 1, ())
+    measure = off({best.choice: 1.01})
+    search = searcher(wanted, Judge(), quiet)
+    kept = keep_promise(exact, search, measure, 2.0, before={best.choice: best.loss})
+    assert kept.found.choice != best.choice
+    assert kept.measured.speedup.low >= 2.0
+
+
+def test_where_all_that_is_found_missed_the_prediction_is_corrected_by_it() -> None:
+    # The strategy `once` has one answer, and that is slower than the layers say: the next is for fewer seconds.
+    exact, wanted = problem(spread=0.0), replace(settings(2.0), strategy="once")
+    first = searcher(wanted, Judge(), quiet)(exact, 0, ())
+    kept = kept_promise(exact, Judge(), off({first.choice: 1.03}), wanted)
+    assert kept.found.choice != first.choice and kept.measured.speedup.low >= 2.0
+
+
 def test_the_same_seed_gives_the_same_profile() -> None:
-    results = [keep_promise(problem(), Judge(), machine(1.1)[0], settings(2.5), quiet).found for _ in range(2)]
+    results = [kept_promise(problem(), Judge(), machine(1.1)[0], settings(2.5)).found for _ in range(2)]
     assert results[0] == results[1]
 
 

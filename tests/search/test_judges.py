@@ -1,21 +1,26 @@
 """Losses are kept in a file, and several processes give the same ones as one."""
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from latbench.errors import EnvironmentUnusable
-from latbench.runners.local import TaskFailed
+from latbench.errors import BadData, EnvironmentUnusable
+from latbench.runners.local import TaskFailed, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
-from search.judges import Judges, _split
+from search.judge import on_device
+from search.judges import Judges, _said, _split, panel
 from search.problem import DENSE, Interval, Layer, Option, Problem
 from search.strategies import find
+from search.task import Task
 from search.trials import Trials, key_of
 from sparse_kernels.nn import weight_matrix
 
@@ -42,8 +47,8 @@ def database(tmp_path: Path) -> Database:
 
 
 @contextmanager
-def judges(database: Database, trials: Trials, processes: int = 1) -> Iterator[Judges]:
-    with Judges(TASK, TASK.model(), LAYERS, database, trials, processes=processes) as found:
+def judges(database: Database, trials: Trials, processes: int = 1, place: str = "cpu") -> Iterator[Judges]:
+    with Judges(TASK, TASK.model(), LAYERS, database, trials, processes=processes, place=place) as found:
         yield found
 
 
@@ -64,9 +69,88 @@ def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database
     assert files[0] == files[1]
 
 
-def test_what_fails_in_a_process_is_said(database: Database, tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_fails_is_said_alike_here_and_in_a_process(database: Database, tmp_path: Path, processes: int) -> None:
     (database.folder / "fc" / "unstructured@0.9.safetensors").write_bytes(b"damaged")
-    with judges(database, trials(tmp_path), 2) as judge, pytest.raises(TaskFailed, match=r"fc.*damaged; delete it"):
+    said = pytest.raises(BadData, match=r"^(?!BadData).*fc.*damaged; delete it")
+    with judges(database, trials(tmp_path), processes) as judge, said as raised:
+        judge.losses([(0, 0), (0, 3)], 2)
+    assert raised.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerDied("oom", "the judge 0 worker was killed"), TaskFailed("MemoryError", "Unable to allocate", "")]
+)
+def test_where_memory_ran_out_fewer_processes_are_advised(error: WorkerDied | TaskFailed) -> None:
+    said = _said(error)
+    assert isinstance(said, EnvironmentUnusable)
+    assert str(said).startswith(str(error)) and str(said).endswith("; fewer --processes need less memory")
+
+
+def test_what_nobody_foresaw_stays_what_it_was() -> None:
+    for error in (WorkerDied("crash", "ended by signal 11"), TaskFailed("ZeroDivisionError", "division by zero", "")):
+        assert _said(error) is error
+
+
+def test_every_gpu_has_a_process_and_without_one_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EnvironmentUnusable, match="needs a GPU that torch sees, and there is none"):
+        panel("gpu", 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with panel("gpu", 1) as found:
+        assert found.width == 3
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    label: int
+
+
+def test_batches_move_with_whatever_holds_their_tensors() -> None:
+    x = torch.zeros(2)
+    moved = on_device([Pair(x, 3), {"x": (x, "text")}, None], "meta")
+    assert isinstance(moved, list) and isinstance(moved[0], Pair) and isinstance(moved[1]["x"], tuple)
+    assert [it.device.type for it in (moved[0].x, moved[1]["x"][0])] == ["meta", "meta"]
+    assert (moved[0].label, moved[1]["x"][1], moved[2]) == (3, "text", None)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster on this machine: a head without processors, two nodes of one."""
+    # Sockets of Ray lie below this folder, and their names may be 107 bytes long.
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    (folder / "ray").mkdir()  # where Ray notes a cluster's address, and takes for granted that it can
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONWARNINGS", "ignore")  # of Ray's own processes
+        from ray.cluster_utils import Cluster
+
+        small: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        found = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": str(folder), **small})
+        patch.setenv("RAY_ADDRESS", found.address)
+        try:
+            found.ours = [found.add_node(num_cpus=1, **small) for _ in range(2)]
+            yield found
+        finally:
+            found.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
+    cluster: Any, database: Database, tmp_path: Path
+) -> None:
+    every = [(i, j) for i in range(4) for j in range(4)]
+    with judges(database, trials(tmp_path / "here")) as judge:
+        expected = judge.losses(every, 3)
+    with judges(database, trials(tmp_path / "there"), place="ray") as judge:
+        found = judge.losses(every[:6], 3)
+        cluster.remove_node(cluster.ours.pop(), allow_graceful=False)
+        assert found + judge.losses(every[6:], 3) == expected
+    (database.folder / "fc" / "unstructured@0.9.safetensors").write_bytes(b"damaged")
+    said = pytest.raises(BadData, match=r"^[^\n]*fc[^\n]*damaged; delete it")
+    with judges(database, trials(tmp_path / "damaged"), place="ray") as judge, said:
         judge.losses([(0, 0), (0, 3)], 2)
 
 
@@ -138,15 +222,55 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         trials(tmp_path / "file").add(HELD, [1.0])
 
 
-def test_the_key_is_of_weights_recipe_and_loss() -> None:
-    keys = {
-        key_of(TASK, "a", "r"),
-        key_of(TASK, "b", "r"),
-        key_of(TASK, "a", "s"),
-        key_of(tasks.load("digits"), "a", "r"),
-    }
+EDITED = """
+import torch
+name = "edited"
+class Model(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+def model(): return Model(torch.nn.Linear(4, 4)).eval()
+def example(): return (torch.zeros(2, 4),)
+def calibration(): return [example()]
+SMOOTHING = 0.1
+def smoothed(y): return y * (1 - SMOOTHING)
+def loss(model, batch): return smoothed(model(*batch)).sum()
+def score(model): return 1.0
+"""
+
+
+def key(task: Task, model_hash: str = "a", recipe: str = "r") -> str:
+    return key_of(task, task.model(), model_hash, recipe)
+
+
+def test_the_key_is_of_weights_recipe_and_task() -> None:
+    keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(tasks.load("digits"))}
     assert len(keys) == 4
-    assert key_of(TASK, "a", "r") in keys
+    assert key(TASK) in keys
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [("SMOOTHING = 0.1", "SMOOTHING = 0.2"), ("(1 - S", "(2 - S"), ("(x) * 2", "(x) * 3"), ("", "")],
+)
+def test_the_key_changes_with_whatever_the_loss_uses_in_the_task_s_file(
+    tmp_path: Path, was: str, becomes: str
+) -> None:
+    path = tmp_path / "edited.py"
+    path.write_text(EDITED)
+    before = key(tasks.load(str(path)))
+    path.write_text(EDITED.replace(was, becomes))
+    assert (key(tasks.load(str(path))) == before) == (was == becomes)
+
+
+def test_the_key_changes_with_the_file_of_the_model_s_class(tmp_path: Path) -> None:
+    (tmp_path / "edited_network.py").write_text(EDITED)
+    path = tmp_path / "edited_task.py"
+    path.write_text(EDITED.replace("import torch", "import torch\nimport edited_network").replace(
+        "return Model(", "return edited_network.Model("
+    ))  # fmt: skip
+    before = key(tasks.load(str(path)))
+    (tmp_path / "edited_network.py").write_text(EDITED.replace("(x) * 2", "(x) * 30"))
+    assert key(tasks.load(str(path))) != before
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 9])

@@ -102,7 +102,7 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
 
     measured = Measured(Interval(2.0, 2.0, 2.0), problem.dense, "torch")
     kept = Kept(problem, Found(choice, 0.5, "staged", (), 1.0, False), 0.1, measured)
-    found = job._profile(inputs, "digest", SETTINGS, kept, (0.1, 0.0))
+    found = job._profile(inputs, "digest", SETTINGS, kept, (0.1, 0.0), 5.0)
     assert {name: (it.pattern, it.sparsity) for name, it in found.layers.items()} == wanted
     assert [it.seconds for it in found.layers.values()] == pytest.approx([0.25, 0.25, 0.5, 0.5])
     assert [it.error for it in found.layers.values()] == pytest.approx(outputs)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from search.end_to_end import PROCESSES
-from search.risk import MOOD, SPREAD, WEIGHT, coverage, promise, spread
+from search.risk import MOOD, SPREAD, WEIGHT, coverage, promise, scatter, spread
 
 
 @pytest.mark.parametrize(("actual", "mood"), [(0.01, 0.0), (SPREAD, MOOD), (0.03, MOOD)])
@@ -40,6 +40,26 @@ def test_the_speedup_is_the_mean_and_more_buildings_and_sessions_bring_the_ends_
     assert few.low < many.low < sessions.low < 2.0 < many.high < few.high
     assert few.low * few.high == pytest.approx(4.0)
     assert sessions.low < promise([[2.0] * 2] * 50, between, 0.6).low < 2.0  # what the verification adds remains
+
+
+def test_the_scatter_of_buildings_and_of_sessions_is_told_apart(rng: np.random.Generator) -> None:
+    spread_, mood, profiles = 0.02, 0.015, 400
+    speedups = []
+    for _ in range(profiles):
+        moods = rng.normal(0.7, 0.2) + rng.normal(0, mood, 3)
+        speedups.append([np.exp(one + rng.normal(0, spread_, n)) for one, n in zip(moods, (2, 3, 4), strict=True)])
+    within, between = scatter(speedups)
+    assert (within.freedom, between.freedom) == (6 * profiles, 2 * profiles)
+    # A variance of f degrees of freedom is known to sqrt(2 / f) of itself; 5 such.
+    assert within.value**2 == pytest.approx(spread_**2, rel=5 * np.sqrt(2 / within.freedom))
+    of_means = mood**2 + spread_**2 / 2
+    assert between.value**2 == pytest.approx(mood**2, abs=5 * of_means * np.sqrt(2 / between.freedom))
+
+
+def test_what_was_not_repeated_says_nothing_of_scatter() -> None:
+    within, between = scatter([[[2.0]], [[3.0]]])
+    assert np.isnan([within.value, between.value]).all() and within.freedom == between.freedom == 0
+    assert scatter([[[2.0, 2.2], [2.0, 2.2]]])[1].value == 0.0
 
 
 def test_one_end_at_a_risk_is_two_ends_at_a_coverage() -> None:

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from latbench.errors import BadData, PromiseMissed
-from search import job, overhead, sessions, verify
+from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
+from latbench.runners.worker import resolve
+from search import job, overhead, profile, sessions, verify
 from search import task as tasks
 from search.end_to_end import PROCESSES, Engine, Timings
 from search.job import Inputs, Settings
 from search.problem import DENSE, Layer, Option
 from search.profile import Profile
+from search.pruning.build import build_database
+from search.solve import Infeasible
 
 TASK = """
 import torch
@@ -43,8 +47,13 @@ class Machine:
         blocks = {}
         for name, engine in engines.items():
             choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else None
+            if engine.function == "search.engines:folder_pruned":
+                layers = profile.load(Path(engine.arguments[3]) / "profile.json").layers
+                choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in layers.items()}
             seconds = 8e-3
-            if choices is not None:
+            if engine.function == "search.engines:layers_free":
+                seconds = 2e-4
+            elif choices is not None:
                 seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - sparsity) for _, sparsity in choices.values())
             blocks[name] = [[seconds] * 5] * PROCESSES
         return Timings(blocks, {}, tuple(range(PROCESSES)))
@@ -65,7 +74,8 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))
     found = Machine()
     for module in (overhead, job):
         monkeypatch.setattr(module, "time_engines", found.time_engines)
@@ -82,6 +92,39 @@ def test_the_same_search_again_times_nothing_and_finds_the_same(inputs: Inputs, 
     assert machine.sessions == timed
     assert job.search(inputs, SETTINGS, remeasure=True) != first
     assert machine.sessions > timed
+
+
+def test_the_ceiling_is_what_was_measured_with_layers_free(inputs: Inputs, machine: Machine) -> None:
+    assert job.search(inputs, SETTINGS).ceiling == pytest.approx(8e-3 / 2e-4)
+    with pytest.raises(Infeasible, match=r"and 40\.00x if all layers took no time; 2% of the time is in layers that"):
+        job.search(inputs, replace(SETTINGS, target=50.0))
+
+
+def test_an_edited_loss_is_another_search(inputs: Inputs, machine: Machine) -> None:
+    before = inputs.digest(SETTINGS)
+    Path(inputs.task.reference).write_text(TASK.replace("- reference(", "- 2 * reference("))
+    assert inputs.digest(SETTINGS) != before
+
+
+def test_layers_are_pruned_in_as_many_processes_as_judge(
+    inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def counted(*arguments: Any, processes: int, **options: Any) -> int:
+        asked.append(processes)
+        return build_database(*arguments, **options)
+
+    monkeypatch.setattr(job, "build_database", counted)
+    job.prepare(inputs, replace(SETTINGS, processes=3))
+    assert asked == [3]
+
+
+def test_where_nobody_can_judge_that_is_said_first(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(EnvironmentUnusable, match="--judges gpu needs a GPU"):
+        job.search(inputs, replace(SETTINGS, judges="gpu"))
+    assert not inputs.database.exists()
 
 
 def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,3 +224,43 @@ def test_a_search_that_failed_is_measured_again(inputs: Inputs, machine: Machine
         job.search(inputs, SETTINGS)
     machine.slowness = 1.0
     assert job.search(inputs, SETTINGS).target == 2.0
+
+
+# The benchmark of promises ------------------------------------------------------------------------------------------
+
+
+class Scorer:
+    """Stands for the process that scores."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def call(self, *_: Any, **__: Any) -> tuple[float, float]:
+        return 1.0, 0.9
+
+
+def test_promises_are_counted_and_their_scatter_is_printed(
+    inputs: Inputs,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(verify, "time_engines", machine.time_engines)
+    monkeypatch.setattr(verify, "Worker", Scorer)
+    report = resolve(f"{Path(__file__).parents[1] / 'benchmarks' / 'guarantee.py'}:report")
+    report(inputs, replace(SETTINGS, target=1.2), 3, 0)
+    *_, counted, scattered = capsys.readouterr().out.splitlines()
+    assert counted.startswith("met 3 of 3 (0 refused); overshoot +")
+    assert "0.00% between buildings of a session" in scattered and "0.00% more between sessions" in scattered
+    verified = len(list(inputs.database.glob("guarantee/*/verify/session.json")))
+    assert verified == 3
+    timed = machine.sessions
+    report(inputs, replace(SETTINGS, target=1.2), 3, 0)  # goes on: all is known
+    assert machine.sessions == timed
+    assert capsys.readouterr().out.splitlines()[-2:] == [counted, scattered]

@@ -1,0 +1,77 @@
+"""Whole models as workers build them: what it takes when sparse layers are free."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from search.engines import Choices, layers_free, random_pruned
+from search.problem import DENSE
+from sparse_kernels import nn as sparse
+
+TASK = str(Path(__file__).parent / "pruning_task.py")
+# One input through two layers of one convolution: it is asked for outputs of two sizes.
+TWICE = f"""
+import torch
+from search.task import load
+base = load({TASK!r})
+calibration, loss, score = base.calibration, base.loss, base.score
+class Twice(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(6, 6, 3, padding=1)
+    def forward(self, x):
+        return self.conv(x).sum(), self.conv(torch.nn.functional.max_pool2d(x, 2)).sum()
+def model():
+    torch.manual_seed(0)
+    return Twice().eval()
+def example(): return base.example()
+"""
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one whenever a sparse layer computes on the CPU."""
+    found: list[int] = []
+    use: Callable[[int], Any] = sparse.threads.use
+
+    def counted(threads: int) -> Any:
+        found.append(threads)
+        return use(threads)
+
+    monkeypatch.setattr(sparse, "threads", SimpleNamespace(use=counted))  # as layers know it
+    return found
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    return list(output) if isinstance(output, tuple) else [output]
+
+
+@pytest.mark.parametrize(
+    ("task", "choices", "layers"),
+    [
+        (TASK, {"conv": ("vector:4", 0.5), "fc": (DENSE, 0.0)}, 2),
+        ("twice", {"conv": ("unstructured", 0.5)}, 2),
+    ],
+    ids=["layers of two kinds", "a layer called twice"],
+)
+def test_free_layers_compute_once_and_the_rest_as_always(
+    task: str, choices: Choices, layers: int, computed: list[int], tmp_path: Path
+) -> None:
+    if task == "twice":
+        (tmp_path / "twice.py").write_text(TWICE)
+        task = str(tmp_path / "twice.py")
+    pruned: Any = random_pruned(task, 1, "numba", choices)
+    free = layers_free(task, 1, choices)
+    expected, first = tensors(pruned()), tensors(free())
+    computed.clear()
+    again = tensors(free())
+    assert computed == []
+    for a, b, c in zip(expected, first, again, strict=True):
+        torch.testing.assert_close(b, a)
+        torch.testing.assert_close(c, b, rtol=0, atol=0)
+    pruned()  # others in this process compute
+    assert len(computed) == layers
