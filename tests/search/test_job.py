@@ -1,7 +1,7 @@
 """The promise is measured: searched, timed, corrected, searched again. Machines here are formulas."""
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
 from search.end_to_end import Timings
+from search.evaluations import Found
 from search.job import Settings, prunable_layers, searcher
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
 from search.promise import Kept, Measured, keep_promise, measured
@@ -269,6 +270,27 @@ def test_a_profile_that_missed_does_not_end_the_rounds() -> None:
     kept = kept_promise(exact, Judge(), off({best.choice: 1.03}), wanted)
     assert kept.found.choice != best.choice
     assert next_best <= kept.found.loss < solved.loss
+
+
+def test_what_missed_is_told_to_the_search_and_corrects_the_prediction_when_it_is_all_there_is() -> None:
+    exact = problem(spread=0.0)
+    solved, faster = exact.solve(2.0).choice, (4,) * LAYERS  # by its layers, that is; it turns out much slower
+    asked: list[tuple[Problem, set[Choice]]] = []
+
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+        asked.append((problem, set(missed)))
+        choice = faster if number else solved
+        return Found(choice, loss(choice), "staged", (), 1.0, False)
+
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        dense = Interval(DENSE_SECONDS, DENSE_SECONDS, DENSE_SECONDS)
+        values = [2.01 if choice == solved else 1.5 for choice in choices]
+        return [Measured(Interval(value, value, value), dense, "torch") for value in values]
+
+    assert keep_promise(exact, search, measure, 2.0).found.choice == solved
+    assert [missed for _, missed in asked[:4]] == [set(), set(), {faster}, {faster}]
+    assert fits(asked[2][0], faster, 2.0)  # as the profile that held says
+    assert not fits(asked[3][0], faster, 2.0)
 
 
 def test_a_verified_profile_that_missed_is_not_found_again() -> None:
