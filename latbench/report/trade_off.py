@@ -19,7 +19,7 @@ from latbench.errors import BadData
 from latbench.report import data, units
 from latbench.report.figures import GAIN, LOSS, Figure, colour, line_at, plain, short, time_axis
 from latbench.report.views import Cell, Chart, Section, table
-from search import frames, layer_errors
+from search import layer_errors
 from search.frontier import frontier
 from search.layers import DENSE, every_option, uniform_choice
 from search.problem import Problem
@@ -44,7 +44,7 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     layers = {layer.name: layer.shape for layer in workloads.load(workload).layers}
     if missing := [name for name in profile.layers if name not in layers]:
         raise BadData(f"{workload} has no layer {missing[0]}, which the profile has: give its own, of latbench trace")
-    problem = frames.from_table(
+    problem = Problem.from_table(
         data.plain(swept), {name: layers[name] for name in profile.layers},
         device=profile.device, backend=profile.backend,
         threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,
