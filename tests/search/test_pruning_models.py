@@ -222,7 +222,7 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     ("missing", "recipe", "sentence"),
     [
         ("train_batches", Recipe(), r"task tiny has no train_batches\(rng\): leave --recipe out"),
-        ("", Recipe(transposable=True), "layer conv: only N:M masks can be transposable, not vector:4"),
+        ("", Recipe(transposable="exact"), "layer conv: only N:M masks can be transposable, not vector:4"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(
