@@ -223,7 +223,7 @@ def test_what_goes_with_a_network_narrows_it_and_what_does_not_is_refused(tmp_pa
 
 
 def test_rounded_weights_are_no_option_unless_a_profile_can_ask_for_them() -> None:
-    rounded = (A, "vector:8", 0.5, 0.1, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"})
+    rounded = (A, "vector:8", 0.9, 0.1, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"})
     t = pd.concat([a_table(), swept(rounded)])
     assert Problem.from_table(t, {"a": A}).layers[0].seconds.tolist() == [4.0, 3.0, 2.5, 1.5]
 
