@@ -22,15 +22,15 @@ RUNS = 3
 LIBRARIES = "import latbench.report.html, latbench.report.inputs, plotly.offline"
 
 
-def timed(command: list[str]) -> tuple[float, float]:
-    """Wall seconds and peak resident MiB of a command."""
+def timed(command: list[str]) -> tuple[float, float, float]:
+    """Wall seconds, processor seconds and peak resident MiB of a command."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - started
     if status:
         sys.exit(f"{' '.join(command)} failed")
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -45,10 +45,10 @@ def main() -> None:
         output = folder / "report.html"
         command = [sys.executable, "-m", "latbench.cli", "report", str(folder / "table"), "-o", str(output)]
         for _ in range(RUNS):
-            importing, _ = timed([sys.executable, "-c", LIBRARIES])
-            seconds, memory = timed(command)
+            importing, _, _ = timed([sys.executable, "-c", LIBRARIES])
+            seconds, cpu, memory = timed(command)
             print(
-                f"{seconds:.2f} s ({importing:.2f} s of it libraries), {memory:.0f} MiB, "
+                f"{seconds:.2f} s ({importing:.2f} s of it libraries), {cpu:.2f} s of processors, {memory:.0f} MiB, "
                 f"{output.stat().st_size / 1e6:.2f} MB of HTML"
             )
 
