@@ -32,7 +32,7 @@ demo: $(READY)
 	$(BIN)/latbench prune digits --profile $(DEMO)/profile.json --database $(DEMO)/database -o $(DEMO)/pruned
 # The report is made whether the promise was met or not; the exit code is verify's.
 	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify; verdict=$$?; \
-	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
+	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify --database $(DEMO)/database --workload $(DEMO)/workload.yaml -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
 test: $(CUDA_READY)
 	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
