@@ -17,6 +17,7 @@ from latbench import files, tables, workloads
 from latbench.workloads import Layer, Workload
 from search.database import Database
 from search.profile import LayerChoice, Profile
+from search.pruning import folder as pruned
 from search.pruning.folder import FILES
 from search.verify import Verdict, manifest_hash
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -161,7 +162,7 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         (example.pruned / name).touch()
     stages = [("dense", 0.071, 0.9806), ("one-shot", 0.142, 0.9694), ("global", 0.083, 0.975)]
     manifest = {
-        "version": 1, "task": task, "score_name": "accuracy", "method": "global",
+        "version": pruned.VERSION, "task": task, "score_name": "accuracy", "method": "global",
         "stages": [{"name": name, "loss": loss, "score": score} for name, loss, score in stages],
         "layers": {name: {"weights": 4096, "kept_weights": 1024, "packed_bytes": 6000} for name in layers},
         "files": {name: files.sha256(example.pruned / name) for name in FILES},
