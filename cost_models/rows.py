@@ -45,7 +45,8 @@ def read_training_rows(table: str | Place, backend: str | None = None) -> tuple[
     """
 
     def useful(piece: pa.Table) -> pa.Array:
-        layer = pc.and_(pc.not_equal(piece["op"], "model"), pc.not_equal(piece["purpose"], "verify"))
+        # What others published may not say which operation it is.
+        layer = pc.and_(pc.not_equal(piece["op"], "model").fill_null(True), pc.not_equal(piece["purpose"], "verify"))
         mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
         return mask if backend is None else pc.and_(mask, pc.equal(piece["backend"], backend))
 

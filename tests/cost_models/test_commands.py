@@ -219,6 +219,14 @@ def test_import_adds_a_file_once(latbench: Run, tmp_path: Path) -> None:
     assert "is a table of unknown" in _refused(latbench(*arguments, "--device", "b-cpu"), 2)
 
 
+def test_layers_of_unknown_shape_are_looked_up_all_the_same(latbench: Run, tmp_path: Path) -> None:
+    curve = "\n".join(f"{1 - 0.9 * sparsity:.6f} {sparsity:.4f}" for sparsity in (0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9))
+    (tmp_path / "net.txt").write_text(f"base\n0.5\nprunable\n0.25\nconv1\n{curve}\nfc\n{curve}\n")
+    latbench("import", "spdy", tmp_path / "net.txt", "-o", tmp_path / "table")
+    said = latbench("fit", tmp_path / "table", "-o", tmp_path / "m.json")[1]
+    assert "AnchoredLookup, 14 points" in said
+
+
 def test_import_takes_shapes_from_a_workload(latbench: Run, tmp_path: Path) -> None:
     (tmp_path / "net.txt").write_text(SPDY)
     arguments = ("import", "spdy", tmp_path / "net.txt", "-o", tmp_path / "table", "--pattern", "block:1x4")
