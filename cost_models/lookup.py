@@ -91,7 +91,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     def _calibrate(self) -> None:
         """Leave each inner anchor out; a score is its error in units of how badly the rest of its curve behaves.
 
-        A left-out anchor lies in a gap twice as wide as a real one, so what is learned here errs on the wide side.
+        A left-out anchor lies in a gap twice as wide as a real one, which errs on the wide side. That the anchors of
+        a curve are alike errs on the narrow one, and outweighs it where few curves were measured.
         """
         errors = {key: curve.held_out_errors() for key, curve in self.curves_.items()}
         known = np.concatenate([np.empty(0), *errors.values()])

@@ -32,7 +32,7 @@ def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
     return hull[:count]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) -> tuple[Floats, Floats]:
     """The efficient states of two lists: in each seconds never fall and errors never rise, but both may stay equal.
 
@@ -63,7 +63,7 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
     return spent[:count], error[:count]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def extend_all(spent: Floats, error: Floats, seconds: Floats, errors: Floats) -> tuple[Floats, Floats]:
     """The efficient sums of a state and an option: one shifted copy of the states an option, merged in turn."""
     front_spent, front_error = np.empty(0), np.empty(0)

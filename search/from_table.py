@@ -60,9 +60,13 @@ def from_table(
             raise UsageError("a cost model predicts layers by their shapes: give a workload, and no network")
         settings = {"network": network, "device": device, "backend": backend, "threads": threads, "batch": batch}
         found, whole, engine = _inside(rows, shapes, settings, coverage)
-        if dense_seconds is None and fixed_seconds is None and whole is not None:
-            # Medians of layers may add up to more than the median of their sums.
-            dense_seconds, fixed_seconds = whole, max(0.0, whole - all_dense(found).value)
+        if dense_seconds is not None:
+            engine = DENSE
+        elif whole is not None:
+            dense_seconds = whole
+            if fixed_seconds is None:
+                # Medians of layers may add up to more than the median of their sums.
+                fixed_seconds = max(0.0, whole - all_dense(found).value)
     else:
         if batch is not None:
             raise UsageError("a batch (--batch) says which rows of a network: shapes have theirs")
@@ -79,7 +83,9 @@ def from_table(
                 model, own, shapes, threads=int(own["threads"].iloc[0]), backend=engine, patterns=patterns,
                 sparsities=sparsities, coverage=coverage,
             )  # fmt: skip
-        if dense_seconds is None:
+        if dense_seconds is not None:
+            engine = DENSE
+        else:
             dense, engine = _fastest_dense(rows, shapes)
             fixed_seconds = interval(fixed_seconds or 0.0)
             dense_seconds = dense + fixed_seconds

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial, reduce
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from latbench import devices
 from search.solve import BadProblem, Choice, Floats, efficient_options, solve
+
+# From so many states on, the threads share a layer's options.
+WORTH_SHARING = 4096
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,20 @@ def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_p
     `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs; raises
     BadProblem where there are more than `max_points`, and for what states no problem.
     """
-    from search._states import extend_all
+    from search._states import extend_all, merge
 
     options = efficient_options(seconds, errors)
     spent, error = np.zeros(1), np.zeros(1)
-    for start, stop in itertools.pairwise(options.first.tolist()):
-        spent, error = extend_all(spent, error, options.seconds[start:stop], options.errors[start:stop])
-        if len(spent) > max_points:
-            raise BadProblem(
-                f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
-                "measured, or ask `solve` for the budgets of interest"
-            )
+    with ThreadPoolExecutor(cores := devices.cores()) as pool:
+        for start, stop in itertools.pairwise(options.first.tolist()):
+            threads = min(cores, stop - start) if len(spent) > WORTH_SHARING else 1
+            shares = [np.arange(start + i, stop, threads) for i in range(threads)]
+            own = ([of[share] for share in shares] for of in (options.seconds, options.errors))
+            extended = pool.map(partial(extend_all, spent, error), *own)
+            spent, error = reduce(lambda a, b: merge(*a, *b), extended)
+            if len(spent) > max_points:
+                raise BadProblem(
+                    f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
+                    "measured, or ask `solve` for the budgets of interest"
+                )
     return Frontier(spent, error, (seconds, errors))

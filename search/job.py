@@ -301,6 +301,8 @@ def prepare(
     problem = replace(problem, layers=task.limits.narrow(problem.layers))
     if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
         problem = problem.without_hopeless()
+    if given is not None:
+        problem = problem.with_errors(given)
     problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
 
     options = {
@@ -314,10 +316,9 @@ def prepare(
         method=inputs.method, processes=settings.processes,
     )  # fmt: skip
     if settings.errors == "output":
-        given = layer_errors.output_errors(problem, database)
+        problem = problem.with_errors(layer_errors.output_errors(problem, database))
     elif settings.errors == "weight":
-        given = layer_errors.weight_errors(problem, database, inputs.model)
-    problem = problem.with_errors(given or {})
+        problem = problem.with_errors(layer_errors.weight_errors(problem, database, inputs.model))
     if not inputs.verified(settings):  # which moved all layers together
         problem = chance.apart(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -97,7 +98,7 @@ class Judges:
         return self._stack.enter_context(panel(self._place, self._processes))
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
-        """The mean loss of each profile over the first `batches` calibration batches.
+        """The mean loss of each profile over the first `batches` calibration batches; infinite where it is NaN.
 
         Raises what the task raises, and a LatbenchError for what happens in a process.
         """
@@ -109,7 +110,8 @@ class Judges:
                 self._trials.add(one, self._own.losses(one, numbers))
         elif missing:
             self._spread(missing)
-        return [sum(self._trials.losses(one)[:batches]) / batches for one in held]
+        means = [sum(self._trials.losses(one)[:batches]) / batches for one in held]
+        return [math.inf if math.isnan(loss) else loss for loss in means]
 
     def _spread(self, missing: Mapping[Held, range]) -> None:
         """Judge these batches of these profiles on the panel."""

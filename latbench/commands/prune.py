@@ -99,7 +99,7 @@ def prune(
             "inputs": inputs,
         }
         folder.save_pruned(output, result.model, result.masks, searched, facts)
-        for left in output.parent.glob(f".{output.name}.*.training"):  # of earlier recipes, too
+        for left in folder.beside(output, r"[0-9a-f]{16}\.training"):  # of earlier recipes, too
             left.unlink()
         last_line = f"{output} is written"
         del result

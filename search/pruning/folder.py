@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ from sparse_kernels.patterns import NM, VectorNM, parse
 
 VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
+PACKED = "packed.safetensors"
 
 
 def save_pruned(
@@ -48,13 +50,14 @@ def save_pruned(
 ) -> dict[str, Any]:
     """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
 
+    What else lies in the folder stays there. A write that is killed leaves a folder that says so when it is read.
     Raises UsageError when `folder` is something else than a pruned model, EnvironmentUnusable when the disk refuses.
     """
-    folder = Path(folder)
+    folder = Path(folder).resolve()
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.parent.glob(f".{folder.name}.*.tmp"):  # of a prune that was killed
+        for leftover in beside(folder, r"\d+\.tmp"):  # of a prune that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
@@ -79,9 +82,10 @@ def save_pruned(
             (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
             for name in FILES:  # safetensors makes its files private; these are as readable as any other
                 (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
-            if folder.exists():
-                shutil.rmtree(folder)
-            temporary.replace(folder)
+            folder.mkdir(exist_ok=True)
+            (folder / PACKED).unlink(missing_ok=True)  # of the weights that were here
+            for name in (*FILES, "manifest.json"):
+                (temporary / name).replace(folder / name)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
@@ -142,7 +146,17 @@ def check_writable(folder: Path) -> None:
 
 def is_pruned(folder: Path) -> bool:
     """Whether the folder looks like a pruned model of any version."""
-    return (Path(folder) / "manifest.json").is_file()
+    try:
+        manifest = json.loads((Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+        return isinstance(manifest["version"], int) and set(FILES) <= set(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def beside(folder: Path, ending: str) -> list[Path]:
+    """The hidden files of this folder that lie beside it: its name between dots, then the regular expression."""
+    name = re.compile(rf"\.{re.escape(folder.name)}\.{ending}")
+    return [path for path in folder.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def unchanged(folder: Path, inputs: str) -> bool:

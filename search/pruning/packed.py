@@ -22,12 +22,10 @@ from torch import nn
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import write_atomically
 from search import profile as profiles
-from search.pruning.folder import read_masks
+from search.pruning.folder import PACKED, read_masks
 from search.pruning.masks import as_matrix, as_weight
 from sparse_kernels.convert import Choice
 from sparse_kernels.patterns import parse
-
-FILE = "packed.safetensors"
 
 
 def write_packed(folder: Path) -> Path:
@@ -48,7 +46,7 @@ def write_packed(folder: Path) -> Path:
             else:
                 tensors[name] = tensor
     metadata = {"format": "pt", **{_weight_of(layer): choice.pattern for layer, choice in layers.items()}}
-    path = folder / FILE
+    path = folder / PACKED
     try:
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     except SafetensorError as error:

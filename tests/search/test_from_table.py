@@ -257,6 +257,14 @@ def test_the_command_keeps_a_target_at_two_batches(
     assert code == 1 and f"latbench: {tmp_path}: target 9x is infeasible: the best is" in said
 
 
+def test_the_dense_model_is_the_measured_one_also_where_what_is_beside_the_layers_is_said(tmp_path: Path) -> None:
+    analysed(tmp_path, 1, 1e-3, "a")
+    measured = Problem.from_table(tmp_path)
+    told = Problem.from_table(tmp_path, fixed_seconds=3e-4)
+    assert told.dense == measured.dense and told.fixed.value == 3e-4
+    assert Problem.from_table(tmp_path, dense_seconds=5e-3).dense_engine == "dense"
+
+
 def test_layers_that_add_up_to_more_than_the_model_leave_nothing_beside_them(tmp_path: Path) -> None:
     analysed(tmp_path, 1, 1e-3, "a")
     t = tables.read(tmp_path)

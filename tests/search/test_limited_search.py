@@ -108,7 +108,9 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
     assert [it.error for it in found.layers.values()] == pytest.approx(outputs)
 
 
-def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(inputs: Inputs, tmp_path: Path) -> None:
+def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = inputs.task.model()
     problem = job.prepare(inputs, replace(SETTINGS, errors="weight")).problem
     weight = weight_matrix(dense.get_submodule("1.k")).detach()
@@ -121,6 +123,7 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(inputs: Inpu
     problem = job.prepare(inputs, settings).problem
     assert problem.layers[0].errors.tolist() == [0.0, 5.0, 5.0]
     path.write_text("\n".join(["layer,pattern,sparsity,error", *lines[:-1]]))
+    monkeypatch.setattr(job, "build_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
         job.prepare(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), settings)
 

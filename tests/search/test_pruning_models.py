@@ -26,7 +26,7 @@ from search.pruning.apply import stitch
 from search.pruning.batchnorm import batchnorms, tune_batchnorm
 from search.pruning.build import build_database
 from search.pruning.build import recipe as recipe_of
-from search.pruning.folder import FILES, load_pruned, save_pruned, unshared
+from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.recipe import Recipe
 from search.pruning.train import Trained, train
@@ -294,6 +294,34 @@ def test_what_is_no_pruned_model_is_never_overwritten(task: Task, tmp_path: Path
     assert (tmp_path / "thesis.tex").read_text() == "irreplaceable"
 
 
+def test_another_tools_manifest_makes_no_pruned_model(task: Task, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 3, "files": {"index.html": "0"}}))
+    with pytest.raises(UsageError, match="is no pruned model: give another output folder"):
+        save_pruned(tmp_path, task.model(), {}, profile_of(task, CHOICES), {})
+    assert (tmp_path / "manifest.json").is_file()
+
+
+def test_what_lies_beside_the_weights_stays_there_also_behind_a_link(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "pruned").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        model = task.model()
+        save_pruned(tmp_path / "pruned", model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+        load_pruned(tmp_path / "pruned", task.model())
+        (tmp_path / "disk" / "config.json").write_text("{}")
+    assert (tmp_path / "pruned").is_symlink() and (tmp_path / "disk" / "config.json").read_text() == "{}"
+
+
+def test_a_folder_whose_name_goes_on_is_another_one(tmp_path: Path) -> None:
+    names = [".a.0123456789abcdef.training", ".a.b.0123456789abcdef.training", ".a.17.tmp", ".a.b.17.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in beside(tmp_path / "a", r"\d+\.tmp")] == [".a.17.tmp"]
+    assert [path.name for path in beside(tmp_path / "a", r"[0-9a-f]{16}\.training")] == [names[0]]
+
+
 def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tmp_path: Path) -> None:
     profile_of(task, CHOICES).save(tmp_path / "profile.json")
     dying = (
@@ -362,7 +390,7 @@ def test_checkpoints_of_other_recipes_go_when_a_model_is_written(
     task: Task, database: Database, tmp_path: Path
 ) -> None:
     profile_of(task, CHOICES).save(tmp_path / "profile.json")
-    (tmp_path / ".pruned.0123.training").write_bytes(b"half")
-    (tmp_path / ".other.0123.training").write_bytes(b"half")
+    (tmp_path / ".pruned.0123456789abcdef.training").write_bytes(b"half")
+    (tmp_path / ".other.0123456789abcdef.training").write_bytes(b"half")
     prune_command(str(TASK), tmp_path / "profile.json", database.folder, tmp_path / "pruned", joint=False)
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".other.0123.training"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".other.0123456789abcdef.training"]
