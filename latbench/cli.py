@@ -6,9 +6,10 @@ Expected failures end as one line on stderr and the exit code of their class in 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -34,10 +35,25 @@ def application() -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
     )
+    app.callback()(_said_before_the_verb)
     for verb in VERBS:
         module = importlib.import_module(f"latbench.commands.{verb}")
         app.command(name=verb.rstrip("_"))(getattr(module, verb))
     return app
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"latbench {importlib.metadata.version('latbench')}")
+        raise typer.Exit
+
+
+def _said_before_the_verb(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

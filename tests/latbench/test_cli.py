@@ -1,11 +1,15 @@
 """The roof: whatever is typed, and whatever happens below, ends as one line and the right exit code."""
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from latbench import cli
 from latbench.commands import doctor
+
+ROOT = Path(__file__).parents[2]
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -66,3 +70,10 @@ def test_what_happens_below_is_one_line(
     found = outcome(monkeypatch, capsys, "doctor")
     assert found[0] == code
     assert found[2].startswith(line) and found[2].count("\n") == 1
+
+
+def test_the_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert outcome(monkeypatch, capsys, "--version") == (0, f"latbench {project}\n", "")
