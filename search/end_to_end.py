@@ -15,6 +15,7 @@ times. That is too few for an interval; what it means for a promise is `risk`'s 
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -45,6 +46,8 @@ ROUND_SECONDS = 0.12
 MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use: a minute
 SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
 FEWEST_QUIET = 3  # rounds of a building
+DISTURBED = 0.25  # as SLOW, of a building: processes of their own have no bad luck together
+MORE_PROCESSES = 2  # in place of those that were disturbed
 PREPARE_SECONDS = 600.0
 SAMPLE_SECONDS = 300.0
 RESAMPLES = 1000
@@ -63,12 +66,14 @@ def cpu_lock(progress: Progress) -> AbstractContextManager[None]:
 class Engine:
     """How a worker builds one model: the worker's name, "module:function" and its arguments.
 
-    Engines of the same worker share its process: one library's threads do not slow its own.
+    Engines of the same worker share its process: one library's threads do not slow its own. One that `shares` gets a
+    last argument more: a folder for what all engines of one timing need only once.
     """
 
     worker: str
     function: str
     arguments: tuple[Any, ...]
+    shares: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,43 +128,65 @@ def time_engines(
     """Time the engines together, `rounds` times in all, built anew in `processes` processes each.
 
     One that cannot run is left out with the reason; a `required` one raises it. known: seconds that some of them took
-    before on this machine, when it was quiet.
+    before on this machine, when it was quiet. Where others used the machine all the while, engines are built once
+    more, and that building does not count.
     """
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
     taken: list[Round] = []
     built: list[int] = []
     wanted = math.ceil(rounds / processes)
-    for number in range(1, processes + 1):
-        names = dict.fromkeys(engine.worker for engine in engines.values())
-        with ExitStack() as stack:
-            # Entered first, left last: a worker dies with the thread that started it.
-            pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
-            workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
-            progress(f"preparing whole models, {number} of {processes}", None, None)
-            prepared, failed = _prepare(engines, workers, pool)
-            for name, error in failed.items():
-                if name in required or number > 1:
-                    raise LatbenchError(f"{name} cannot run this model: {error}") from error
-                left_out[name] = " ".join(str(error).split())
-            engines = {name: engines[name] for name in prepared}
-            first = len(taken)
-            while len(taken) - first < MOST_TRIES * wanted:
-                quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
-                if quiet >= wanted:
-                    break
-                progress("timing whole models in turns", (number - 1) * wanted + quiet, processes * wanted)
-                turn = list(prepared)
-                order.shuffle(turn)
-                drawn = {
-                    name: workers[engines[name].worker].burst(prepared[name], round_seconds, timeout=SAMPLE_SECONDS)
-                    for name in turn
-                }
-                taken.append({name: drawn[name] for name in prepared})
-                built.append(number)
-    counted = [i for number in range(1, processes + 1) for i in counted_rounds(taken, built, number, known)]
+    number = 0
+    with tempfile.TemporaryDirectory(prefix="latbench-engines-") as shared:
+        while number < processes or (
+            0 < len(undisturbed(taken, built, known)) < processes and number < processes + MORE_PROCESSES
+        ):
+            number += 1
+            names = dict.fromkeys(engine.worker for engine in engines.values())
+            with ExitStack() as stack:
+                # Entered first, left last: a worker dies with the thread that started it.
+                pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
+                workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
+                progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
+                prepared, failed = _prepare(engines, workers, pool, shared)
+                for name, error in failed.items():
+                    if name in required or number > 1:
+                        raise LatbenchError(f"{name} cannot run this model: {error}") from error
+                    left_out[name] = " ".join(str(error).split())
+                engines = {name: engines[name] for name in prepared}
+                first = len(taken)
+                while len(taken) - first < MOST_TRIES * wanted:
+                    quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
+                    if quiet >= wanted:
+                        break
+                    progress(
+                        "timing whole models in turns", (number - 1) * wanted + quiet, max(number, processes) * wanted
+                    )
+                    turn = list(prepared)
+                    order.shuffle(turn)
+                    drawn = {
+                        name: workers[engines[name].worker].burst(
+                            prepared[name], round_seconds, timeout=SAMPLE_SECONDS
+                        )
+                        for name in turn
+                    }
+                    taken.append({name: drawn[name] for name in prepared})
+                    built.append(number)
+    numbers = undisturbed(taken, built, known) or range(1, number + 1)
+    counted = [i for number in numbers for i in counted_rounds(taken, built, number, known)]
     blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
     return Timings(blocks, left_out, [built[i] for i in counted])
+
+
+def undisturbed(taken: Sequence[Round], built: Sequence[int], known: Mapping[str, float]) -> list[int]:
+    """The buildings that had the machine to themselves at times: not even their quietest rounds were slow in others.
+
+    Engines of one building run in processes of their own, so that all of them are slow only if the machine is.
+    """
+    slow, of = slowness(taken, known), np.asarray(built)
+    return [
+        number for number in np.unique(of).tolist() if np.sort(slow[of == number])[:FEWEST_QUIET][-1] <= DISTURBED
+    ]
 
 
 def counted_rounds(
@@ -167,7 +194,7 @@ def counted_rounds(
 ) -> list[int]:
     """Which rounds of building `number` count: the quiet ones.
 
-    Where it never was as quiet as it was known to be, the quietest there was has to do: no building goes uncounted.
+    Where it never was as quiet as it was known to be, the quietest there was has to do.
     """
     own = [i for i, it in enumerate(built) if it == number]
     for slow in (slowness(taken, known), slowness(taken, {})):
@@ -178,7 +205,7 @@ def counted_rounds(
 
 
 def _prepare(
-    engines: Mapping[str, Engine], workers: Mapping[str, Worker], pool: Executor
+    engines: Mapping[str, Engine], workers: Mapping[str, Worker], pool: Executor, shared: str
 ) -> tuple[dict[str, Prepared], dict[str, Exception]]:
     """Build all engines, those of different workers at the same time; what is built, and what was raised."""
     prepared: dict[str, Prepared] = {}
@@ -188,8 +215,9 @@ def _prepare(
         for name, engine in engines.items():
             if engine.worker != worker:
                 continue
+            arguments = (*engine.arguments, shared) if engine.shares else engine.arguments
             try:
-                prepared[name] = workers[worker].prepare(engine.function, *engine.arguments, timeout=PREPARE_SECONDS)
+                prepared[name] = workers[worker].prepare(engine.function, *arguments, timeout=PREPARE_SECONDS)
             except (TaskFailed, WorkerDied) as error:
                 failed[name] = error
 

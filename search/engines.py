@@ -9,11 +9,11 @@ processes and functions that need it anyway.
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ DENSE_ENGINES = {
     "numba": "search.engines:dense_numba",
     "deepsparse": "search.engines:dense_deepsparse",
 }
+SHARING = ("onnxruntime", "openvino")
+"""Those that run one exported file; their functions take the folder where they find it, or leave it for others."""
 BACKENDS = ("numba", "deepsparse")
 """What runs a pruned model: latbench's own kernels, or DeepSparse."""
 
@@ -75,7 +77,7 @@ def dense_mkldnn(reference: str, threads: int) -> Run:
     return _inference(model, task.example(), threads)
 
 
-def dense_onnxruntime(reference: str, threads: int) -> Run:
+def dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     """The model exported to ONNX, on ONNX Runtime's CPU provider; its threads spin between calls, as by default."""
     import onnxruntime
 
@@ -87,33 +89,40 @@ def dense_onnxruntime(reference: str, threads: int) -> Run:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    with _exported(task.model(), inputs) as path:
-        session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    path = exported_once(task.model(), inputs, Path(shared))
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [given.name for given in session.get_inputs()]
     feed = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
     return Restless(lambda: session.run(None, feed), SPINNING_SECONDS)
 
 
-@contextlib.contextmanager
-def _exported(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Iterator[Path]:
-    """The model as an ONNX file, for as long as the context lasts."""
-    with tempfile.TemporaryDirectory(prefix="latbench-onnx-") as folder:
-        path = Path(folder) / "model.onnx"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the exporter's advice to its own developers
-            logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-            torch.onnx.export(model, inputs, str(path), dynamo=True, verbose=False)
-        yield path
+def exported_once(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path) -> Path:
+    """The model as an ONNX file in `folder`: exporting takes seconds, and every process that times it needs the same.
+
+    The first process exports; others wait for it, and try themselves if it failed.
+    """
+    path = folder / "model.onnx"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as unfinished, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the exporter's advice to its own developers
+                logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+                torch.onnx.export(model, inputs, str(Path(unfinished) / path.name), dynamo=True, verbose=False)
+                # The model last, after the weights that the exporter may have put beside it: it says "complete".
+                for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == path.name):
+                    file.rename(folder / file.name)
+    return path
 
 
-def dense_openvino(reference: str, threads: int) -> Run:
+def dense_openvino(reference: str, threads: int, shared: str) -> Run:
     """The model exported to ONNX, on OpenVINO's CPU plugin, in float32 as the others."""
     from latbench.backends import openvino
 
     task = load(reference)
     model, inputs = task.model(), task.example()
-    with _exported(model, inputs) as path:
-        compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads)
+    path = exported_once(model, inputs, Path(shared))
+    compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:

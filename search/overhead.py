@@ -25,7 +25,7 @@ import numpy as np
 from latbench import backends, devices
 from latbench.errors import BadData
 from search.end_to_end import Engine, Progress, time_engines
-from search.engines import DENSE_ENGINES
+from search.engines import DENSE_ENGINES, SHARING
 from search.layers import options_of
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
 from search.sessions import Chosen, Session, profile_name
@@ -109,7 +109,7 @@ def measure_whole_model(
 def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
     """The dense engines that a pruned model on `backend` is compared with; DeepSparse is one where it runs there."""
     return {
-        name: Engine(name, function, (task.reference, threads))
+        name: Engine(name, function, (task.reference, threads), shares=name in SHARING)
         for name, function in DENSE_ENGINES.items()
         if name != "deepsparse" or backend == "deepsparse"
     }

@@ -26,7 +26,7 @@ from search import task as tasks
 from search.end_to_end import Engine, time_engines
 from search.engines import DENSE_ENGINES, random_pruned
 from search.job import prunable_layers
-from search.overhead import FREE
+from search.overhead import FREE, dense_engines
 from sparse_kernels import nn as sparse
 
 PRUNED = "pruned"
@@ -97,7 +97,7 @@ def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -
     threads, reference = arguments.threads, task.reference
     choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
     zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
-    engines = {name: Engine(name, function, (reference, threads)) for name, function in DENSE_ENGINES.items()}
+    engines = dense_engines(task, threads, "deepsparse")
     engines[PRUNED] = Engine(PRUNED, "search.engines:random_pruned", (reference, threads, "numba", choices))
     engines["deepsparse, pruned"] = Engine(
         "deepsparse, pruned", "search.engines:random_pruned", (reference, threads, "deepsparse", zeros)

@@ -7,7 +7,7 @@ import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
-from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines
+from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines, undisturbed
 from search.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 from search.sessions import Session
@@ -62,7 +62,8 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     assert timings.left_out == {"absent": "RuntimeError: no such operator"}
     assert min(min(block) for block in timings.blocks["slow"]) >= 0.004
     assert timings.fastest(["slow", "absent", "other"]) == "other"
-    assert told[-1] in [("timing whole models in turns", done, 3) for done in range(3)]
+    what, done, of = told[-1]
+    assert what == "timing whole models in turns" and done is not None and of is not None and done < of >= 3
     with pytest.raises(LatbenchError, match="absent cannot run this model: RuntimeError: no such operator"):
         time_engines({"absent": engines["absent"]}, threads=1, required=["absent"])
 
@@ -117,6 +118,56 @@ def test_of_each_building_the_quietest_rounds_count() -> None:
     assert counted_rounds(rounds, built, 3, {}) == [9, 10, 11]
     # Never as quiet as it was known to be: then all that are alike.
     assert counted_rounds([slow] * 5, [1] * 5, 1, {"a": 4.0}) == [0, 1, 2, 3, 4]
+
+
+def test_a_building_that_never_had_the_machine_to_itself_does_not_count() -> None:
+    quiet, slow = taken(4.0, 2.0), taken(8.0, 4.4)
+    rounds, built = [quiet] * 4 + [slow] * 6 + [slow] * 3 + [quiet] * 3, [1] * 4 + [2] * 6 + [3] * 6
+    assert undisturbed(rounds, built, {}) == [1, 3]
+    assert undisturbed(rounds[4:10], built[4:10], {}) == [2]  # nothing tells that it is slow
+    assert undisturbed(rounds[4:10], built[4:10], {"a": 4.0}) == []
+    # One engine's bad luck in its building is its own: the others say that the machine is quiet.
+    assert undisturbed([quiet, {**quiet, "b": Burst([3.0])}], [1, 2], {}) == [1, 2]
+    assert undisturbed([], [], {}) == []
+
+
+class Busy:
+    """Workers on a machine that is twice as slow while some buildings last; engines are named by their seconds."""
+
+    disturbed: tuple[int, ...] = ()
+    buildings = 0
+
+    def __init__(self, **_: object) -> None:
+        Busy.buildings += 1
+
+    def __enter__(self) -> "Busy":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def prepare(self, function: str, *arguments: object, timeout: float) -> str:
+        return function
+
+    def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
+        return Burst([float(prepared) * (2 if Busy.buildings in self.disturbed else 1)])
+
+
+@pytest.mark.parametrize(
+    ("disturbed", "counted"),
+    [((1,), {2, 3, 4}), ((2,), {1, 3, 4}), ((1, 3), {2, 4, 5}), ((1, 2, 4), {3, 5}), ((1, 2, 3), {1, 2, 3})],
+)
+def test_engines_are_built_again_in_place_of_a_disturbed_building(
+    disturbed: tuple[int, ...], counted: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last one was disturbed all the time: nothing tells.
+    monkeypatch.setattr(Busy, "disturbed", disturbed)
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.end_to_end.Worker", Busy)
+    engines = {name: Engine("a", name, ()) for name in ("4.0", "3.0")}
+    timings = time_engines(engines, threads=1, required=[], processes=3, rounds=9)
+    assert set(timings.built) == counted
+    assert timings.seconds("4.0", 0.9).value == (8.0 if disturbed == (1, 2, 3) else 4.0)
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

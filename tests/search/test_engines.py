@@ -1,6 +1,8 @@
-"""Whole models as workers build them: what it takes when sparse layers are free."""
+"""Whole models as workers build them: what they share, and what it takes when sparse layers are free."""
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from search.engines import Choices, layers_free, random_pruned
+from search.engines import Choices, exported_once, layers_free, random_pruned
 from search.problem import DENSE
 from sparse_kernels import nn as sparse
 
@@ -19,7 +21,7 @@ import torch
 from search.task import load
 base = load({TASK!r})
 calibration, loss, score = base.calibration, base.loss, base.score
-class Twice(torch.nn.Module):
+class Twice(torch.torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = torch.nn.Conv2d(6, 6, 3, padding=1)
@@ -75,3 +77,28 @@ def test_free_layers_compute_once_and_the_rest_as_always(
         torch.testing.assert_close(c, b, rtol=0, atol=0)
     pruned()  # others in this process compute
     assert len(computed) == layers
+
+
+def test_a_model_is_exported_once_for_all_engines_of_a_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def export(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], path: str, **_: Any) -> None:
+        asked.append(path)
+        Path(path).write_bytes(b"half")
+        if len(asked) == 1:
+            raise RuntimeError("no such operator")
+        time.sleep(0.05)
+        Path(path + ".data").write_bytes(b"weights")
+        Path(path).write_bytes(b"whole")
+
+    monkeypatch.setattr("torch.onnx.export", export)
+    with pytest.raises(RuntimeError, match="no such operator"):
+        exported_once(torch.nn.Linear(1, 1), (), tmp_path)
+    assert not (tmp_path / "model.onnx").exists()
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda _: exported_once(torch.nn.Linear(1, 1), (), tmp_path), range(3)))
+    assert len(asked) == 2  # one that failed, one for the three
+    assert {path.read_bytes() for path in paths} == {b"whole"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "model.onnx", "model.onnx.data"]
