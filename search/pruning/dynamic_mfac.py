@@ -3,46 +3,67 @@
 By Woodbury's identity F^-1 = (I - G^T (m damping I + G G^T)^-1 G) / damping, G the latest m gradients (m, d): only an
 m x m matrix is factorised. The ring buffer of gradients is the pruner's. The paper keeps G G^T too and renews a row a
 gradient, for an optimizer that needs F^-1 at every step; masks are drawn every m steps or so, when all rows are new.
+
+G stays in its own type, float32 as a rule, and is not copied. Products and solves are float64, of as many columns at
+a time as take `fisher.CHUNK_BYTES`: that, three m x m matrices and three vectors of d numbers are all the memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from latbench.errors import BadData
-from search.pruning.fisher import DAMPING
-
-COLUMNS = 2**16  # weights that are held in float64 at a time
+from search.pruning import fisher
+from search.pruning.fisher import DAMPING, check_finite
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
     """The diagonal (d,) float64 of F^-1, of gradients (m, d). Raises BadData for gradients that are not finite."""
-    factor = _factor(gradients, damping)
-    return torch.cat(
-        [
-            (1 - torch.linalg.solve_triangular(factor, part.double(), upper=False).square().sum(dim=0)) / damping
-            for part in gradients.split(COLUMNS, dim=1)
-        ]
-    )
+    products = gradients.new_zeros(len(gradients), len(gradients), dtype=torch.float64)
+    for _, part in _parts(gradients):
+        products += part @ part.T
+    factor = _factor(products, damping)
+
+    def taken(part: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(factor, part, upper=False).square_().sum(dim=0)
+
+    return torch.cat([(1 - taken(part)) / damping for _, part in _parts(gradients)])
 
 
-def inverse_times(gradients: Tensor, x: Tensor, *, damping: float = DAMPING) -> Tensor:
-    """F^-1 x (d,) float64, for the F^-1 of gradients (m, d) and x (d,)."""
-    factor = _factor(gradients, damping)
-    parts = list(zip(gradients.split(COLUMNS, dim=1), x.double().split(COLUMNS), strict=True))
-    seen = torch.stack([part.double() @ own for part, own in parts]).sum(dim=0)
-    share = torch.cholesky_solve(seen[:, None], factor)[:, 0]
-    return torch.cat([(own - part.double().T @ share) / damping for part, own in parts])
+def update(weights: Tensor, dropped: Tensor, gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
+    """`fisher.update` with the F of gradients (m, d) that is one block.
 
-
-def _factor(gradients: Tensor, damping: float) -> Tensor:
-    """The lower Cholesky factor of m damping I + G G^T."""
-    if not bool(torch.isfinite(gradients).all()):
-        raise BadData("the gradients hold NaN or infinite values")
+    With G_K and G_D the columns of the kept and the dropped weights, and P = G_K G_K^T,
+    F_KK^-1 F_KD w_D = G_K^T (m damping I + P)^-1 G_D w_D: what F_KK^-1 G_K^T / m is by the push-through identity.
+    """
     m = len(gradients)
-    products = torch.stack([part.double() @ part.double().T for part in gradients.split(COLUMNS, dim=1)]).sum(dim=0)
+    products, lost = weights.new_zeros(m, m, dtype=torch.float64), weights.new_zeros(m, dtype=torch.float64)
+    for at, part in _parts(gradients):
+        lost += part @ torch.where(dropped[at], weights[at].double(), 0.0)
+        kept = part.masked_fill_(dropped[at], 0.0)
+        products += kept @ kept.T
+    share = torch.cholesky_solve(lost[:, None], _factor(products, damping))[:, 0]
+    moved = weights.to(torch.float64, copy=True)
+    for at, part in _parts(gradients):
+        moved[at] += share @ part
+    return moved.masked_fill_(dropped, 0.0)
+
+
+def _parts(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(columns, gradients (m, columns) float64 that may be written to), as CHUNK_BYTES holds twice."""
+    m, d = gradients.shape
+    columns = max(1, fisher.CHUNK_BYTES // (16 * m))
+    for start in range(0, d, columns):
+        part = gradients[:, start : start + columns].to(torch.float64, copy=True)
+        check_finite(part)
+        yield slice(start, start + columns), part
+
+
+def _factor(products: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factor of m damping I + `products`, which are changed."""
     # Rounding in G G^T may outweigh a damping that is small beside it; the factor must exist.
     rounding = 8 * torch.finfo(torch.float64).eps * float(products.diagonal().sum())
-    products.diagonal().add_(m * max(damping, rounding))
+    products.diagonal().add_(len(products) * max(damping, rounding))
     return torch.linalg.cholesky(products)

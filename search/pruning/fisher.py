@@ -26,6 +26,13 @@ def scores(weights: Tensor, diagonal: Tensor) -> Tensor:
     return weights.square() / (2 * diagonal)
 
 
+def least_inverse(gradients: Tensor, damping: float) -> Tensor:
+    """1 / F_qq (d,) float64 of gradients (m, d): what [F^-1]_qq cannot be below."""
+    m, _ = gradients.shape
+    parts = gradients.split(max(1, CHUNK_BYTES // (16 * m)), dim=1)
+    return torch.cat([m / (m * damping + part.double().square().sum(dim=0)) for part in parts])
+
+
 def update(
     weights: Tensor, dropped: Tensor, gradients: Tensor, inverse_times: Callable[[Tensor, Tensor], Tensor], block: int
 ) -> Tensor:
@@ -36,11 +43,13 @@ def update(
     move, which is near that only while few in a block are dropped; M-FAC recomputes 16 times in a pruning step.
     """
     parts = []
-    for at, g in blocks_of(gradients, block, 8 * len(gradients)):
-        lost = columns_of(torch.where(dropped[at], weights[at], 0.0), block)
-        parts.append((g.mT @ (g @ lost) / len(gradients)).flatten()[: len(weights[at])])
-    moved = inverse_times(gradients.masked_fill(dropped, 0.0), torch.cat(parts).masked_fill(dropped, 0.0))
-    return torch.where(dropped, 0.0, weights.double() + moved)
+    for at, g in blocks_of(gradients, block, 40 * len(gradients)):
+        gone, own = dropped[at], weights[at].double()
+        lost = columns_of(torch.where(gone, own, 0.0), block)
+        missed = (g.mT @ (g @ lost) / len(gradients)).flatten()[: len(own)]
+        moved = inverse_times(gradients[:, at].masked_fill(gone, 0.0), missed.masked_fill(gone, 0.0))
+        parts.append(torch.where(gone, 0.0, own + moved))
+    return torch.cat(parts)
 
 
 def blocks_of(gradients: Tensor, block: int, bytes_a_weight: int) -> Iterator[tuple[slice, Tensor]]:
@@ -49,15 +58,21 @@ def blocks_of(gradients: Tensor, block: int, bytes_a_weight: int) -> Iterator[tu
     As many as fit CHUNK_BYTES at `bytes_a_weight`, at least one. The last block is filled with zeros. Raises BadData
     for gradients that are not finite.
     """
-    if not bool(torch.isfinite(gradients).all()):
-        raise BadData("the gradients hold NaN or infinite values")
-    m, d = gradients.shape
+    d = gradients.shape[1]
     step = max(1, CHUNK_BYTES // (bytes_a_weight * block)) * block
     for start in range(0, d, step):
         part = gradients[:, start : start + step].double()
+        check_finite(part)
         width = part.shape[1]
-        padded = torch.nn.functional.pad(part, (0, -width % block))
-        yield slice(start, start + width), padded.view(m, -1, block).transpose(0, 1)
+        if width % block:
+            part = torch.nn.functional.pad(part, (0, -width % block))
+        yield slice(start, start + width), part.unflatten(1, (-1, block)).transpose(0, 1)
+
+
+def check_finite(gradients: Tensor) -> None:
+    """Raise BadData for gradients that are not finite."""
+    if not bool(torch.isfinite(gradients).all()):
+        raise BadData("the gradients hold NaN or infinite values")
 
 
 def columns_of(x: Tensor, block: int) -> Tensor:

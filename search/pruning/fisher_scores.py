@@ -2,6 +2,9 @@
 
 F is made of the latest `gradients` optimizer steps. The paper's pruner takes single batches' gradients of a fixed
 model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost.
+
+Memory: those gradients of every layer, in its weights' type, for as long as masks are to be drawn; while one is
+drawn, its layer's once more, about `fisher.CHUNK_BYTES` of float64 and some numbers a weight.
 """
 
 from __future__ import annotations
@@ -38,18 +41,19 @@ class _Fisher:
         """The kept weights, moved to make up for those that are dropped."""
         if not len(gradients):
             return torch.where(mask, weight, 0.0)
-        times = partial(self.inverse.inverse_times, **self._settings())
-        block = getattr(self, "block", weight.numel())
-        updated = fisher.update(weight.flatten(), ~mask.flatten(), gradients.flatten(1), times, block)
+        updated = self._updated(weight.flatten(), ~mask.flatten(), gradients.flatten(1))
         return updated.view_as(weight).to(weight.dtype)
 
     def _diagonal(self, rows: Tensor) -> Tensor:
         if not len(rows):  # before the first step: F is damping alone, the scores are magnitudes
             return rows.new_full((rows.shape[1],), 1 / self.damping, dtype=torch.float64)
         # At least 1 / F_qq, below which only rounding takes it, where gradients are large beside the damping.
-        squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float64).square()
-        least = 1 / (self.damping + squares / len(rows))
+        least = fisher.least_inverse(rows, self.damping)
         return torch.maximum(self.inverse.inverse_diagonal(rows, **self._settings()), least)
+
+    def _updated(self, weights: Tensor, dropped: Tensor, rows: Tensor) -> Tensor:
+        times = partial(self.inverse.inverse_times, **self._settings())
+        return fisher.update(weights, dropped, rows, times, getattr(self, "block", 1))
 
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "gradients"}
@@ -76,3 +80,6 @@ class DynamicMFAC(_Fisher):
     """By Woodbury's identity, the layer as one block (Frantar et al. 2021)."""
 
     inverse: ClassVar[ModuleType] = dynamic_mfac
+
+    def _updated(self, weights: Tensor, dropped: Tensor, rows: Tensor) -> Tensor:
+        return dynamic_mfac.update(weights, dropped, rows, damping=self.damping)

@@ -16,7 +16,7 @@ from search.pruning.fisher import BLOCK, DAMPING, blocks_of, columns_of
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
     """The diagonal (d,) float64 of the block-wise F^-1 of gradients (m, d). Raises BadData as `blocks_of` does."""
-    parts = [1 / damping - (v.square() / q).sum(dim=1) for _, v, q in _static(gradients, damping, block)]
+    parts = [1 / damping - v.square_().div_(q).sum(dim=1) for _, v, q in _static(gradients, damping, block)]
     return torch.cat([part.flatten() for part in parts])[: gradients.shape[1]]
 
 
@@ -32,7 +32,7 @@ def inverse_times(gradients: Tensor, x: Tensor, *, damping: float = DAMPING, blo
 def _static(gradients: Tensor, damping: float, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(weights, v (blocks, m, block), m + g^T v (blocks, m, 1)), some blocks at a time."""
     m = len(gradients)
-    for at, g in blocks_of(gradients, block, 16 * m):
+    for at, g in blocks_of(gradients, block, 24 * m):
         v = torch.empty_like(g)
         q = g.new_empty(len(g), m, 1)
         for i in range(m):

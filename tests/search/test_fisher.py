@@ -1,11 +1,15 @@
 """M-FAC and WoodFisher against the dense inverse of the Fisher matrix."""
 
+import weakref
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from latbench.errors import BadData
 from search.pruning import dynamic_mfac, fisher, mfac, woodfisher
@@ -52,22 +56,25 @@ def test_block_wise_is_the_dense_inverse_of_each_block(
     assert abs(product.numpy() - expected @ x.numpy()).max() <= tolerance(gradients) * float(x.abs().sum())
 
 
-@pytest.mark.parametrize("columns", [4, 2**16])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**27])
 @pytest.mark.parametrize(("m", "d"), [(1, 1), (4, 9), (13, 9)])
 def test_dynamic_mfac_is_static_mfac_in_one_block_and_the_dense_inverse(
-    m: int, d: int, columns: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    m: int, d: int, chunk_bytes: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dynamic_mfac, "COLUMNS", columns)
-    gradients, x = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
+    """That is F^-1's diagonal; what is moved, F_KK^-1 F_KD w_D, is held against the dense matrix below."""
+    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
+    gradients, weight = torch.from_numpy(rng.standard_normal((m, d))), torch.from_numpy(rng.standard_normal(d))
     bound = tolerance(gradients)
     diagonal = dynamic_mfac.inverse_diagonal(gradients, damping=DAMPING)
-    product = dynamic_mfac.inverse_times(gradients, x, damping=DAMPING)
     expected = dense_inverse(gradients, d)
     assert abs(diagonal.numpy() - np.diag(expected)).max() <= bound
-    assert abs(product.numpy() - expected @ x.numpy()).max() <= bound * float(x.abs().sum())
     assert (diagonal - mfac.inverse_diagonal(gradients, damping=DAMPING, block=d)).abs().max() <= bound
-    static = mfac.inverse_times(gradients, x, damping=DAMPING, block=d)
-    assert (product - static).abs().max() <= bound * float(x.abs().sum())
+    dropped = torch.arange(d) % 3 == 0
+    moved = dynamic_mfac.update(weight, dropped, gradients, damping=DAMPING)
+    times = partial(mfac.inverse_times, damping=DAMPING, block=d)
+    static = fisher.update(weight, dropped, gradients, times, d)
+    size = float(weight.abs().sum()) * float(np.linalg.norm(np.linalg.inv(expected), 2))
+    assert (moved - static).abs().max() <= bound * size
 
 
 @pytest.mark.parametrize("score", SCORES, ids=IDS)
@@ -91,10 +98,16 @@ def test_before_any_gradient_scores_are_magnitudes(score: type[Score]) -> None:
 
 @pytest.mark.parametrize("score", SCORES, ids=IDS)
 @pytest.mark.parametrize("dropped", [[1, 7], [0, 1, 3, 5, 6, 8, 9], []], ids=["one_a_block", "most", "none"])
+@pytest.mark.parametrize("chunk_bytes", [1, 2**27])
 def test_the_update_is_optimal_however_many_are_dropped(
-    score: type[Score], dropped: list[int], rng: np.random.Generator
+    score: type[Score],
+    dropped: list[int],
+    chunk_bytes: int,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The least of dw F dw / 2 with all the dropped at zero, solved for the others by the dense matrix."""
+    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk_bytes)
     gradients, weight = (
         torch.from_numpy(rng.standard_normal((6, 2, 5))),
         torch.from_numpy(rng.standard_normal((2, 5))),
@@ -115,6 +128,44 @@ def test_the_update_is_optimal_however_many_are_dropped(
         step = moved - w
         scores = made.scores(weight, gradients).flatten()
         assert step @ hessian @ step / 2 == pytest.approx(float(scores[dropped].sum()), rel=1e-8)
+
+
+class Memory(TorchDispatchMode):
+    """Adds up the bytes of the tensors that are alive, and were made under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            known = {it.untyped_storage().data_ptr() for it in args if isinstance(it, Tensor)}
+            if out.untyped_storage().data_ptr() not in known:
+                self.alive += out.nbytes
+                self.most = max(self.most, self.alive)
+                weakref.finalize(out, self.free, out.nbytes)
+        return out
+
+    def free(self, size: int) -> None:
+        self.alive -= size
+
+
+@pytest.mark.parametrize("score", SCORES, ids=IDS)
+def test_memory_is_a_chunk_of_float64_and_a_few_numbers_a_weight(
+    score: type[Score], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not m gradients of a layer in float64, nor a copy of them."""
+    chunk, m, d = 2**21, 64, 2**15
+    monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk)
+    generator = torch.Generator().manual_seed(0)
+    weight, gradients = torch.randn(1, d, generator=generator), torch.randn(m, 1, d, generator=generator)
+    mask = torch.rand(1, d, generator=generator) < 0.5
+    made = score(gradients=m, **({} if score is DynamicMFAC else {"block": 32}))
+    for run in (lambda: made.scores(weight, gradients), lambda: made.compensate(weight, gradients, mask)):
+        with Memory() as memory:
+            run()
+        assert chunk / 4 < memory.most < 2 * chunk + 6 * 8 * d < 4 * m * d
 
 
 @pytest.mark.parametrize("method", [mfac, woodfisher, dynamic_mfac], ids=IDS)
