@@ -72,8 +72,7 @@ def weight_matrix(module: nn.Module) -> Tensor:
 
     A convolution's is (c_out, kh*kw*c_in) with column (r*kw + s)*c_in + c. Shares memory only where torch can.
     """
-    weight = _prunable(module).weight.detach()
-    return weight if weight.ndim == 2 else weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+    return as_matrix(_prunable(module).weight.detach())
 
 
 def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
@@ -82,11 +81,20 @@ def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
     if matrix.shape != (weight.shape[0], weight[0].numel()):
         raise ValueError(f"a matrix of {tuple(matrix.shape)} does not fit a weight of {tuple(weight.shape)}")
     with torch.no_grad():
-        if weight.ndim == 2:
-            weight.copy_(matrix)
-        else:
-            c_out, c_in, kh, kw = weight.shape
-            weight.copy_(matrix.reshape(c_out, kh, kw, c_in).permute(0, 3, 1, 2))
+        weight.copy_(as_weight(matrix, weight.shape))
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """A weight, or what has its shape, as the matrix (m, k) of `weight_matrix`."""
+    return weight if weight.ndim == 2 else weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
+
+
+def as_weight(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """`as_matrix` undone: a matrix (m, k) in the shape of the layer's weight."""
+    if len(shape) == 2:
+        return matrix
+    c_out, c_in, kh, kw = shape
+    return matrix.reshape(c_out, kh, kw, c_in).permute(0, 3, 1, 2)
 
 
 def refuses(module: nn.Module) -> str | None:

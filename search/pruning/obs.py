@@ -61,7 +61,7 @@ class ExactOBS(AdaPrune):
         m, k = self.weight.shape
         order = np.arange(m)
         if isinstance(pattern, ShflBW):
-            saliency = self.weight.double().square() / self._inverse().diagonal()
+            saliency = self.weight.double().square() / self.inverse().diagonal()
             order = group_rows(saliency.numpy(), pattern.v, sparsity, np.random.default_rng(0))
             kept = units.best(self._trace(units, order), m, k, sparsity)
         elif units.of:
@@ -77,7 +77,7 @@ class ExactOBS(AdaPrune):
     def _trace(self, units: Units, order: NDArray[np.int64]) -> NDArray[np.float64]:
         """At what loss each unit (bands, units) goes, rows taken in `order`; infinite where N:M keeps it."""
         m, k = self.weight.shape
-        inverse = self._inverse()
+        inverse = self.inverse()
         # What is missing at the edges is filled with weights that are zero, on inputs of their own: free to drop.
         bands, columns = -(-m // units.height), -(-k // units.width) * units.width
         whole = torch.zeros(bands * units.height, columns, dtype=torch.float64)
@@ -87,9 +87,6 @@ class ExactOBS(AdaPrune):
         at_once = max(1, self.memory_bytes // (14 * columns**2))
         parts = whole.view(bands, units.height, columns).chunk(-(-bands // at_once))
         return torch.cat([eliminate(part, inverse, units) for part in parts]).numpy()
-
-    def _inverse(self) -> Tensor:
-        return torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
 
 
 def eliminate(weight: Tensor, inverse: Tensor, units: Units) -> Tensor:

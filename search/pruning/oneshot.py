@@ -53,6 +53,10 @@ class OneShot(ABC):
         damped.diagonal().add_(ridge)
         return damped
 
+    def inverse(self) -> Tensor:
+        """The inverse of the damped H, (k, k) float64; made anew at each call."""
+        return torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
+
     @abstractmethod
     def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
         """The layer pruned to a pattern. Raises ValueError for a sparsity that the pattern does not have."""

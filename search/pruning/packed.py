@@ -23,8 +23,8 @@ from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import write_atomically
 from search import profile as profiles
 from search.pruning.folder import PACKED, read_masks
-from search.pruning.masks import as_matrix, as_weight
 from sparse_kernels.convert import Choice
+from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
 
 

@@ -33,8 +33,7 @@ class SparseGPT(OneShot):
 
     def __init__(self, weight: Tensor, hessian: Tensor, *, damping: float = DAMPING) -> None:
         super().__init__(weight, hessian, damping)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
-        self.factor = torch.linalg.cholesky(inverse, upper=True)
+        self.factor = torch.linalg.cholesky(self.inverse(), upper=True)
 
     def prune(self, pattern: Pattern, sparsity: float) -> Pruned:
         """Prune column by column."""
