@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData
+from search.pruning.gradients import bad_gradient
 from search.pruning.hooks import forward_hooks
 from search.pruning.masks import apply_masks
 from search.task import Task
@@ -57,23 +58,17 @@ def global_adaprune(
             targets = _outputs(task, dense, layers, batch)
         outputs = _outputs(task, model, layers, batch)
         loss = _distance(outputs, targets)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
-        _check_gradients(model)
+        if (bad := bad_gradient(model)) is not None:
+            raise BadData(f"{bad} in global AdaPrune: prune with --no-global")
         optimizer.step()
         schedule.step()
         apply_masks(model, masks)
         losses.append(loss.item())
         progress(step + 1, steps)
+    model.zero_grad()  # of all parameters: those that are not tuned here have gradients, too
     return losses
-
-
-def _check_gradients(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            raise BadData(
-                f"the gradient of {name} holds NaN or infinite values in global AdaPrune: prune with --no-global"
-            )
 
 
 def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:
@@ -81,7 +76,8 @@ def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) ->
     outputs: dict[str, list[Tensor]] = {name: [] for name in layers}
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        return lambda module, args, output: outputs[name].append(output)
+        # A copy, as what follows may change it in place: ReLU(inplace=True).
+        return lambda module, args, output: outputs[name].append(output.clone())
 
     with forward_hooks(model, {name: remember(name) for name in layers}):
         task.loss(model, batch)

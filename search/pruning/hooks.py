@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,7 +16,13 @@ Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
 def forward_hooks(model: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
     """While the context is open, call `hooks[name](module, inputs, output)` after each call of that layer."""
     modules = dict(model.named_modules())
-    handles = [modules[name].register_forward_hook(hook) for name, hook in hooks.items()]
+
+    def called(hook: Hook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        hook(module, (*args, *kwargs.values()), output)
+
+    handles = [
+        modules[name].register_forward_hook(partial(called, hook), with_kwargs=True) for name, hook in hooks.items()
+    ]
     try:
         yield
     finally:

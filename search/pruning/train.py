@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from latbench.errors import BadData, UsageError
 from search.pruning.checkpoint import Checkpoint, Stateful
 from search.pruning.flops import Flop, count_forward, training_flop
+from search.pruning.gradients import bad_gradient
 from search.pruning.recipe import Recipe
 from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task
@@ -82,7 +83,8 @@ def train(
                 _backward(task, model, batches, recipe, step=step)
             norm = clip_grad_norm_(model.parameters(), recipe.clip_norm or math.inf)
             if not bool(torch.isfinite(norm)):
-                raise BadData(f"training diverged: {_bad_gradient(model)} at step {step}; lower the learning rate")
+                bad = bad_gradient(model) or "the gradients' norm is not finite"
+                raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
             optimizer.step()
             schedule.step()
             if wanted:
@@ -186,10 +188,3 @@ def _next(task: Task, batches: Iterator[Any], recipe: Recipe, *, step: int) -> A
             f"task {task.name}: train_batches() ended at step {step} of {recipe.steps}: "
             "let it go on, or take fewer steps"
         ) from None
-
-
-def _bad_gradient(model: nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            return f"the gradient of {name} holds NaN or infinite values"
-    return "the gradients' norm is not finite"

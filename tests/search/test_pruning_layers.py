@@ -86,6 +86,20 @@ def test_a_linear_layers_hessian_counts_every_token() -> None:
     assert torch.equal(hessian, 2 * rows.T @ rows)  # small whole numbers: exact
 
 
+def test_a_layer_that_is_given_its_input_by_name_is_seen_too() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(input=x)
+
+    x = torch.arange(8.0).view(2, 4)
+    ((_, hessian),) = input_hessians(Calls(), Named(), ["fc"], [x])  # type: ignore[arg-type]
+    assert torch.equal(hessian, (x.T @ x).double())
+
+
 def test_little_memory_means_more_passes_and_the_same_hessians(task: Task) -> None:
     model, layers = task.model(), ["conv", "fc", "head"]
     at_once = dict(input_hessians(task, model, layers, task.calibration()))
