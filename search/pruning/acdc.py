@@ -7,6 +7,7 @@ ResNet50 in 100 epochs: dense to 10, then 5 and 5 in turns, dense from 75 to 85,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from latbench.errors import UsageError
@@ -53,3 +54,7 @@ class ACDC(Pruner):
         if compressed:
             return Stage(target, fixed=True, last=start == phases[-1][0])
         return Stage(forget=True) if start > 0 and when.step == start else DENSE
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where phases begin."""
+        return (start for start, _ in self.phases(when.total))

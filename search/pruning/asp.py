@@ -5,9 +5,10 @@ Gradients of dropped weights are zeroed before an update, the weights after it. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from latbench.errors import UsageError
+from search.pruning.phases import check_dense
 from search.pruning.pruner import DENSE, Pruner, Stage, When
 from search.pruning.targets import Target
 
@@ -19,9 +20,12 @@ class ASP(Pruner):
     dense: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dense <= 1:
-            raise UsageError(f"the dense phase is a share of all steps, from 0 to 1, not {self.dense}")
+        check_dense(self.dense)
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense, then the mask."""
         return DENSE if when.step < round(self.dense * when.total) else Stage(target, fixed=True, last=True)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where the mask is drawn."""
+        return (round(self.dense * when.total),)

@@ -5,12 +5,18 @@
 
 Thin: they call prepare, step and finish when the loop does what these follow, and keep the pruner's state in the
 loop's checkpoints. Neither library is needed unless its function is called.
+
+A method that gets to its masks while the model trains is done only at the end: a checkpoint from before is of a less
+pruned model, and so better by most measures. What would take such a one for the best is refused (transformers'
+`load_best_model_at_end`), or warned of where it does not change the model that training leaves (Lightning's
+`ModelCheckpoint(monitor=...)`). Training that others stop early is ended by drawing the last masks, with a warning.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +35,8 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
 
     Each checkpoint folder gets a pruner.pt; a run that is resumed from `output_dir`, and the best model that is
     loaded at the end, read it. All ranks have rank 0's masks. Raises EnvironmentUnusable without transformers; in
-    training BadData where a pruner.pt is missing.
+    training BadData where a pruner.pt is missing, and, before the first step, UsageError for `load_best_model_at_end`
+    unless the method holds its targets from the first step on.
     """
     base = _imported("transformers").TrainerCallback
 
@@ -38,6 +45,12 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+            found = pruner.check(model, targets)
+            if args.load_best_model_at_end and not pruner.holds_targets(found, state.max_steps):
+                raise UsageError(
+                    "load_best_model_at_end may end with a model from before its masks were the last, and nothing "
+                    f"would train under those: leave it out, as {type(pruner).__name__} prunes while the model trains"
+                )
             pruner.prepare(model, targets, total_steps=state.max_steps, group=ranks)
             if state.global_step > 0:
                 _load(pruner, _folder(args, state))
@@ -52,7 +65,7 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if args.load_best_model_at_end and state.best_model_checkpoint:
                 _load(pruner, Path(state.best_model_checkpoint))
-            pruner.finish()
+            _finish(pruner)
 
     return PrunerCallback()
 
@@ -81,6 +94,14 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
                     f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
                     "take one that was saved while this pruner was at work, or start a new Trainer"
                 )
+            found = pruner.check(trainer.model, targets)
+            ranked = [it for it in trainer.checkpoint_callbacks if getattr(it, "monitor", None) is not None]
+            if ranked and not pruner.holds_targets(found, int(steps)):
+                warnings.warn(
+                    f"the best checkpoint by {ranked[0].monitor} may be from before the last masks, as "
+                    f"{type(pruner).__name__} prunes while the model trains: take the model that fit() leaves",
+                    stacklevel=2,
+                )
             pruner.prepare(trainer.model, targets, total_steps=int(steps))
             self.steps = trainer.global_step
             if self.restored is not None:
@@ -93,7 +114,7 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
                 pruner.step()
 
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            pruner.finish()
+            _finish(pruner)
 
         def state_dict(self) -> dict[str, Any]:
             return pruner.state_dict() if pruner.at_work else {}  # saved after training: the model is plain
@@ -112,6 +133,17 @@ def _imported(*names: str) -> Any:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     raise EnvironmentUnusable(f"{names[0]} is not installed: pip install {names[0].partition('.')[0]}")
+
+
+def _finish(pruner: Pruner) -> None:
+    if early := pruner.unfinished:
+        state = pruner.state
+        warnings.warn(
+            f"training ended after {state.step} of {state.total_steps} steps: nothing is trained under the masks "
+            f"that {len(early)} of {len(state.layers)} layers get now",
+            stacklevel=2,
+        )
+    pruner.finish()
 
 
 def _folder(args: Any, state: Any) -> Path:

@@ -73,9 +73,9 @@ def layer_cost(pruner: Pruner, target: Target, steps: int, *, layer: int = 0, la
     (STEP) it is what happened if it has, else the most.
     """
     total = Flop(0.0, 0.0, 0.0)
-    for step in range(steps):
-        total += step_cost(pruner.stage(target, When(step, steps, layer, layers)))
-    return total * (1 / steps)
+    for stage, length in pruner.stretches(target, When(0, steps, layer, layers)):
+        total += step_cost(stage) * (length / steps)
+    return total
 
 
 def training_flop(

@@ -8,6 +8,7 @@ the pattern allows. N:M patterns have one sparsity: their N falls step by step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from latbench.errors import UsageError
@@ -52,6 +53,11 @@ class GMP(Pruner):
         due = begin + -(-update * (end - begin) // self.updates)
         now = on_the_way(target, cubic_sparsity(due, begin, end, target.sparsity, min(self.initial, target.sparsity)))
         return DENSE if now is None or when.step < begin else Stage(now, fixed=True)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """The updates, and the end of them."""
+        begin, end = round(self.begin * when.total), round(self.end * when.total)
+        return (begin + -(-update * (end - begin) // self.updates) for update in range(self.updates + 1))
 
 
 def on_the_way(target: Target, sparsity: float) -> Target | None:

@@ -7,6 +7,7 @@ trained with (Huang et al., DAC 2022): row groups are found anew each time.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from latbench.errors import UsageError
@@ -30,13 +31,21 @@ class GrowAndPrune(Pruner):
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense while its partition's turn lasts, else under a mask."""
-        growing = when.total - round(self.final * when.total)
+        partitions, turns, growing = self._turns(when)
         if when.step >= growing:
             return Stage(target, fixed=True, last=True)
-        partitions = min(self.partitions, when.layers)
-        turns = partitions * self.rounds
         turn = when.step * turns // growing
         if turn % partitions != when.layer * partitions // when.layers:
             return Stage(target, fixed=True)
         first = -(-turn * growing // turns)
         return Stage(forget=0 < when.step == first)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where turns begin, and the final phase."""
+        _, turns, growing = self._turns(when)
+        return (-(-turn * growing // turns) for turn in range(turns + 1))
+
+    def _turns(self, when: When) -> tuple[int, int, int]:
+        """The partitions, the turns of all of them, and the steps that those take."""
+        partitions = min(self.partitions, when.layers)
+        return partitions, partitions * self.rounds, when.total - round(self.final * when.total)

@@ -10,7 +10,7 @@ drawing anew would run again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks import as_matrix
 from search.pruning.pruner import Layer, Pruner, Stage, When
 from search.pruning.targets import Target
+from sparse_kernels.nn import as_matrix
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +34,10 @@ class Held(Pruner):
     def stage(self, target: Target, when: When) -> Stage:
         """The mask, from the first step on."""
         return Stage(target, fixed=True, last=True)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """None."""
+        return ()
 
     def start(self) -> None:
         """Refuse masks that are missing, left over or of another shape."""

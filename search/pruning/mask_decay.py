@@ -11,15 +11,17 @@ less and less of it. "straight_through" gives it all. On vectors, blocks and Shf
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from latbench.errors import UsageError
+from search.pruning.phases import check_decay, phase_bounds
 from search.pruning.pruner import DENSE, Pruner, Stage, When
 from search.pruning.targets import Target
 
 SHAPES = ("linear", "exponential")
-BACKWARDS = ("scaled", "straight_through")
 FAINT = 0.01  # where an exponential decay without a rate of its own ends
 
 
@@ -44,7 +46,7 @@ class MaskDecay(Pruner):
             raise UsageError(f"a decay is {' or '.join(SHAPES)}, not {self.shape!r}")
         if self.rate is not None and not 0 < self.rate < math.inf:
             raise UsageError(f"the decay's rate is above 0, not {self.rate}")
-        check_phases(self.dense, self.final, self.backward, self.every)
+        check_decay(self.dense, self.final, self.backward, self.every)
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense, faded, masked."""
@@ -55,26 +57,14 @@ class MaskDecay(Pruner):
         backward = fade if self.backward == "scaled" else 1.0
         return Stage(target, fade=fade, backward=backward, redraw=(when.step - start) % self.every == 0)
 
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where weights begin to fade, where nothing is left of them, and the final phase."""
+        start, end = phase_bounds(self.dense, self.final, when.total)
+        gone = bisect_left(range(start, end), True, key=lambda step: self.decay(step - start, end - start) == 0)
+        return start, start + gone, end
+
     def decay(self, step: int, steps: int) -> float:
         """D after `step` steps of a decay phase of `steps`."""
         if self.shape == "linear":
             return max(0.0, 1 - (self.rate if self.rate is not None else 1 / steps) * step)
         return math.exp(-(self.rate if self.rate is not None else -math.log(FAINT) / steps) * step)
-
-
-def check_phases(dense: float, final: float, backward: str, every: int) -> None:
-    """Raise UsageError for phases that do not fit into training, and for what decays do not know."""
-    if min(dense, final) < 0 or dense + final > 1:
-        raise UsageError(
-            f"the dense and the final phase are shares of all steps, at most 1 together, not {dense}, {final}"
-        )
-    if backward not in BACKWARDS:
-        raise UsageError(f"the backward is {' or '.join(BACKWARDS)}, not {backward!r}")
-    if every < 1:
-        raise UsageError(f"masks are drawn every so many steps, at least 1, not {every}")
-
-
-def phase_bounds(dense: float, final: float, total: int) -> tuple[int, int]:
-    """The first step of the middle phase, and of the final one."""
-    start = round(dense * total)
-    return start, max(start, total - round(final * total))

@@ -36,12 +36,12 @@ from sparse_kernels.nn import refuses
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A step on the way: the model's mean loss on the calibration data, its score, and what making it took."""
+class Milestone:
+    """A model on the way: the model's mean loss on the calibration data, its score, and what making it took."""
 
     name: str
     loss: float
@@ -53,8 +53,8 @@ class Stage:
 class Result:
     """All stages, and the one that is kept: its name, model and masks (m, k)."""
 
-    stages: Sequence[Stage]
-    kept: Stage
+    stages: Sequence[Milestone]
+    kept: Milestone
     model: nn.Module
     masks: Mapping[str, Tensor]
 
@@ -82,10 +82,10 @@ def prune(
         check_recipe(recipe, task, profile, model)
     batches = task.calibration()
     choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in profile.layers.items()}
-    stages = [Stage("dense", calibration_loss(task, model, batches), task.score(model))]
+    stages = [Milestone("dense", calibration_loss(task, model, batches), task.score(model))]
     masks = stitch(model, choices, database)
     loss = _with_norms(task, model, batches)
-    stages.append(Stage("one-shot", loss, task.score(model)))
+    stages.append(Milestone("one-shot", loss, task.score(model)))
     best = Result(stages, stages[-1], model, masks)
     if joint and masks:
         model = copy.deepcopy(model)
@@ -94,7 +94,7 @@ def prune(
             rng=np.random.default_rng(seed), progress=lambda done, total: progress("global AdaPrune", done, total),
         )  # fmt: skip
         loss = _with_norms(task, model, batches)
-        stages.append(Stage("global", loss, task.score(model)))
+        stages.append(Milestone("global", loss, task.score(model)))
         best = min(best, Result(stages, stages[-1], model, masks), key=_loss)
     if recipe is not None:
         model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
@@ -103,7 +103,7 @@ def prune(
             progress=lambda done, total: progress(recipe.method, done, total),
         )  # fmt: skip
         loss = calibration_loss(task, model, batches)
-        stages.append(Stage(recipe.method, loss, task.score(model), trained.facts()))
+        stages.append(Milestone(recipe.method, loss, task.score(model), trained.facts()))
         best = min(best, Result(stages, stages[-1], model, trained.masks), key=_loss)
     return best
 
@@ -139,10 +139,13 @@ def check_profile(profile: Profile, task: Task, model: nn.Module) -> None:
 
 
 def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module) -> None:
-    """Raise UsageError, before any work, for a recipe that this task or this profile does not go with."""
+    """Raise UsageError, before any work, for a recipe that this task or this profile does not go with.
+
+    Naming the layer, where the method cannot prune it so.
+    """
     if not task.can_train:
         raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
-    recipe_targets(recipe, profile, model)
+    recipe.pruner().check(model, recipe_targets(recipe, profile, model))
 
 
 def _loss(result: Result) -> float:

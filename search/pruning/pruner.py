@@ -36,8 +36,8 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,9 +47,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from latbench.errors import BadData, UsageError
-from search.pruning.masks import as_matrix, as_weight
 from search.pruning.scores import MagnitudeScore, Score
-from search.pruning.targets import Target, Targets, targets_of
+from search.pruning.targets import Target, Targets, shape_of, targets_of
+from sparse_kernels.nn import as_matrix, as_weight
+from sparse_kernels.shapes import Shape
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,41 @@ class Pruner:
         """How a layer with this target computes at that moment: the method. A pure function of the settings."""
         raise NotImplementedError
 
+    def check(self, model: nn.Module, targets: Targets) -> dict[str, Target]:
+        """The layers to prune, and to what. Changes nothing.
+
+        Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so.
+        """
+        inner, _ = _unwrapped(model)
+        found = targets_of(targets, inner)
+        for name, target in found.items():
+            if (reason := self.refuses(target, shape_of(inner.get_submodule(name)))) is not None:
+                raise UsageError(f"layer {name}: {reason}")
+        return found
+
+    def stretches(self, target: Target, when: When) -> Iterator[tuple[Stage, int]]:
+        """(stage, steps) from the first of all steps to the last: the first stage of so many that are alike.
+
+        Alike but for `redraw` and `forget`, and for how far weights have faded that still count for something.
+        """
+        starts = sorted({0, *(step for step in self.changes(target, when) if 0 < step < when.total)})
+        for start, end in zip(starts, [*starts[1:], when.total], strict=True):
+            yield self.stage(target, replace(when, step=start)), end - start
+
+    def holds_targets(self, targets: Mapping[str, Target], steps: int) -> bool:
+        """Whether each layer is under a mask of its target from the first of `steps` steps on, that or others."""
+        return all(
+            stage.target == target and stage.fade == 0
+            for number, target in enumerate(targets.values())
+            for stage, _ in self.stretches(target, When(0, steps, number, len(targets)))
+        )
+
     def prepare(self, model: nn.Module, targets: Targets, *, total_steps: int, group: Any = None) -> None:
         """Start pruning `model` to `targets` over `total_steps` optimizer steps; the first masks are drawn if due.
 
         `targets` is a Profile or {layer: Target or (pattern, sparsity)}. `group` are the ranks that train the model
-        together, where DistributedDataParallel does not say. Raises UsageError as `targets_of` does, and where there
-        is nothing to prune or this pruner is at work already; the model is then as it was.
+        together, where DistributedDataParallel does not say. Raises UsageError as `check` does, and where there is
+        nothing to prune or this pruner is at work already; the model is then as it was.
         """
         if self.at_work:
             raise UsageError("this pruner is at work already: finish() it first, or make another")
@@ -153,7 +183,7 @@ class Pruner:
             raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
         inner, own = _unwrapped(model)
         group = group if own is None else own
-        found = targets_of(targets, inner)
+        found = self.check(model, targets)
         if not found:
             raise UsageError("no layer is to be pruned: all targets are dense")
         modules = dict(inner.named_modules())
@@ -204,6 +234,17 @@ class Pruner:
     def at_work(self) -> bool:
         """Whether it is between `prepare` and `finish`."""
         return self.state.hook is not None
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The layers that `finish` would now change: not under their target's mask yet, or not all faded."""
+        layers = self.state.layers.values()
+        stages = [self.stage(layer.target, self._when(layer)) for layer in layers]
+        return [
+            layer.name
+            for layer, stage in zip(layers, stages, strict=True)
+            if layer.drawn_for != layer.target or stage.fade > 0
+        ]
 
     @property
     def masks(self) -> dict[str, Tensor]:
@@ -264,6 +305,14 @@ class Pruner:
             self._show(layer, stage)
 
     # What a method may add to.
+
+    def refuses(self, target: Target, shape: Shape) -> str | None:
+        """Why this method cannot prune a layer of that shape, which can hold its target; None if it can."""
+        return None
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """The steps with which the layer's `stretches` begin, in any order; of `when.step` nothing depends."""
+        return range(when.total)
 
     def start(self) -> None:
         """Called once by `prepare`, before the first masks are drawn."""
@@ -340,7 +389,7 @@ class Pruner:
         if not self.keeps_dense:
             weight = self.score.compensate(as_matrix(layer.values), _gradients(layer), mask)
             layer.weight.copy_(as_weight(weight, layer.weight.shape))
-        layer.mask, layer.drawn_for = as_weight(mask, layer.weight.shape), target
+        layer.mask, layer.drawn_for = as_weight(mask, layer.weight.shape).contiguous(), target
 
     @torch.no_grad()
     def _show(self, layer: Layer, stage: Stage) -> None:
@@ -440,9 +489,10 @@ def _mask(layer: Layer) -> Tensor:
 
 def _gradients(layer: Layer) -> Tensor:
     """The latest gradients as (gradients, m, k)."""
-    matrices = [as_matrix(gradient) for gradient in layer.gradients]
-    m, k = as_matrix(layer.values).shape
-    return torch.stack(matrices) if matrices else layer.values.new_zeros(0, m, k)
+    rows = layer.values.new_empty(len(layer.gradients), *as_matrix(layer.values).shape)
+    for row, gradient in zip(rows, layer.gradients, strict=True):
+        row.copy_(as_matrix(gradient))
+    return rows
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:

@@ -21,16 +21,16 @@ What is left out has the value above, `settings` those of the method.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
+from latbench import strict_yaml
 from latbench.errors import BadData, UsageError
+from latbench.strict_yaml import meant
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
 from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
@@ -72,15 +72,6 @@ SCHEDULES = ("cosine", "linear", "constant")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML with 1e-3 as a number, as in version 1.2; version 1.1 takes it for text."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How a model is pruned while it trains, as the module says. Raises UsageError if an entry is wrong."""
@@ -108,7 +99,10 @@ class Recipe:
             ("optimizer", OPTIMIZERS),
         ):
             if getattr(self, name) not in known:
-                raise UsageError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(known)}")
+                raise UsageError(
+                    f"{name} {getattr(self, name)!r} is unknown{meant(getattr(self, name), known)}: "
+                    f"known are {', '.join(known)}"
+                )
         for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1), ("seed", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -157,24 +151,22 @@ class Recipe:
 def load(text: str) -> Recipe:
     """The recipe in the YAML file of that name, or the method of that name with everything as by default.
 
-    Raises BadData for a file that is missing, not YAML or has an entry that no recipe has, UsageError for wrong
-    values.
+    Raises BadData for a file that is missing, not YAML or has an entry twice or one that no recipe has, UsageError
+    for wrong values.
     """
     if text in METHODS:
         return Recipe(method=text)
     path = Path(text)
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise BadData(f"no recipe {text}: give a YAML file, or one of {', '.join(METHODS)}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        first = " ".join(str(error).split())[:200]
-        raise BadData(f"{path}: not a YAML file ({first})") from None
+    if not path.is_file():
+        raise BadData(f"no recipe {text}{meant(text, METHODS)}: give a YAML file, or one of {', '.join(METHODS)}")
+    content = strict_yaml.read(path)
     known = [each.name for each in fields(Recipe)]
     if not isinstance(content, dict):
         raise BadData(f"{path}: a recipe is a mapping with entries such as `method: gmp`")
     if unknown := [name for name in content if name not in known]:
-        raise BadData(f"{path}: unknown entry {unknown[0]!r}: a recipe has {', '.join(known)}")
+        raise BadData(
+            f"{path}: unknown entry {unknown[0]!r}{meant(unknown[0], known)}: a recipe has {', '.join(known)}"
+        )
     if not isinstance(content.get("settings", {}), dict):
         raise BadData(f"{path}: settings are a mapping, such as {{begin: 0.1}}")
     try:
@@ -188,7 +180,9 @@ def _settings(what: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, An
     kinds = {each.name: str(each.type) for each in fields(kind) if each.init and each.name != "given"}
     for name in settings:
         if name not in kinds:
-            raise UsageError(f"{what} has no setting {name!r}: it has {', '.join(sorted(kinds)) or 'none'}")
+            raise UsageError(
+                f"{what} has no setting {name!r}{meant(name, kinds)}: it has {', '.join(sorted(kinds)) or 'none'}"
+            )
     return {name: _setting(f"{what}'s {name}", value, kinds[name]) for name, value in settings.items()}
 
 
@@ -213,7 +207,7 @@ def _score(what: str, value: Any) -> Score:
     entries = dict(value) if isinstance(value, Mapping) else {"name": value}
     name = entries.pop("name", None)
     if name not in tuple(SCORES):
-        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}")
+        raise UsageError(f"{what} is one of {', '.join(SCORES)}, not {name!r}{meant(name, SCORES)}")
     kind: Any = SCORES[name]
     score: Score = kind(**_settings(name, kind, entries))
     return score

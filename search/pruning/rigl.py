@@ -9,16 +9,19 @@ densities.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from latbench.errors import UsageError
-from search.pruning.masks import as_matrix
+from search.pruning.phases import check_every
 from search.pruning.pruner import Layer, Pruner, Stage, When
 from search.pruning.targets import Target
+from sparse_kernels.nn import as_matrix
 from sparse_kernels.patterns import NM, ShflBW, Unstructured, VectorNM, VectorWise
+from sparse_kernels.shapes import Shape
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,8 +35,7 @@ class RigL(Pruner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise UsageError(f"masks are updated every so many steps, at least 1, not {self.every}")
+        check_every(self.every)
         if not 0 <= self.until <= 1 or not 0 <= self.alpha <= 1:
             raise UsageError("RigL's `until` and `alpha` are shares, from 0 to 1")
 
@@ -50,11 +52,14 @@ class RigL(Pruner):
         """Whether masks change after `step` steps."""
         return 0 < step < self.until * total and step % self.every == 0
 
-    def start(self) -> None:
-        """Refuse row groups, which would have to stay while their members change."""
-        for layer in self.state.layers.values():
-            if isinstance(layer.target.pattern, ShflBW):
-                raise UsageError(f"layer {layer.name}: RigL has no Shfl-BW; take vector, or another method")
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """The updates, and the steps before them."""
+        updates = range(self.every, math.ceil(self.until * when.total), self.every)
+        return (step for update in updates for step in (update - 1, update))
+
+    def refuses(self, target: Target, shape: Shape) -> str | None:
+        """Row groups, which would have to stay while their members change."""
+        return "RigL has no Shfl-BW; take vector, or another method" if isinstance(target.pattern, ShflBW) else None
 
     def observe(self, layer: Layer, gradient: Tensor) -> None:
         """Keep the dense gradient for the update that follows."""
@@ -75,7 +80,11 @@ class RigL(Pruner):
             return mask
         share = self.alpha / 2 * (1 + math.cos(math.pi * self.state.step / (self.until * self.state.total_steps)))
         left = surviving(target, mask, weight.double().square(), share)
-        return target.mask(torch.where(left, 2.0, gradient / gradient.max().clamp_min(1e-300)))
+        # What is left outweighs what may grow: one weight another, and in a transposable tile, where one may stand in
+        # the way of several, all that the tile keeps.
+        pattern = target.pattern
+        at_once = pattern.keep * pattern.of if target.along == "both" and isinstance(pattern, NM) else 1
+        return target.mask(torch.where(left, 1.0 + at_once, gradient / gradient.max().clamp_min(1e-300)))
 
 
 def surviving(target: Target, mask: Tensor, scores: Tensor, share: float) -> Tensor:
@@ -83,6 +92,8 @@ def surviving(target: Target, mask: Tensor, scores: Tensor, share: float) -> Ten
     # Every kept unit outweighs every other, however small its score: sums over a unit are between its size and twice.
     ranked = torch.where(mask, 1 + scores / scores.max().clamp_min(1e-300), 0.0)
     density = (1 - share) * float(mask.double().mean())
+    if density == 0:  # of few and large units a mask may keep none
+        return torch.zeros_like(mask)
     return mask & _units(target, 1 - density).mask(ranked)
 
 

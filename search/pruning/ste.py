@@ -5,10 +5,11 @@ Masks are drawn from the dense weights, so that a dropped weight comes back when
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from latbench.errors import UsageError
+from search.pruning.phases import check_dense, check_every
 from search.pruning.pruner import DENSE, Pruner, Stage, When
 from search.pruning.targets import Target
 
@@ -22,10 +23,8 @@ class STE(Pruner):
     every: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dense <= 1:
-            raise UsageError(f"the dense phase is a share of all steps, from 0 to 1, not {self.dense}")
-        if self.every < 1:
-            raise UsageError(f"masks are drawn every so many steps, at least 1, not {self.every}")
+        check_dense(self.dense)
+        check_every(self.every)
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense, then under masks that follow the weights."""
@@ -33,3 +32,7 @@ class STE(Pruner):
         if when.step < start:
             return DENSE
         return Stage(target, backward=1.0, redraw=(when.step - start) % self.every == 0)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where the first mask is drawn."""
+        return (round(self.dense * when.total),)

@@ -9,7 +9,7 @@ v has settled when the mean of |v_t - v_(t-1)| over the latest 1 / (1 - beta2) s
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch.optim import Adam
 from torch.optim.optimizer import Optimizer
 
 from latbench.errors import UsageError
+from search.pruning.phases import check_every
 from search.pruning.pruner import DENSE, Pruner, Stage, When
 from search.pruning.targets import Target
 
@@ -51,16 +52,19 @@ class STEP(Pruner):
             raise UsageError("STEP switches between `earliest` and `latest`, shares of all steps, in that order")
         if self.tolerance < 0 or self.penalty < 0:
             raise UsageError("STEP's tolerance and penalty are not negative")
-        if self.every < 1:
-            raise UsageError(f"masks are drawn every so many steps, at least 1, not {self.every}")
+        check_every(self.every)
 
     def stage(self, target: Target, when: When) -> Stage:
         """Dense up to the switch; before it is known, that is taken to be the latest possible."""
-        switch = self.state.more.get("switch", round(self.latest * when.total))
+        switch = self._switch(when.total)
         if when.step < switch:
             return DENSE
         redraw = (when.step - switch) % self.every == 0
         return Stage(target, backward=1.0, penalty=self.penalty, redraw=redraw)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """The switch, the latest possible where it has not come."""
+        return (self._switch(when.total),)
 
     def start(self) -> None:
         """No change of v is known yet."""
@@ -102,7 +106,11 @@ class STEP(Pruner):
             more["switch"] = step
 
     def _learns_masks(self) -> bool:
-        return self.state.step >= self.state.more.get("switch", round(self.latest * self.state.total_steps))
+        return self.state.step >= self._switch(self.state.total_steps)
+
+    def _switch(self, total: int) -> int:
+        switch: int = self.state.more.get("switch", round(self.latest * total))
+        return switch
 
 
 def _change(updates: list[_Update]) -> float:

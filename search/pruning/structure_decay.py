@@ -10,14 +10,16 @@ back when others shrink), "straight_through" all of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from latbench.errors import UsageError
-from search.pruning.mask_decay import check_phases, phase_bounds
+from search.pruning.phases import check_decay, phase_bounds
 from search.pruning.pruner import DENSE, Pruner, Stage, When
-from search.pruning.targets import Target, shape_of
+from search.pruning.targets import Target
 from sparse_kernels.patterns import NM, Pattern, VectorNM, parse
+from sparse_kernels.shapes import Shape
 
 LARGEST = 256  # columns of a group, as patterns have it
 
@@ -47,14 +49,16 @@ class StructureDecay(Pruner):
                 _pattern(text)
         if self.factor < 1 or self.factor & (self.factor - 1):
             raise UsageError(f"the geometric factor is a power of two, not {self.factor}")
-        check_phases(self.dense, self.final, self.backward, self.every)
+        check_decay(self.dense, self.final, self.backward, self.every)
 
-    def start(self) -> None:
-        """Refuse now what a layer could not be at the end of the dense phase."""
-        for layer in self.state.layers.values():
-            for structure in self.structures(layer.target):
-                if (reason := structure.refuses(shape_of(layer.module))) is not None:
-                    raise UsageError(f"layer {layer.name}, in structure decay's {structure.pattern}: {reason}")
+    def refuses(self, target: Target, shape: Shape) -> str | None:
+        """What the layer could not be at the end of the dense phase, or later on."""
+        try:
+            structures = self.structures(target)
+        except UsageError as error:
+            return str(error)
+        refused = ((structure.pattern, structure.refuses(shape)) for structure in structures)
+        return next((f"in structure decay's {pattern}: {reason}" for pattern, reason in refused if reason), None)
 
     def structures(self, target: Target) -> list[Target]:
         """What the mask is drawn for in turn; the last is the target."""
@@ -86,6 +90,12 @@ class StructureDecay(Pruner):
         place = len(structures) - 1 if when.step >= end else (when.step - start) * len(structures) // (end - start)
         backward = 0.0 if self.backward == "scaled" else 1.0
         return Stage(structures[place], backward=backward, redraw=(when.step - start) % self.every == 0)
+
+    def changes(self, target: Target, when: When) -> Iterable[int]:
+        """Where each structure begins, the last again with the final phase."""
+        start, end = phase_bounds(self.dense, self.final, when.total)
+        count = len(self.structures(target))
+        return (start + -(-place * (end - start) // count) for place in range(count + 1))
 
 
 def _stepwise(target: Target) -> list[Target]:

@@ -9,8 +9,9 @@ from search.pruning.asp import ASP
 from search.pruning.flops import Flop, count_forward, layer_cost, step_cost, training_flop
 from search.pruning.gmp import GMP
 from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Pruner, Stage
+from search.pruning.pruner import Pruner, Stage, When
 from search.pruning.rigl import RigL
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
@@ -54,6 +55,47 @@ def test_every_other_recipe_by_hand() -> None:
     assert layer_cost(STEP(latest=0.4), tenth, 10).forward == pytest.approx(0.4 + 0.6 * 0.1)
     turns = [layer_cost(GrowAndPrune(final=0.2), tenth, 160, layer=layer, layers=4).forward for layer in range(4)]
     assert turns == pytest.approx([0.2 + 0.8 * 0.1] * 4)
+
+
+@pytest.mark.parametrize(
+    "pruner",
+    [
+        *(ASP(dense=dense) for dense in (0, 0.37, 1)), STE(dense=0.3, every=3), SRSTE(), STEP(latest=0.33),
+        GMP(), GMP(begin=0.13, end=0.77, updates=7, initial=0.3), GMP(begin=0.5, end=0.5), GMP(end=1, updates=500),
+        ACDC(), ACDC(warmup=0, period=0.07, final=0.4), RigL(every=7), RigL(every=1), RigL(every=5, until=1.0),
+        RigL(until=0), MaskDecay(), MaskDecay(rate=0.03), MaskDecay(shape="exponential", final=0.0),
+        MaskDecay(shape="exponential", rate=100.0), MaskDecay(dense=0.5, final=0.5), StructureDecay(),
+        StructureDecay(stages="geometric", dense=0.0), StructureDecay(dense=0.5, final=0.5),
+        StructureDecay(stages=("nm:8:16", "nm:3:16")), GrowAndPrune(), GrowAndPrune(final=1),
+        GrowAndPrune(partitions=5, rounds=3, final=0.13), Held(),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_the_cost_is_that_of_walking_through_every_step(pruner: Pruner) -> None:
+    for steps in (1, 2, 3, 17, 100, 333):
+        for layer in range(3):
+            walk = [pruner.stage(THIN, When(step, steps, layer, 3)) for step in range(steps)]
+            total = Flop(0.0, 0.0, 0.0)
+            for stage in walk:
+                total += step_cost(stage)
+            cost = layer_cost(pruner, THIN, steps, layer=layer, layers=3)
+            for name in ("forward", "input_gradient", "weight_gradient"):
+                assert getattr(cost, name) == pytest.approx(getattr(total, name) / steps, rel=1e-9)
+            at = 0
+            for stage, length in pruner.stretches(THIN, When(0, steps, layer, 3)):
+                assert {(it.target, it.fade > 0, it.fixed) for it in walk[at : at + length]} == {
+                    (stage.target, stage.fade > 0, stage.fixed)
+                }
+                at += length
+            assert at == steps
+
+
+def test_a_long_training_is_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    stage = GMP.stage
+    monkeypatch.setattr(GMP, "stage", lambda self, *args: seen.append(1) or stage(self, *args))
+    layer_cost(GMP(), THIN, 1_000_000)
+    assert len(seen) <= 22
 
 
 def test_only_the_product_along_the_groups_is_sparse() -> None:

@@ -14,11 +14,23 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from search.pruning.acdc import ACDC
+from search.pruning.asp import ASP
 from search.pruning.callbacks import lightning_callback, transformers_callback
+from search.pruning.gmp import GMP
+from search.pruning.grow_and_prune import GrowAndPrune
+from search.pruning.held import Held
+from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
+from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
+from search.pruning.step import STEP
+from search.pruning.structure_decay import StructureDecay
+from search.pruning.targets import Target
+from sparse_kernels.patterns import NM
 
+HALF = Target(NM(2, 4), 0.5)
 TARGETS = {"0": ("nm:2:4", 0.5)}
 STEPS = 6
 # One that keeps dense weights behind its masks, and one whose zeros are hard.
@@ -63,7 +75,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
 
 
-def trainer(callback: Any, model: nn.Module, folder: Path, *, first: int = 0, best: int = 0) -> None:
+def trainer(
+    callback: Any, model: nn.Module, folder: Path, *, first: int = 0, best: int = 0, last: int = STEPS
+) -> None:
     """What transformers.Trainer does: events with (args, state, control), the model among the keywords."""
     args = SimpleNamespace(output_dir=str(folder), load_best_model_at_end=best > 0)
     state = SimpleNamespace(
@@ -75,7 +89,7 @@ def trainer(callback: Any, model: nn.Module, folder: Path, *, first: int = 0, be
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
-    for step in range(first, STEPS):
+    for step in range(first, last):
         loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,12 +131,15 @@ def test_under_transformers_masks_are_of_all_ranks_though_the_model_is_not_wrapp
         torch.distributed.destroy_process_group()
 
 
-def lightning(callback: Any, model: nn.Module, *, first: int = 0, saved: Any = None) -> Any:
+def lightning(callback: Any, model: nn.Module, *, first: int = 0, saved: Any = None, monitor: Any = None) -> Any:
     """What lightning.Trainer does: model, callbacks and optimizer restored in turn; closures; two batches a step.
 
     Returns what a checkpoint after three steps holds.
     """
-    fake = SimpleNamespace(model=model, global_step=first, estimated_stepping_batches=STEPS)
+    fake = SimpleNamespace(
+        model=model, global_step=first, estimated_stepping_batches=STEPS,
+        checkpoint_callbacks=[SimpleNamespace(monitor=monitor)],
+    )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     kept = None
     if saved is not None:
@@ -164,6 +181,40 @@ def test_under_lightning_closures_and_accumulation_are_as_by_hand_and_resume(mak
     assert callback.state_dict() == {}  # trainer.save_checkpoint() after fit()
     with pytest.raises(BadData, match="goes on after 3 steps, but its checkpoint holds no pruner"):
         lightning(lightning_callback(make(), TARGETS), net(), first=3, saved=(*saved[:2], {}))
+
+
+def test_a_method_that_is_not_at_its_masks_from_the_start_takes_no_earlier_model_for_the_best() -> None:
+    targets = {"0": HALF}
+    for pruner in (STE(), SRSTE(), RigL(), ASP(), Held(), MaskDecay(dense=0, final=1), GMP(end=0)):
+        assert pruner.holds_targets(targets, 20), pruner
+    for pruner in (ASP(dense=0.1), GMP(), ACDC(), MaskDecay(dense=0), StructureDecay(), STEP(), GrowAndPrune()):
+        assert not pruner.holds_targets(targets, 20), pruner
+
+
+@pytest.mark.usefixtures("fakes")
+def test_under_transformers_the_best_model_is_refused_where_masks_are_still_to_come(tmp_path: Path) -> None:
+    model, pruner = net(), GMP()
+    with pytest.raises(UsageError, match=r"load_best_model_at_end may end with .* leave it out, as GMP prunes while"):
+        trainer(transformers_callback(pruner, TARGETS), model, tmp_path, best=3)
+    assert not pruner.at_work
+    assert same(model, net())
+
+
+@pytest.mark.usefixtures("fakes")
+def test_training_that_is_stopped_early_says_that_nothing_is_trained_under_the_last_masks(tmp_path: Path) -> None:
+    model, pruner = net(), GMP(end=1.0)
+    with pytest.warns(UserWarning, match="ended after 4 of 6 steps: nothing is trained under the masks that 1 of 1"):
+        trainer(transformers_callback(pruner, TARGETS), model, tmp_path, last=4)
+    assert (model[0].weight == 0).double().mean() == 0.5
+
+
+@pytest.mark.usefixtures("fakes")
+def test_under_lightning_a_best_checkpoint_from_before_the_last_masks_is_warned_of() -> None:
+    model = net()
+    with pytest.warns(UserWarning, match="best checkpoint by val_loss may be .*: take the model that fit"):
+        lightning(lightning_callback(GMP(), TARGETS), model, monitor="val_loss")
+    assert (model[0].weight == 0).double().mean() == 0.5
+    lightning(lightning_callback(STE(), TARGETS), net(), monitor="val_loss")
 
 
 @pytest.mark.usefixtures("fakes")

@@ -257,7 +257,7 @@ def test_structures_tighten_as_the_papers_do() -> None:
 def test_structures_that_a_layer_cannot_hold_are_refused_at_the_start() -> None:
     """Both sides of 16x32 are multiples of 4, of 16 too, but 16 is none of 32."""
     for stages, sentence in (
-        ("geometric", r"layer , in structure decay's nm:8:32: transposable .* in multiples of 32, not 16x32"),
+        ("geometric", r"layer : in structure decay's nm:8:32: transposable .* in multiples of 32, not 16x32"),
         (("nm:20:40",), r"in structure decay's nm:20:40: "),
     ):
         with pytest.raises(UsageError, match=sentence):
@@ -332,6 +332,32 @@ def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest(pattern
 def test_rigl_refuses_row_groups() -> None:
     with pytest.raises(UsageError, match="RigL has no Shfl-BW"):
         RigL().prepare(linear(), {"": ("shflbw:4", 0.75)}, total_steps=4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_rigl_keeps_what_it_did_not_drop_in_transposable_masks_too(exact: bool, rng: np.random.Generator) -> None:
+    """One weight that stays may stand in the way of several that would grow, where rows and columns are full."""
+    target = Target(NM(2, 4), 0.5, along="both", exact=exact)
+    for _ in range(20):
+        model, rigl = linear(16, 16), RigL(every=1, until=1.0, alpha=0.6)
+        rigl.prepare(model, {"": target}, total_steps=100)
+        before, layer = rigl.masks[""], rigl.state.layers[""]
+        layer.seen = torch.from_numpy(rng.exponential(size=(16, 16)) ** 4)
+        rigl.state.step = 1
+        share = 0.3 * (1 + math.cos(math.pi / 100))
+        left = surviving(target, before, model.weight.detach().double().square(), share)
+        assert bool(rigl.draw(layer, target)[left].all())
+
+
+def test_rigl_of_units_so_large_that_none_is_kept_keeps_none() -> None:
+    model, rigl = linear(16, 32), RigL(every=1)
+    rigl.prepare(model, {"": ("block:16x16", 0.9)}, total_steps=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        run(model, optimizer, step)
+        rigl.step()
+    rigl.finish()
+    assert not rigl.masks[""].any()
 
 
 def test_erk_densities_are_the_formulas_and_add_up() -> None:

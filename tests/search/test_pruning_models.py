@@ -28,6 +28,7 @@ from search.pruning.build import build_database
 from search.pruning.build import recipe as recipe_of
 from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
+from search.pruning.masks import apply_masks
 from search.pruning.recipe import Recipe
 from search.pruning.train import Trained, train
 from search.task import Task, load
@@ -77,6 +78,24 @@ def test_joint_tuning_comes_nearer_the_dense_activations_and_masks_hold(task: Ta
     assert zeros_hold(model, masks)
     assert torch.equal(model.get_buffer("norm.running_mean"), statistics)
     assert not any(module._forward_hooks for module in dense.modules())
+
+
+def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Task) -> None:
+    """Before ReLU(inplace=True) as before ReLU(): both models compute the same."""
+
+    def tuned(inplace: bool) -> list[float]:
+        def model() -> nn.Module:
+            torch.manual_seed(2)
+            return nn.Sequential(nn.Flatten(), nn.Linear(150, 8), nn.ReLU(inplace), nn.Linear(8, 3)).eval()
+
+        pruned = model()
+        masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
+        apply_masks(pruned, masks)
+        return global_adaprune(
+            task, pruned, model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=3
+        )
+
+    assert tuned(True) == tuned(False)
 
 
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
@@ -223,6 +242,16 @@ def test_training_goes_on_from_one_shot_pruning_under_its_masks(
     [
         ("train_batches", Recipe(), r"task tiny has no train_batches\(rng\): leave --recipe out"),
         ("", Recipe(transposable="exact"), "layer conv: only N:M masks can be transposable, not vector:4"),
+        (
+            "",
+            Recipe(method="structure_decay", settings={"stages": "geometric"}),
+            "layer conv: geometric structure decay is for N:M patterns, not vector:4",
+        ),
+        (
+            "",
+            Recipe(method="structure_decay", settings={"stages": ["nm:8:16"]}),
+            "layer conv: in structure decay's nm:8:16: .* needs input channels in multiples of 16",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused_before_any_work(

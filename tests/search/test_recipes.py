@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from search.pruning.fisher_scores import MFAC
 from search.pruning.folder import load_pruned
 from search.pruning.gmp import GMP
 from search.pruning.mask_decay import MaskDecay
+from search.pruning.pipeline import check_recipe
 from search.pruning.recipe import METHODS, Recipe, load
 from search.pruning.rigl import RigL
 from search.pruning.structure_decay import StructureDecay
@@ -106,7 +107,15 @@ def test_a_recipe_tells_its_method_what_it_knows() -> None:
         ("{method: held, start: one_shot, settings: {given: a}}", "held has no setting 'given': it has score", 2),
         ("{method: held, start: one_shot, transposable: quick}", "cannot make them transposable", 2),
         ("- a", "a recipe is a mapping", 5),
-        ("a: [", "not a YAML file", 5),
+        ("a: [", "line 1: no YAML that can be read", 5),
+        ("steps: 3\nsteps: 4", "line 1: no YAML that can be read: 'steps' is given twice", 5),
+        ("settings: {updates: 3, updates: 4}", "'updates' is given twice", 5),
+        ("step: 3", r"unknown entry 'step' \(steps\?\): a recipe has", 5),
+        ("1: 3", "unknown entry 1: a recipe has", 5),
+        ("settings: {update: 1}", r"gmp has no setting 'update' \(updates\?\): it has", 2),
+        ("settings: {score: {name: mfac, gradient: 1}}", r"mfac has no setting 'gradient' \(gradients\?\)", 2),
+        ("settings: {score: wood_fisher}", r"not 'wood_fisher' \(woodfisher\?\)", 2),
+        ("method: mask-decay", r"'mask-decay' is unknown \(mask_decay\?\): known are", 2),
     ],
 )
 def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, code: int, tmp_path: Path) -> None:
@@ -121,6 +130,8 @@ def test_a_recipe_that_is_wrong_is_said_in_a_sentence(text: str, sentence: str, 
 def test_a_recipe_that_is_missing_is_said() -> None:
     with pytest.raises(BadData, match=r"no recipe gone\.yaml: give a YAML file, or one of gmp"):
         load("gone.yaml")
+    with pytest.raises(BadData, match=r"no recipe maskdecay \(mask_decay\?\): give a YAML file"):
+        load("maskdecay")
 
 
 def test_learning_rates_by_hand() -> None:
@@ -279,6 +290,76 @@ def test_masks_that_cannot_be_transposable_are_refused_by_name(task: Task) -> No
     recipe = Recipe(method="asp", steps=2, transposable="exact")
     with pytest.raises(UsageError, match="layer conv: only N:M masks can be transposable, not vector:4"):
         train(task, task.model(), TARGETS, recipe)
+
+
+class OneLayer:
+    """Eight rows of sixteen columns: nothing to compute, and all patterns fit."""
+
+    def model(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(16, 8, bias=False)).eval()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().mean()
+
+    def train_batches(self, rng: np.random.Generator) -> Iterator[Tensor]:
+        while True:
+            yield torch.from_numpy(rng.standard_normal((4, 16))).float()
+
+
+PATTERNS = {
+    "unstructured": 0.75, "nm:2:4": 0.5, "nm:1:4": 0.75, "nm:5:8": 0.375, "vectornm:4:1:4": 0.75, "block:4x4": 0.75,
+    "block:8x8": 0.9, "vector:4": 0.75, "shflbw:4": 0.75,
+}  # fmt: skip
+SCHEDULES = {
+    "gmp": ({"initial": 0.5}, {"score": {"name": "mfac", "gradients": 2}}, {"end": 1.0}),
+    "acdc": ({"warmup": 0, "period": 0.2},),
+    "rigl": ({"every": 2, "until": 1.0, "alpha": 1.0}, {"every": 1, "trained": False}),
+    "asp": ({"dense": 0.5}, {"dense": 1.0}),
+    "mask_decay": ({"shape": "exponential", "every": 2}, {"final": 0.0, "backward": "straight_through"}),
+    "structure_decay": (
+        {"every": 2}, {"stages": "geometric"}, {"stages": "geometric", "factor": 2}, {"stages": ["nm:3:4"]},
+        {"stages": ["vectornm:4:3:4"]},
+    ),
+    "step": ({"latest": 1.0}, {"every": 3}),
+    "grow_and_prune": ({"final": 0.0},),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(method: str, task: Task) -> None:
+    one = replace(task, implementation=OneLayer())
+    refused = []
+    for settings in ({}, *SCHEDULES.get(method, ())):
+        for (pattern, sparsity), transposable in itertools.product(PATTERNS.items(), (None, "quick", "exact")):
+            model = OneLayer().model()
+            targets = {"0": (pattern, sparsity)}
+            try:
+                start = "one_shot" if method == "held" else "dense"
+                recipe = Recipe(method=method, settings=settings, steps=6, transposable=transposable, start=start)
+                check_recipe(recipe, one, targets, model)
+            except UsageError as error:
+                assert "\n" not in str(error)
+                refused.append((pattern, transposable, settings.get("stages")))
+                continue
+            mask = targets_of(targets, model)["0"].mask(torch.rand(8, 16))
+            kept = train(one, model, targets, recipe, masks={"0": mask}).masks["0"]
+            if transposable == "quick":
+                assert kept.sum() <= mask.sum()
+            else:
+                assert kept.sum() == mask.sum()
+            assert bool((model[0].weight[~kept] == 0).all())
+    # What no kernel and no paper knows is refused, and no more than that.
+    for pattern, transposable, stages in refused:
+        assert (
+            (transposable and not pattern.startswith("nm:"))
+            or (transposable == "exact" and "every" in {each.name for each in fields(METHODS[method])})
+            or (transposable and method == "held")
+            or (method == "rigl" and pattern == "shflbw:4")
+            or (stages == "geometric" and (transposable or not pattern.startswith(("nm:", "vectornm:"))))
+            or (transposable and stages == ["vectornm:4:3:4"])
+        ), (pattern, transposable, stages)
 
 
 def test_training_batches_that_end_are_said(task: Task) -> None:
