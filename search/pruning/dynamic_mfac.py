@@ -15,8 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning import fisher
-from search.pruning.fisher import DAMPING, check_finite
+from search.pruning.fisher import DAMPING, check_finite, columns_at_once
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
@@ -52,9 +51,9 @@ def update(weights: Tensor, dropped: Tensor, gradients: Tensor, *, damping: floa
 
 
 def _parts(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(columns, gradients (m, columns) float64 that may be written to), as CHUNK_BYTES holds twice."""
+    """(columns, gradients (m, columns) float64 that may be written to), as CHUNK_BYTES allows."""
     m, d = gradients.shape
-    columns = max(1, fisher.CHUNK_BYTES // (16 * m))
+    columns = columns_at_once(16 * m)
     for start in range(0, d, columns):
         part = gradients[:, start : start + columns].to(torch.float64, copy=True)
         check_finite(part)

@@ -29,7 +29,7 @@ def scores(weights: Tensor, diagonal: Tensor) -> Tensor:
 def least_inverse(gradients: Tensor, damping: float) -> Tensor:
     """1 / F_qq (d,) float64 of gradients (m, d): what [F^-1]_qq cannot be below."""
     m, _ = gradients.shape
-    parts = gradients.split(max(1, CHUNK_BYTES // (16 * m)), dim=1)
+    parts = gradients.split(columns_at_once(16 * m), dim=1)
     return torch.cat([m / (m * damping + part.double().square().sum(dim=0)) for part in parts])
 
 
@@ -59,7 +59,7 @@ def blocks_of(gradients: Tensor, block: int, bytes_a_weight: int) -> Iterator[tu
     for gradients that are not finite.
     """
     d = gradients.shape[1]
-    step = max(1, CHUNK_BYTES // (bytes_a_weight * block)) * block
+    step = columns_at_once(bytes_a_weight * block) * block
     for start in range(0, d, step):
         part = gradients[:, start : start + step].double()
         check_finite(part)
@@ -67,6 +67,11 @@ def blocks_of(gradients: Tensor, block: int, bytes_a_weight: int) -> Iterator[tu
         if width % block:
             part = torch.nn.functional.pad(part, (0, -width % block))
         yield slice(start, start + width), part.unflatten(1, (-1, block)).transpose(0, 1)
+
+
+def columns_at_once(bytes_each: int) -> int:
+    """How many fit CHUNK_BYTES, at least one, where those before are alive while the next are made."""
+    return max(1, CHUNK_BYTES // (2 * bytes_each))
 
 
 def check_finite(gradients: Tensor) -> None:
