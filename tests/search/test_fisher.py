@@ -156,12 +156,12 @@ def test_memory_is_a_chunk_of_float64_and_a_few_numbers_a_weight(
     score: type[Score], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not m gradients of a layer in float64, nor a copy of them."""
-    chunk, m, d = 2**21, 32, 2**15
+    chunk, m, d = 2**17, 32, 2**11
     monkeypatch.setattr(fisher, "CHUNK_BYTES", chunk)
     generator = torch.Generator().manual_seed(0)
     weight, gradients = torch.randn(1, d, generator=generator), torch.randn(m, 1, d, generator=generator)
     mask = torch.rand(1, d, generator=generator) < 0.5
-    made = score(gradients=m, **({} if score is DynamicMFAC else {"block": 32}))
+    made = score(gradients=m, **({} if score is DynamicMFAC else {"block": 16}))
     for run in (lambda: made.scores(weight, gradients), lambda: made.compensate(weight, gradients, mask)):
         with Memory() as memory:
             run()
