@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from latbench.errors import UsageError
 from search.layers import DENSE_OPTION, Layer, Option
-from search.solve import Floats
+from search.solve import Choice, Floats, sum_in_order
 from search.weight_bytes import weight_bytes
 from sparse_kernels.shapes import Shape
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Order = tuple[tuple[str, ...], ...]
 
@@ -47,6 +51,23 @@ class Also:
 
         return [layer.changed(costs).errors for layer in layers]
 
+    @property
+    def left(self) -> float:
+        """What there is for the layers."""
+        return self.budget - self.fixed
+
+    def keeps(self, layers: Sequence[Layer], choice: Choice) -> bool:
+        """Whether a profile of these layers is within it, summed as `arrays` are."""
+        taken = (
+            sum_in_order(self.costs[part.name][part.options[j]] for part in layer.parts)
+            for layer, j in zip(layers, choice, strict=True)
+        )
+        return sum_in_order(taken) <= self.left
+
+    def without(self, names: Iterable[str]) -> Also:
+        """What is left of it for the others where these layers stay dense."""
+        return replace(self, fixed=self.fixed + sum(self.costs[name][DENSE_OPTION] for name in names))
+
     def used(self, options: Mapping[str, Option]) -> float:
         """What a profile takes of it: `Selection.options`."""
         return self.fixed + sum(self.costs[name][option] for name, option in options.items())
@@ -71,3 +92,18 @@ def bytes_of_weights(searched: Sequence[Layer], shapes: Mapping[str, Shape | Non
     costs = {name: {it: weight_bytes(it, known[name]) for it in part.options} for name, part in parts.items()}
     dense = sum(weight_bytes(DENSE_OPTION, shape) for name, shape in known.items() if name not in parts)
     return Also(costs, budget, "bytes of weights", dense)
+
+
+def bytes_of_model(
+    model: nn.Module, searched: Sequence[Layer], shapes: Mapping[str, Shape | None], budget: float
+) -> Also:
+    """The budget of all weights of `model`, in bytes: of `searched` layers as they are packed, all else as it is.
+
+    Biases, norms, embeddings and layers that stay as they are count whole. Raises UsageError for a searched layer
+    whose shape `shapes` lacks.
+    """
+    parts = [part.name for layer in searched for part in layer.parts]
+    own = bytes_of_weights(searched, {name: shapes.get(name) for name in parts}, budget)
+    packed = {model.get_submodule(name).weight for name in parts}
+    rest = sum(it.nbytes for it in model.parameters() if it not in packed)
+    return replace(own, what="bytes of all weights", fixed=own.fixed + rest)

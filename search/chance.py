@@ -35,6 +35,9 @@ WIDTH = 1.25
 SMALL = 1e-3
 """The least deviation that is told from none, as a share of the most."""
 
+TINY = 1e-150
+"""Deviations whose squares are too small to be told from zero."""
+
 POLISHES = 4
 ROUNDING = 1e-12
 
@@ -76,22 +79,28 @@ def solve_with_chance(
     if not (math.isfinite(shared) and shared >= 0 and all(np.isfinite(x).all() and (x >= 0).all() for x in d)):
         raise BadProblem("deviations must be finite and not negative")
     least, most = (math.hypot(shared, *(float(end(layer)) for layer in d)) for end in (np.min, np.max))
-    if most == 0:
+    if most <= TINY:
         return solve(t, errors, budget), 0.0
     small = max(least, most * SMALL)
     found: list[tuple[float, float, Choice, float]] = []
     bounds = []
     fastest = math.inf
 
-    def look(within: Sequence[Floats], room: float) -> Solution | None:
+    def keep(choice: Choice) -> float:
+        """The deviation of a profile, which is kept if it keeps the budget."""
         nonlocal fastest
+        *_, s = one = _of(t, d, errors, choice, shared)
+        fastest = min(fastest, needed := upper(t, d, choice, shared))
+        if needed <= budget:
+            found.append(one)
+        return s
+
+    def look(within: Sequence[Floats], room: float) -> Solution | None:
         try:
             solution = solve(within, errors, room)
-        except Infeasible as refused:
-            fastest = min(fastest, refused.fastest_seconds + budget - room)
+        except Infeasible:
             return None
-        if upper(t, d, solution.choice, shared) <= budget:
-            found.append(_of(t, d, errors, solution.choice, shared))
+        keep(solution.choice)
         return solution
 
     cells = [(least, small), *itertools.pairwise(_cells(small, most))]
@@ -103,10 +112,14 @@ def solve_with_chance(
         too_high = max((end - s) ** 2 for end in (low, high)) / (2 * s)
         relaxed = look(within, room + too_high + ROUNDING * abs(budget))
         bounds += [relaxed.bound] if relaxed is not None else []
+        for _ in range(POLISHES):  # the fastest profile near: by its own tangent it is exactly as fast as it is
+            within, _room = tangent(t, d, budget, shared, s)
+            if (s := keep(tuple(int(np.argmin(layer)) for layer in within))) <= TINY:
+                break
     if not found:
         raise Infeasible(float(budget), fastest)
     best = min(found)
-    for _ in range(POLISHES if best[3] > 0 else 0):
+    for _ in range(POLISHES if best[3] > TINY else 0):
         within, room = tangent(t, d, budget, shared, best[3])
         try:
             better = _of(t, d, errors, solve(within, errors, room).choice, shared)
@@ -141,7 +154,9 @@ def apart(problem: Problem, target: float) -> Problem:
     What they share is in `fixed`, as it is once whole models were timed. Layers of one shape err alike, whatever
     options limits leave each, and so are those of unknown shape taken to: each of n counts n times as much, which is
     never too little (Cauchy and Schwarz). Upper ends added up are as `upper` says for the profile of least error, and
-    too high for others; lower ends shrink alike. The problem as it is where nothing reaches the target even so.
+    too high for others, but no option's above what it was: where the tangent says more, a deviation is added to the
+    root instead, which is never too little either (Minkowski). Lower ends shrink alike. The problem as it is where
+    nothing reaches the target even so, and where the profile of least error deviates by nothing.
     """
     alike = Counter(part.shape for layer in problem.layers for part in layer.parts)
 
@@ -156,11 +171,15 @@ def apart(problem: Problem, target: float) -> Problem:
         _, s = solve_with_chance(seconds, deviations, problem.errors, budget, shared)
     except Infeasible:
         return problem
-    around = s / 2 + shared * shared / (2 * s) if s > 0 else 0.0
+    if s <= TINY:  # its tangent is no help to any other
+        return problem
+    around = s / 2 + shared * shared / (2 * s)
 
     def narrowed(layer: Layer, deviation: Floats) -> Layer:
         own = layer.high - layer.seconds
-        share = np.divide(deviation**2 / (2 * s or 1.0), own, out=np.zeros_like(own), where=own > 0)
+        with np.errstate(over="ignore"):
+            by_tangent = deviation**2 / (2 * s)
+        share = np.divide(np.minimum(by_tangent, own), own, out=np.zeros_like(own), where=own > 0)
         return layer.changed(lambda part: replace(
             part, low=part.seconds - share * (part.seconds - part.low),
             high=part.seconds + share * (part.high - part.seconds),

@@ -13,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from search.solve import BadProblem
-
-Choice = tuple[int, ...]
+from search.solve import BadProblem, Choice
 
 AT_ONCE = 8
 """Profiles handed to the judge together: what it can share out, and how finely time is watched."""
@@ -27,7 +25,7 @@ class Judging(Protocol):
     batches: int
 
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
-        """The mean loss of each profile over the first `batches`; the same at every call."""
+        """The mean loss of each profile over the first `batches`, infinite instead of NaN; the same at every call."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Evaluations:
     """Asks the judge for a search, each profile once, and keeps the account.
 
     At most `allowed` evaluations on the first `batches` (all, if None); once there is a result, none begins when
-    `clock` has reached `deadline`. A loss that is NaN counts as infinite. `tell` hears of what is spent and of the
+    `clock` has reached `deadline`. `tell` hears of what is spent and of the
     least loss so far. Profiles that the judge knows, `known` with how they were found, are results for nothing.
     """
 
@@ -89,7 +87,7 @@ class Evaluations:
         self._trace: dict[Choice, Evaluation] = {}
         self._out_of_time = False
         known = known or {}
-        for (choice, found_by), loss in zip(known.items(), self._told(list(known), self.batches), strict=True):
+        for (choice, found_by), loss in zip(known.items(), judge.losses(list(known), self.batches), strict=True):
             self.known[choice] = self.batches
             self._trace[choice] = Evaluation(choice, loss, found_by, 0.0)
 
@@ -122,7 +120,7 @@ class Evaluations:
         ]
         for start in range(0, len(new), AT_ONCE):
             self._ask(new[start : start + AT_ONCE], count, found_by if enters else None)
-        return self._told(choices, count)
+        return self._judge.losses(choices, count)
 
     def _ask(self, choices: Sequence[Choice], batches: int, found_by: str | None) -> None:
         if self._trace and self._clock() >= self._deadline:
@@ -130,7 +128,7 @@ class Evaluations:
             raise Enough
         costs = [max(0, batches - self.known.get(choice, 0)) for choice in choices]
         within = choices[: sum(cost <= self._left for cost in itertools.accumulate(costs))]
-        for choice, cost, loss in zip(within, costs, self._told(within, batches), strict=False):
+        for choice, cost, loss in zip(within, costs, self._judge.losses(within, batches), strict=False):
             self._left -= cost
             self.known[choice] = max(batches, self.known.get(choice, 0))
             if found_by is not None:
@@ -139,10 +137,6 @@ class Evaluations:
             self._tell(self._spent, self.best.loss)
         if len(within) < len(choices):
             raise Enough
-
-    def _told(self, choices: Sequence[Choice], batches: int) -> list[float]:
-        told = self._judge.losses(choices, batches)
-        return [math.inf if math.isnan(loss) else loss for loss in told]
 
     @property
     def _spent(self) -> float:

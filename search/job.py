@@ -33,10 +33,12 @@ from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
 from search import chance, layer_errors, overhead, risk, sessions
+from search.also import bytes_of_model
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.evaluations import Found, Judging
 from search.judges import Judges, panel
+from search.layers import options_of
 from search.options import in_network, measured_layers, predicted_layers, swept_rows
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
@@ -64,7 +66,8 @@ class Settings:
     `batches` is how many of the calibration batches judge a profile that the search tries (None: all); the best of
     them are judged by all. `risk` is how likely the promise shall be met when it is verified.
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
-    of their outputs, of their weights, or in a file (`search.layer_errors`).
+    of their outputs, of their weights, or in a file (`search.layer_errors`). `most_bytes` is what the weights of the
+    whole pruned model may take (`search.also.bytes_of_model`), None for whatever they do.
     `time_budget` is in seconds: no profile is tried after so long. `processes` prune layers and judge profiles; or
     these are judged elsewhere, `judges` is one of `search.judges.PLACES`. Both change no more than roundings.
     """
@@ -83,6 +86,7 @@ class Settings:
     time_budget: float | None = None
     processes: int = 1
     judges: str = "cpu"
+    most_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Inputs:
             **self.conditions(settings), "probes": overhead.VERSION, "table_hash": self.table_hash,
             "cost_model": sha256(self.cost_model)[:16] if self.cost_model else None,
             "patterns": list(settings.patterns) if settings.patterns else None,
-            "excluded": [*self.task.excluded, *self.task.limits.excluded],
+            "excluded": list(self.task.limits.excluded),
             "sparsities": list(settings.sparsities) if settings.sparsities else None,
         }  # fmt: skip
 
@@ -204,7 +208,7 @@ def search(
     try:
         with judge:
             looked_for = searcher(settings, judge, progress)
-            choices = _choices(problem, verified)
+            choices = [one for one in _choices(problem, verified) if problem.within_also(one)]
             before = dict(zip(choices, judge.losses(choices, judge.batches), strict=True))
             kept = keep_promise(problem, looked_for, measure, settings.target, before=before)
     except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
@@ -297,14 +301,21 @@ def prepare(
     database = Database(inputs.database, inputs.model_hash, inputs.recipe)
     probes = _whole_model(inputs, settings, layers, remeasure, progress)
     whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
-    problem = _as_verified(whole.problem(layers), inputs.verified(settings), settings.risk)
-    problem = replace(problem, layers=task.limits.narrow(problem.layers))
-    if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
-        problem = problem.without_hopeless()
-    if given is not None:
-        problem = problem.with_errors(given)
-    problem.certain().budget(settings.target)  # Infeasible is said before an hour of pruning, not after
+    verified = inputs.verified(settings)
 
+    def as_asked(problem: Problem) -> Problem:
+        problem = replace(problem, layers=task.limits.narrow(problem.layers))
+        if settings.most_bytes is not None:
+            also = bytes_of_model(inputs.model, problem.layers, shapes, settings.most_bytes)
+            problem = replace(problem, also=also)
+        if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
+            problem = problem.without_hopeless()
+        return problem if given is None else problem.with_errors(given)
+
+    # Infeasible is said before an hour of pruning, not after. What a verification says of other profiles than its own
+    # is a guess: of these the fastest is timed before a target is refused.
+    as_asked(whole.problem(layers)).certain().reachable(settings.target)
+    problem = as_asked(_as_verified(whole.problem(layers), verified, settings.risk))
     options = {
         part.name: [(option.pattern, option.sparsity) for option in part.options]
         for layer in problem.layers
@@ -319,7 +330,7 @@ def prepare(
         problem = problem.with_errors(layer_errors.output_errors(problem, database))
     elif settings.errors == "weight":
         problem = problem.with_errors(layer_errors.weight_errors(problem, database, inputs.model))
-    if not inputs.verified(settings):  # which moved all layers together
+    if not verified:  # which moved all layers together
         problem = chance.apart(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
     trials = Trials(names, inputs.database / "trials.jsonl", inputs.judged(settings))
@@ -359,11 +370,8 @@ def timed_layers(inputs: Inputs, settings: Settings, shapes: Mapping[str, Shape]
 def prunable_layers(task: Task, model: Any) -> dict[str, Shape]:
     """The layers to choose for, by name: what can be pruned, but for those that are excluded. Raises UsageError."""
     traced, skipped = workloads.trace(model, task.example())
-    known = {layer.name for layer in traced.layers} | {name for name, _ in skipped}
-    if unknown := [name for name in task.excluded if name not in known]:
-        raise UsageError(f"task {task.name} excludes {', '.join(unknown)}, which its model does not have")
-    shapes = {layer.name: layer.shape for layer in traced.layers if layer.name not in task.excluded}
-    shapes = {name: shapes[name] for name in task.limits.without(list(shapes))}
+    shapes = {layer.name: layer.shape for layer in traced.layers}
+    shapes = {name: shapes[name] for name in task.limits.without(list(shapes), [name for name, _ in skipped])}
     if not shapes:
         raise UsageError(f"the model of task {task.name} has no layer that can be pruned")
     return shapes
@@ -445,6 +453,8 @@ def _profile(
         additivity_after=additive[1],
         strategy=found.found_by + (", ended by the time budget" if found.out_of_time else ""),
         seed=settings.seed,
+        most_bytes=settings.most_bytes,
+        weight_bytes=problem.also.used(options_of(problem.layers, found.choice)) if problem.also else None,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

@@ -63,6 +63,9 @@ class Panel(Protocol):
     def answer(self, given: Any) -> list[float]:
         """The losses, when they are there. Raises what was raised there if that is a LatbenchError."""
 
+    def answered(self, given: Any) -> bool:
+        """Whether the losses are there, so that `answer` need not wait."""
+
     def drop(self, given: Any) -> None:
         """Begin it no more: nobody waits for the answer."""
 
@@ -100,18 +103,28 @@ class Judges:
     def losses(self, choices: Sequence[Choice], batches: int) -> list[float]:
         """The mean loss of each profile over the first `batches` calibration batches; infinite where it is NaN.
 
-        Raises what the task raises, and a LatbenchError for what happens in a process.
+        Raises what the task raises, and a LatbenchError for what happens in a process. What was judged by then is
+        kept, also where this is interrupted.
         """
         held = [self._held(choice) for choice in choices]
         known = {one: len(self._trials.losses(one)) for one in held}
         missing = {one: range(count, batches) for one, count in known.items() if count < batches}
         if self._own is not None:
             for one, numbers in missing.items():
-                self._trials.add(one, self._own.losses(one, numbers))
+                self._judge(self._own, one, numbers)
         elif missing:
             self._spread(missing)
         means = [sum(self._trials.losses(one)[:batches]) / batches for one in held]
         return [math.inf if math.isnan(loss) else loss for loss in means]
+
+    def _judge(self, judge: Judge, one: Held, numbers: range) -> None:
+        """Judge these batches of a profile here."""
+        losses: list[float] = []
+        try:
+            for number in numbers:
+                losses += judge.losses(one, range(number, number + 1))
+        finally:
+            self._trials.add(one, losses)
 
     def _spread(self, missing: Mapping[Held, range]) -> None:
         """Judge these batches of these profiles on the panel."""
@@ -120,13 +133,31 @@ class Judges:
             one: [self._panel.give(self._opening, one, part) for part in _split(numbers, parts)]
             for one, numbers in missing.items()
         }
+        kept: set[Held] = set()
         try:
             for one, answers in given.items():
-                self._trials.add(one, [loss for answer in answers for loss in self._panel.answer(answer)])
+                losses = [loss for answer in answers for loss in self._panel.answer(answer)]
+                kept.add(one)
+                self._trials.add(one, losses)
         except BaseException:
             for answer in itertools.chain.from_iterable(given.values()):
                 self._panel.drop(answer)
+            for one, answers in given.items():
+                if one not in kept:
+                    self._trials.add(one, self._answered(answers))
             raise
+
+    def _answered(self, answers: Sequence[Any]) -> list[float]:
+        """The losses that are there, up to the first that are not."""
+        losses: list[float] = []
+        for answer in answers:
+            if not self._panel.answered(answer):
+                break
+            try:
+                losses += self._panel.answer(answer)
+            except LatbenchError:
+                break
+        return losses
 
     def _held(self, choice: Choice) -> Held:
         options = options_of(self._layers, choice).values()
@@ -179,6 +210,10 @@ class Processes:
     def answer(self, given: Future[list[float]]) -> list[float]:
         """See `Panel`."""
         return given.result()
+
+    def answered(self, given: Future[list[float]]) -> bool:
+        """See `Panel`."""
+        return given.done() and not given.cancelled()
 
     def drop(self, given: Future[list[float]]) -> None:
         """See `Panel`."""

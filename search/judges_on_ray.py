@@ -55,6 +55,10 @@ class OnRay:
             raise LatbenchError(f"Ray lost what was to be judged: {why(error)}") from error
         return answer
 
+    def answered(self, given: Any) -> bool:
+        """See `Panel`."""
+        return bool(self._ray.wait([given], timeout=0)[0])
+
     def drop(self, given: Any) -> None:
         """See `Panel`."""
         self._ray.cancel(given)

@@ -115,9 +115,12 @@ class Limits:
         """Both at once."""
         return Limits(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
 
-    def without(self, names: Sequence[str]) -> list[str]:
-        """Those of the layers `names` that are not excluded. Raises UsageError for what matches none."""
-        gone = {name for glob in self.excluded for name in matched(glob, names, "excluded")}
+    def without(self, names: Sequence[str], others: Sequence[str] = ()) -> list[str]:
+        """Those of the layers `names` that are not excluded. Raises UsageError for what matches none of them.
+
+        `others` are layers that could not be pruned anyway: it is no mistake to exclude them.
+        """
+        gone = {name for glob in self.excluded for name in matched(glob, [*names, *others], "excluded")}
         return [name for name in names if name not in gone]
 
     def on(self, problem: Problem) -> Problem:

@@ -39,7 +39,8 @@ VERSION = 2
 FREE = "layers free"
 
 LEAST = 0.1
-"""Of what it takes alone, a layer takes at least so much in the network."""
+"""Of what it takes alone, a layer takes at least so much in the network, and an option that saves time there at least
+so much of what it saves: what a busy machine made of the line must not make all options alike."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def whole_model(layers: Sequence[Layer], session: Session, coverage: float) -> W
     timings = session.timings
     measured = [timings.seconds(name, coverage) for name in session.profiles]
     choices = [choice_of(layers, chosen) for chosen in session.profiles.values()]
-    start, scale = fit_line([seconds_of(layers, one) for one in choices], [interval.value for interval in measured])
+    alone = [seconds_of(layers, one) for one in choices]
+    start, scale = fit_line(alone, [interval.value for interval in measured], LEAST)
     free = timings.seconds(FREE, coverage) if FREE in timings.blocks else Interval(*[max(start, 0.0)] * 3)
     found = WholeModel(
         dense={name: timings.seconds(name, coverage) for name in DENSE_ENGINES if name in timings.blocks},
@@ -198,8 +200,8 @@ def additivity(alone: Sequence[float], measured: Sequence[float]) -> tuple[float
     return before, float(np.median(left_out))
 
 
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(start, scale) of y = start + scale * x by least squares on relative errors, scale >= 0, and 1 for one point.
+def fit_line(x: Sequence[float], y: Sequence[float], least: float = 0.0) -> tuple[float, float]:
+    """(start, scale) of y = start + scale * x by least squares on relative errors, scale >= `least`, 1 for one point.
 
     Relative, because a profile at the fast end is where the promise is made, and its seconds are few.
     """
@@ -208,6 +210,6 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
         return float((seconds - at).mean()), 1.0
     design = np.stack([np.ones_like(at), at], axis=1) / seconds[:, None]
     start, scale = map(float, np.linalg.lstsq(design, np.ones_like(at), rcond=None)[0])
-    if scale < 0:  # the slower as predicted were the faster: nothing is known but about where they are
-        return float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+    if scale < least:  # the slower as predicted were hardly that: nothing is known but about where they are
+        return float(((seconds - least * at) / seconds**2).sum() / (1 / seconds**2).sum()), least
     return start, scale

@@ -10,7 +10,7 @@ them the same way; where whole models were timed and that is known, `chance.apar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from search.layers import (
     uniform_choice,
 )
 from search.selection import Selection, TradeOffs
-from search.solve import Choice, Floats, Infeasible, Solution, solve, sum_in_order
+from search.solve import Choice, Floats, Infeasible, Solver, solve, sum_in_order
 from search.spdy import quadratic_prior
 from search.two import solve_two
 
@@ -47,13 +47,19 @@ if TYPE_CHECKING:
 SLOWEST = 3
 """So many layers are named where a target is infeasible."""
 
+QUICK_STATES = 1000
+"""States a layer of a `Problem.solver` that is to be quick under two budgets: within a thousandth of the least."""
+
+ROUNDING = 1e-12
+"""As a share of seconds: more than adding them up in another way can change."""
+
 
 @dataclass(frozen=True, repr=False)
 class Problem:
     """Layers to choose for, what the converted model takes beyond them, and the fastest dense model, in seconds.
 
     `fixed` may be negative: layers can be faster inside the model than on their own. The seconds of layers that are
-    `excluded`, and stay dense, are in it.
+    `excluded`, and stay dense, are in it. `also` is a second budget, which every profile that is found keeps too.
     """
 
     layers: tuple[Layer, ...]
@@ -61,6 +67,7 @@ class Problem:
     dense: Interval
     dense_engine: str
     excluded: tuple[Layer, ...] = ()
+    also: Also | None = None
 
     def __repr__(self) -> str:
         options = sum(len(layer.options) for layer in self.layers)
@@ -121,16 +128,21 @@ class Problem:
         return budget
 
     def _infeasible(self, target: float) -> str:
-        """What the best is, and where its time goes, in shares of the dense time."""
+        """What the best is, and where its time goes."""
         choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
         best = self.speedup(self.predict(choice))
         width = f" ({best.low:.2f}-{best.high:.2f}x)" if best.low < best.high else ""
         sentence = f"target {target:g}x is infeasible: the best is {best.value:.2f}x{width}"
-        share = self.fixed.value / self.dense.value
         if target <= best.value:
             sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
         if self.ceiling is not None and target > self.ceiling:
             sentence += f", and {self.ceiling:.2f}x if all layers took no time"
+        return f"{sentence}{self.where_time_goes()}."
+
+    def where_time_goes(self) -> str:
+        """Where the time of the fastest profile goes, in shares of the dense time: the end of a sentence."""
+        choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
+        share, sentence = self.fixed.value / self.dense.value, ""
         if share > 0:
             sentence += f"; {share:.0%} of the time is in layers that cannot be pruned"
         left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
@@ -138,40 +150,67 @@ class Problem:
         if rest := sum(part for part, _, _ in left):
             named = ", ".join(f"{part:.0%} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
             sentence += f"; {rest:.0%} is left in the others at their fastest: {named}"
-        return sentence + "."
+        return sentence
 
-    def solve(self, target: float, *, also: Also | None = None) -> Selection:
-        """The profile of least total error that keeps the promise, and `also` a second budget. Raises Infeasible."""
-        self._check_errors()
-        solution = self.solver(target, also)(self.errors)
-        return Selection(self, solution.choice, solution.bound)
+    def reachable(self, target: float) -> float:
+        """The `budget` of a target that some profile keeps together with `also`.
 
-    def solver(self, target: float, also: Also | None = None) -> Callable[[Sequence[Floats]], Solution]:
-        """What finds the profile of least error that keeps the promise, and `also` a second budget, for any errors.
-
-        Raises Infeasible, here or when it is called.
+        Raises Infeasible, saying which of both is too small.
         """
         budget = self.budget(target)
-        if also is None:
+        if self.also is None:
+            return budget
+        costs, fixed, left = self.also.arrays(self.layers), self.also.fixed, self.also.left
+        least, at_any_speed = solve(self.safe_seconds, costs, budget).error, sum_in_order(it.min() for it in costs)
+        if least <= left:
+            return budget
+        fault = "that budget alone is too small" if at_any_speed > left else "either budget alone can be kept"
+        raise Infeasible(
+            budget, sum_in_order(layer.high.min() for layer in self.layers),
+            f"no profile that reaches {target:g}x keeps {self.also.what}, {self.also.budget:.6g}: the least that one "
+            f"takes is {least + fixed:.6g}, and {at_any_speed + fixed:.6g} at whatever speed: {fault}",
+        )  # fmt: skip
+
+    def keeps(self, choice: Choice, target: float) -> bool:
+        """Whether the profile reaches the target, and keeps `also`. Raises Infeasible where none reaches it."""
+        seconds = sum_in_order(t[j] for t, j in zip(self.safe_seconds, choice, strict=True))
+        return seconds <= self.budget(target) and self.within_also(choice)
+
+    def within_also(self, choice: Choice) -> bool:
+        """Whether the profile keeps the second budget, if there is one."""
+        return self.also is None or self.also.keeps(self.layers, choice)
+
+    def solve(self, target: float, *, also: Also | None = None) -> Selection:
+        """The profile of least total error that keeps the promise, and `also`, here or of the problem.
+
+        Raises Infeasible.
+        """
+        self._check_errors()
+        problem = self if also is None else replace(self, also=also)
+        solution = problem.solver(target)(self.errors)
+        return Selection(problem, solution.choice, solution.bound)
+
+    def solver(self, target: float, *, quick: bool = False) -> Solver:
+        """What finds the profile of least error that keeps the promise, and `also`, for any errors.
+
+        `quick`: under a second budget it is not proven the least, but as good as few states make it; for searches
+        that solve often. Raises Infeasible.
+        """
+        budget = self.reachable(target)
+        if self.also is None:
             return lambda errors: solve(self.safe_seconds, errors, budget)
-        costs, left = also.arrays(self.layers), also.budget - also.fixed
-
-        def both(errors: Sequence[Floats]) -> Solution:
-            try:
-                return solve_two(self.safe_seconds, errors, budget, costs, left)
-            except Infeasible as error:
-                least = solve(self.safe_seconds, costs, budget).error + also.fixed
-                raise Infeasible(
-                    error.budget, error.fastest_seconds,
-                    f"no profile that reaches {target:g}x keeps {also.what}, {also.budget:.6g}: "
-                    f"the least that one takes is {least:.6g}",
-                ) from error  # fmt: skip
-
-        return both
+        costs, left = self.also.arrays(self.layers), self.also.left
+        states = {"max_states": QUICK_STATES} if quick else {}
+        return lambda errors: solve_two(self.safe_seconds, errors, budget, costs, left, **states)
 
     def frontier(self) -> TradeOffs:
-        """Every efficient trade-off between speedup and total error, profiles on demand."""
+        """Every efficient trade-off between speedup and total error, profiles on demand.
+
+        Raises UsageError where there is a second budget.
+        """
         self._check_errors()
+        if self.also is not None:
+            raise UsageError(f"a frontier is of seconds and errors: it cannot keep {self.also.what}")
         return TradeOffs.of(self)
 
     def within(self, target: float, what: str = "the other problem") -> Also:
@@ -241,13 +280,13 @@ class Problem:
 
         The least error first; empty if no uniform profile is fast enough.
         """
-        budget = self.budget(target)
+        self.budget(target)
         found: dict[str, tuple[float, Choice]] = {}
         for option in every_option(self.layers):
             if option.pattern in found or pattern not in (None, option.pattern):
                 continue
             choice = uniform_choice(self.layers, option)
-            if sum_in_order(t[j] for t, j in zip(self.safe_seconds, choice, strict=True)) <= budget:
+            if self.keeps(choice, target):
                 error = sum_in_order(e[j] for e, j in zip(self.errors, choice, strict=True))
                 found[option.pattern] = error, choice
         return [choice for _, choice in sorted(found.values())]
@@ -258,7 +297,9 @@ class Problem:
         if not choices:
             raise Infeasible(
                 self.budget(target), math.nan,
-                f"no uniform {pattern or 'profile'} reaches {target:g}x; mixed profiles do",
+                f"no uniform {pattern or 'profile'} reaches {target:g}x" + (
+                    f" and keeps {self.also.what}, {self.also.budget:.6g}" if self.also else ""
+                ) + "; mixed profiles do",
             )  # fmt: skip
         return choices[0]
 
@@ -276,32 +317,30 @@ class Problem:
         by = Interval(*((end - fixed) / layers for end in measured.ends))
         return self._timed(by, interval(fixed), dense.value, dense_engine)
 
-    def on_line(
-        self, choice: Choice, other: Choice, measured: Interval, others: float, dense: Interval, dense_engine: str
-    ) -> Problem | None:
-        """The problem corrected by two measurements, not one: `choice` took `measured`, `other` took others.
+    def on_line(self, measured: Mapping[Choice, float], dense: float, dense_engine: str) -> Problem | None:
+        """The problem whose seconds follow the line through two profiles that took so many `measured` ones, exactly.
 
-        Seconds follow the line through both, each with the relative interval of `measured`. None where there is no
-        such line, because the one that was predicted to be slower was not.
+        None where there is no such line, because the one that was predicted to be slower was not.
         """
-        first, second = self._alone(choice), self._alone(other)
-        if not (second - first) * (others - measured.value) > 0:
+        (first, seconds), (second, others) = ((self._alone(choice), took) for choice, took in measured.items())
+        if not (second - first) * (others - seconds) > 0:
             return None
-        scale = (others - measured.value) / (second - first)
-        fixed = measured.value - scale * first
-        low, high = measured.low / measured.value, measured.high / measured.value
-        by, around = (Interval(it, it * low, it * high) for it in (scale, fixed))
-        return self._timed(by, around, dense.value, dense_engine)
+        scale = (others - seconds) / (second - first)
+        return self._timed(interval(scale), interval(seconds - scale * first), dense, dense_engine)
+
+    def fastest(self) -> Choice:
+        """The fastest profile by what its layers take at most, of those that keep `also`. Raises Infeasible."""
+        if self.also is None:
+            return tuple(int(np.argmin(layer.high)) for layer in self.layers)
+        return solve(self.also.arrays(self.layers), self.safe_seconds, self.also.left).choice
+
+    def only_fastest(self, target: float) -> Problem:
+        """The problem with a dense model of which only the fastest profile reaches the target. Raises Infeasible."""
+        return replace(self, dense=interval(self.predict(self.fastest()).high * (1 + ROUNDING) * target))
 
     def certain(self) -> Problem:
         """The problem as if every number were exact: for a search whose result is measured anyway."""
         return self._timed(interval(1.0), interval(self.fixed.value), self.dense.value, self.dense_engine)
-
-    def scaled(self, factor: float) -> Problem:
-        """The problem with all layers' seconds multiplied: what a layer takes in the model, not on its own."""
-        return self._changed(
-            lambda it: replace(it, seconds=it.seconds * factor, low=it.low * factor, high=it.high * factor)
-        )
 
     def _alone(self, choice: Choice) -> float:
         """The layers' seconds."""
@@ -321,19 +360,23 @@ class Problem:
     def without_hopeless(self) -> Problem:
         """Leave out what no efficient profile needs, before its errors are known.
 
-        An option goes if another is no slower, drops no more, and has a pattern that is at least as free. Dense
-        stays.
+        An option goes if another is no slower, drops no more, has a pattern that is at least as free, and takes no
+        more of a second budget. Dense stays.
         """
+        costs = None if self.also is None else self.also.arrays(self.layers)
 
-        def hopeful(layer: Layer) -> list[int]:
+        def hopeful(i: int) -> list[int]:
+            layer = self.layers[i]
             patterns = [option.pattern for option in layer.options]
             sparsity = np.array([option.sparsity for option in layer.options])
             other = ~np.eye(len(patterns), dtype=bool)
             freer = np.array([[as_free(a, b) for b in patterns] for a in patterns])
             beaten = other & freer & (sparsity[:, None] <= sparsity) & (layer.high[:, None] <= layer.high)
+            if costs is not None:
+                beaten &= costs[i][:, None] <= costs[i]
             return np.flatnonzero(~beaten.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
 
-        return replace(self, layers=tuple(layer.take(hopeful(layer)) for layer in self.layers))
+        return replace(self, layers=tuple(it.take(hopeful(i)) for i, it in enumerate(self.layers)))
 
     def with_errors(self, errors: Mapping[str, Mapping[Option, float]] | pd.DataFrame) -> Problem:
         """The same problem with the options' errors; dense options have none, whatever is given.
@@ -381,7 +424,8 @@ class Problem:
             raise UsageError("every layer is excluded: nothing is left to prune")
         gone = tuple(layer for layer in self.layers if layer.name in names)
         fixed = sum((layer.time(place_of(layer, DENSE_OPTION)) for layer in gone), start=self.fixed)
-        return replace(self, layers=kept, fixed=fixed, excluded=(*self.excluded, *gone))
+        also = self.also and self.also.without(part.name for layer in gone for part in layer.parts)
+        return replace(self, layers=kept, fixed=fixed, excluded=(*self.excluded, *gone), also=also)
 
     # In and out ---------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,8 @@ class Profile:
     the sum of the layers' errors, `bound` what no profile within the budget is below, `loss` the calibration loss.
     The promise is met with the probability `risk` when it is verified. `additivity_before` and `additivity_after`: by
     what share of it a sum of layers missed the whole model, without and with what was fitted around them (medians).
+    `most_bytes` is what all weights of the pruned model were allowed to take, `weight_bytes` what they do, those of
+    searched layers as they are packed; both None where nothing was asked for.
     `table_hash`, `model_hash` and `inputs` say what it was made from.
     """
 
@@ -76,6 +78,8 @@ class Profile:
     table_hash: str
     model_hash: str
     inputs: str
+    most_bytes: float | None = None
+    weight_bytes: float | None = None
 
     @property
     def speedup(self) -> tuple[float, float, float]:
@@ -123,11 +127,15 @@ def load(path: Path) -> Profile:
 
 
 def _record(kind: type[Record], content: Any, where: str) -> Record:
-    """A dataclass of text, whole numbers and finite reals from a JSON object with exactly its fields."""
+    """A dataclass of text, whole numbers and finite reals from a JSON object with just its fields.
+
+    Those that have a default may be missing.
+    """
     if not isinstance(content, dict):
         raise BadData(f"{where}: expected a JSON object, not {content!r}")
     kinds = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    if missing := [name for name in kinds if name not in content]:
+    needed = [field.name for field in fields(kind) if field.default is MISSING]  # type: ignore[arg-type]
+    if missing := [name for name in needed if name not in content]:
         raise BadData(f"{where}: {', '.join(missing)} missing")
     if unknown := [name for name in content if name not in kinds]:
         raise BadData(f"{where}: unknown entry {', '.join(unknown)}")

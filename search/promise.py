@@ -5,13 +5,23 @@ search finds the profile of least calibration loss whose predicted seconds fit, 
 before it. If the promise does not hold there, or holds with much to spare, the prediction is corrected once more and
 the search goes again, a few rounds. Only a profile that was measured to keep the promise, with the room that the risk
 asks for, is returned.
+
+Rounds look for the seconds at which the promise just holds, as one looks for a zero. Between a profile that kept it
+and one that missed it they follow the line through both; an end that stays counts as half as far off each time, so
+that the other end moves, too (regula falsi: Dowell and Jarratt 1971, "A modified regula falsi method for computing
+the root of an equation"). While all are on one side, layers are taken to be as much slower or faster than predicted
+as in the nearest profile, and each further step goes twice as far, until there is one on the other side. A line
+through two profiles of one side would go wherever their noise points.
+
+Where nothing was kept, the fastest profile of all is timed in the end: a target that it misses is out of reach.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from latbench.errors import PromiseMissed
 from search import risk
@@ -23,6 +33,7 @@ from search.solve import Infeasible
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03
+AIM = 1 + TO_SPARE / 2  # of the rounds that aim at the edge half miss
 ROUNDS = 4
 
 Search = Callable[[Problem, int, Collection[Choice]], Found]
@@ -75,8 +86,8 @@ def keep_promise(
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
     `measure` times profiles side by side and answers with all that it knows of each by then. Profiles from `before`,
-    with their losses, are timed beside the others. Raises Infeasible, or PromiseMissed if none held after a few
-    rounds.
+    with their losses, are timed beside the others. Raises Infeasible where predictions alone say that nothing can,
+    and PromiseMissed where the fastest profile was timed and missed, too.
     """
     tried: dict[Choice, Tried] = {}
     times: dict[Choice, Measured] = {}
@@ -84,41 +95,56 @@ def keep_promise(
     def held() -> list[Choice]:
         return [choice for choice, one in times.items() if one.speedup.low >= target]
 
-    if not _fits(problem, target):
-        # The predictions are too uncertain to promise it, yet it may be so: measuring will tell.
-        problem = problem.certain()
-    predicted = problem
-    for number in range(1 + ROUNDS):
+    def one_round(number: int, wanted: Sequence[Problem]) -> list[Problem]:
+        """Search in the first that has a profile and time it; what to search next, nothing at the end."""
         try:
-            bound = problem.solve(target).bound
-            found = search(problem, number, times.keys() - set(held()))
+            found, bound = _first_found(search, wanted, number, times.keys() - set(held()), target)
         except Infeasible:
-            if not held():
-                raise
-            break
+            if times or (before and number == 0):
+                return []
+            raise
+        if found.choice in held():
+            return []
         if found.choice in times:
-            if found.choice in held():
-                break
-            problem = corrected(predicted, found.choice, times[found.choice])
-            continue
-        if number == 0:
+            slower = corrected(predicted, found.choice, times[found.choice])
+            return [_aiming(slower, AIM), slower]
+        if not times:
             for choice, loss in (before or {}).items():
                 tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), bound)
         tried[found.choice] = Tried(found, bound)  # the bound of the budget that this round had
-        times = dict(zip(tried, measure(list(tried)), strict=True))
-        latest = times[found.choice]
-        if number > 0 and target <= latest.speedup.low <= target * (1 + TO_SPARE):
-            break
-        problem = _closed_in(predicted, times, target)
+        times.update(zip(tried, measure(list(tried)), strict=True))
+        if number > 0 and target <= times[found.choice].speedup.low <= target * (1 + TO_SPARE):
+            return []
+        return [_closed_in(predicted, times, target, aim) for aim in (AIM, 1.0)]
+
+    # Where predictions are too uncertain to promise it, it may be so all the same: measuring will tell.
+    predicted = problem if _fits(problem, target) else problem.certain()
+    wanted, numbers = [predicted], iter(range(1 + ROUNDS))
+
+    def rounds() -> None:
+        nonlocal wanted
+        while wanted and (number := next(numbers, None)) is not None:
+            wanted = one_round(number, wanted)
+
+    rounds()
     if not held():
-        fastest = max(times.values(), key=lambda one: one.speedup.low).speedup
-        raise PromiseMissed(
-            f"{target:g}x was not kept when it was measured: of {len(tried)} profiles that should have, the "
-            f"best reached {fastest.value:.2f}x ({fastest.low:.2f}-{fastest.high:.2f}x) end to end; ask for less, or "
-            "search again with --remeasure when the machine is quiet"
-        )
+        wanted = one_round(next(numbers, 1 + ROUNDS), [predicted.certain().only_fastest(target)])
+    if held():
+        rounds()
+    else:
+        raise PromiseMissed(_missed(predicted, times, target))
     best = min(held(), key=lambda choice: tried[choice].found.loss)
     return Kept(corrected(predicted, best, times[best]), tried[best].found, tried[best].bound, times[best])
+
+
+def _first_found(
+    search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice], target: float
+) -> tuple[Found, float]:
+    """What the search finds in the first problem that has a profile, and the least error there. Raises Infeasible."""
+    for problem in problems[:-1]:
+        with contextlib.suppress(Infeasible):
+            return search(problem, number, missed), problem.solve(target).bound
+    return search(problems[-1], number, missed), problems[-1].solve(target).bound
 
 
 def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
@@ -126,25 +152,58 @@ def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
     return problem.calibrated(choice, measured.seconds, measured.dense, measured.dense_engine)
 
 
-def _closed_in(problem: Problem, times: Mapping[Choice, Measured], target: float) -> Problem:
-    """The problem that predicts what was measured of the two profiles next to the target, one a side if there is.
+def _closed_in(problem: Problem, times: Mapping[Choice, Measured], target: float, aim: float) -> Problem:
+    """The problem in which those profiles reach `target` that should reach `aim` times that.
 
-    Between and beyond them seconds are taken to follow the line through both. With one profile, or no such line, all
-    is as much slower or faster than predicted as the nearest was.
+    By the two profiles next to the target, one a side; by the nearest one where there is no other side yet.
     """
-    near = sorted(times, key=lambda choice: abs(math.log(times[choice].speedup.low / target)))
-    sides = [[choice for choice in near if (times[choice].speedup.low >= target) == held] for held in (True, False)]
-    one, *others = near if not all(sides) else (sides[0][0], sides[1][0])
-    measured, found = times[one], None
-    if others:
-        seconds = measured.dense.value / times[others[0]].speedup.value
-        found = problem.on_line(one, others[0], measured.seconds, seconds, measured.dense, measured.dense_engine)
-    return found or corrected(problem, near[0], times[near[0]])
+    off = {choice: math.log(one.speedup.low / target) for choice, one in times.items()}
+    near = sorted(off, key=lambda choice: abs(off[choice]))
+    newest, *earlier = [one >= 0 for one in reversed(off.values())]
+    again = next((i for i, side in enumerate(earlier) if side is not newest), len(earlier))  # as many on one side
+    if (not newest) in earlier:
+        kept, missed = (next(one for one in near if (off[one] >= 0) is side) for side in (True, False))
+        dense = times[kept].dense.value
+        least, most = dense / times[kept].speedup.low, dense / times[missed].speedup.low
+        goal = min(max(dense / (target * aim), least), most)
+        if newest:
+            most = goal + (most - goal) / 2**again
+        else:
+            least = goal - (goal - least) / 2**again
+        line = problem.on_line({kept: least, missed: most}, goal * target, times[kept].dense_engine)
+        if line is not None:
+            return line
+        again = 0
+    one = times[near[0]]
+    further = math.exp(off[near[0]] * (2**again - 1))
+    moved = replace(one, speedup=Interval(*(it * further for it in one.speedup.ends)))
+    return _aiming(corrected(problem, near[0], moved), aim)
+
+
+def _aiming(problem: Problem, aim: float) -> Problem:
+    """The problem in which those profiles reach a target that reach `aim` times that in `problem`."""
+    return replace(problem, dense=Interval(*(it / aim for it in problem.dense.ends)))
+
+
+def _missed(problem: Problem, times: Mapping[Choice, Measured], target: float) -> str:
+    """That no profile kept the target, what the best reached, and what limits it."""
+    best = max(times.values(), key=lambda one: one.speedup.low).speedup
+    sentence = (
+        f"{target:g}x was not kept when it was measured: of {len(times)} profiles timed end to end, the best reached "
+        f"{best.value:.2f}x ({best.low:.2f}-{best.high:.2f}x)"
+    )
+    if target <= best.value:
+        sentence += ", and the lower end must reach the target (a lower --risk narrows the interval)"
+    fastest = problem.certain().fastest()
+    if fastest in times:
+        limits = corrected(problem, fastest, times[fastest]).where_time_goes()
+        sentence += f"; it is out of reach: the fastest that there is was among them{limits}"
+    return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 
 
 def _fits(problem: Problem, target: float) -> bool:
     try:
-        problem.budget(target)
+        problem.reachable(target)
     except Infeasible:
         return False
     return True
@@ -161,7 +220,7 @@ def measured(timed: Sequence[Session], name: str, probability: float) -> Measure
         dense = session.timings.fastest(list(DENSE_ENGINES))
         for profile in session.profiles:
             speedups.setdefault(profile, []).append(session.timings.speedups(profile, dense))
-    buildings = sum(len(set(session.timings.built)) - 1 for session in timed)
+    buildings = sum(max(len(set(session.timings.built)), 1) - 1 for session in timed)
     between = risk.spread([one for groups in speedups.values() for one in groups], buildings)
     latest = next(session.timings for session in reversed(timed) if name in session.profiles)
     dense = latest.fastest(list(DENSE_ENGINES))

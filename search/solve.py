@@ -17,7 +17,7 @@ Sinha and Zoltners 1979 (only the lower convex hull of a layer's options matters
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +62,10 @@ class Solution:
     seconds: float
     error: float
     bound: float
+
+
+Solver = Callable[[Sequence[Floats]], Solution]
+"""What finds the profile of least error within its budgets, for errors that hold an array a layer."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,14 @@ from search.problem import Problem
 from search.timing_files import from_spdy
 
 
+def is_table(source: str) -> bool:
+    """Whether `read` takes it for a table that latbench measured, not for a file of layers' times."""
+    path = Path(source)
+    if path.suffix == ".parquet" and path.is_file():
+        return "layer" not in frames.load(path).columns
+    return not path.is_file()
+
+
 def read(
     source: str,
     *,
@@ -30,14 +38,13 @@ def read(
     path = Path(source)
     whole: dict[str, Any] = {"dense_seconds": dense_seconds, "fixed_seconds": fixed_seconds}
     of_table = {name: value for name, value in of_table.items() if value is not None}
-    frame = frames.load(path) if path.is_file() and path.suffix in (".csv", ".parquet") else None
-    if not path.is_file() or (path.suffix == ".parquet" and frame is not None and "layer" not in frame.columns):
+    if is_table(source):
         return from_table(source, layers, **whole, **of_table)
     if of_table:
         given = ", ".join(of_table)
         raise UsageError(f"{path} is no table that latbench measured: it does not go with {given}")
-    if frame is None:
-        problem = from_spdy(path, pattern=pattern, **whole)
+    if path.suffix in (".csv", ".parquet"):
+        problem = frames.from_frame(frames.load(path), **whole)
     else:
-        problem = frames.from_frame(frame, **whole)
+        problem = from_spdy(path, pattern=pattern, **whole)
     return problem if layers is None else problem.with_shapes(shapes_of(layers))

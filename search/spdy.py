@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.evaluations import Evaluations
-from search.solve import Choice, Floats, solve
+from search.solve import Choice, Floats, Solver
 
 DRAWS = 100
 TRIALS = 100
@@ -28,23 +28,22 @@ NEIGHBOURHOOD = 0.1
 
 def spdy_search(
     evaluations: Evaluations,
-    seconds: Sequence[Floats],
+    solver: Solver,
     prior: Sequence[Floats],
-    budget: float,
     rng: np.random.Generator,
     *,
     draws: int = DRAWS,
     trials: int = TRIALS,
 ) -> None:
-    """Search profiles within `budget` seconds until nothing is left to try; `evaluations` keeps what was found.
+    """Search profiles of `solver` until nothing is left to try; `evaluations` keeps what was found.
 
-    `seconds` and `prior` (errors >= 0) hold an array a layer. The same `rng` state gives the same search. Raises
-    Enough when `evaluations` are used up before, and what `solve` raises.
+    `solver` knows the budget; `prior` (errors >= 0) holds an array a layer. The same `rng` state gives the same
+    search. Raises Enough when `evaluations` are used up before, and what `solver` raises.
     """
-    layers = len(seconds)
+    layers = len(prior)
 
     def profile(coefficients: Floats) -> Choice:
-        return solve(seconds, [c * e for c, e in zip(coefficients, prior, strict=True)], budget).choice
+        return solver([c * e for c, e in zip(coefficients, prior, strict=True)]).choice
 
     drawn = [rng.random(layers) for _ in range(draws)]
     losses = evaluations.losses([profile(one) for one in drawn], found_by="spdy")

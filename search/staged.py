@@ -1,7 +1,7 @@
 """The search by learning what each layer adds to the loss (`search.additive`), in stages.
 
 Round by round: the model of the loss is fitted to all that was judged so far; its likeliest optimum and some drawn
-from it are solved for exactly within the budget; they are judged on few batches, the better half on more, the best
+from it are solved for within the budget; they are judged on few batches, the better half on more, the best
 quarter on all (successive halving: Jamieson and Talwalkar 2016, "Non-stochastic best arm identification"). Losses on
 few batches are compared with the best profile's on the same ones, so what makes batches easy or hard cancels.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.additive import AdditiveLoss, Prior
-from search.evaluations import Choice, Evaluations
-from search.solve import Floats, solve
+from search.evaluations import Evaluations
+from search.solve import Choice, Solver
 
 WIDTH = 8
 """Profiles a round."""
@@ -33,23 +33,22 @@ TRIES = 60
 
 def staged_search(
     evaluations: Evaluations,
-    seconds: Sequence[Floats],
+    solver: Solver,
     priors: Sequence[Prior],
-    budget: float,
     rng: np.random.Generator,
     *,
     starts: Sequence[Choice] = (),
 ) -> None:
-    """Search profiles within `budget` seconds until no new one comes up; `evaluations` keeps what was found.
+    """Search profiles of `solver` until no new one comes up; `evaluations` keeps what was found.
 
-    `seconds` hold an array a layer; `priors` are what options may add to the loss, the measured errors first. What
-    the solver makes of each prior alone, and the `starts`, which keep the budget, are judged in full: the result is
-    no worse than any of them. The same `rng` state gives the same search. Raises Enough when `evaluations` are used
-    up before, and what `solve` raises.
+    `solver` knows the budget; `priors` are what options may add to the loss, the measured errors first. What it makes
+    of each prior alone, and the `starts`, which keep the budget, are judged in full: the result is no worse than any
+    of them. The same `rng` state gives the same search. Raises Enough when `evaluations` are used up before, and what
+    `solver` raises.
     """
     least = tuple(int(np.argmin(e)) for e in priors[0])
     for prior in priors:
-        evaluations.losses([solve(seconds, prior, budget).choice], found_by="solve once")
+        evaluations.losses([solver(prior).choice], found_by="solve once")
     evaluations.losses(starts, found_by="uniform")
     few = max(1, evaluations.batches // STAGES[0])
     evaluations.losses([least], few)
@@ -58,7 +57,7 @@ def staged_search(
         candidates: list[Choice] = []
         temperature = 0.0
         for _ in range(TRIES):
-            choice = solve(seconds, model.draw(rng, temperature), budget).choice
+            choice = solver(model.draw(rng, temperature)).choice
             if choice not in evaluations.known and choice not in candidates:
                 candidates.append(choice)
                 temperature = max(temperature, 1.0)

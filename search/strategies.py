@@ -18,9 +18,9 @@ import numpy as np
 
 from search.additive import layer_priors
 from search.end_to_end import Progress
-from search.evaluations import Choice, Enough, Evaluations, Found, Judging
+from search.evaluations import Enough, Evaluations, Found, Judging
 from search.problem import Problem, every_option
-from search.solve import Floats, sum_in_order
+from search.solve import Choice, Floats
 from search.spdy import quadratic_prior, spdy_search
 from search.staged import staged_search
 
@@ -55,16 +55,16 @@ def find(
     It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
     are judged by all in the end), and begins none when `clock` has passed `deadline`. `known` profiles, which were
     judged before, are among what it found, with how they were found then, as far as they fit. Those that `missed`
-    are not taken for the best while there is another. Raises Infeasible.
+    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible.
     """
 
     def tell(spent: float, best: float) -> None:
         progress(f"searching: calibration loss {best:.4f}", int(spent), evaluations)
 
-    budget, rng = problem.budget(target), np.random.default_rng(seed)
+    solver, rng = problem.solver(target, quick=True), np.random.default_rng(seed)
 
     def fits(choice: Choice) -> bool:
-        return sum_in_order(t[j] for t, j in zip(problem.safe_seconds, choice, strict=True)) <= budget
+        return problem.keeps(choice, target)
 
     account = Evaluations(
         judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
@@ -76,12 +76,12 @@ def find(
         elif strategy == "once":
             account.losses([problem.solve(target).choice], found_by="solve once")
         elif strategy == "spdy":
-            spdy_search(account, problem.safe_seconds, quadratic_priors(problem), budget, rng)
+            spdy_search(account, solver, quadratic_priors(problem), rng)
         else:
             starts = problem.uniforms(target)[:STARTS]
             sparsities = [np.array([option.sparsity for option in layer.options]) for layer in problem.layers]
             priors = layer_priors(problem.errors, sparsities)
-            staged_search(account, problem.safe_seconds, priors, budget, rng, starts=starts)
+            staged_search(account, solver, priors, rng, starts=starts)
     found = account.found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
     ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
@@ -90,10 +90,7 @@ def find(
     finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]
     progress(f"judging the best {len(finalists)} by all calibration data", None, None)
     losses = judge.losses([one.choice for one in finalists], judge.batches)
-    best, loss = min(
-        zip(finalists, (math.inf if math.isnan(loss) else loss for loss in losses), strict=True),
-        key=lambda one: (one[0].choice in missed, one[1]),
-    )
+    best, loss = min(zip(finalists, losses, strict=True), key=lambda one: (one[0].choice in missed, one[1]))
     return replace(found, choice=best.choice, loss=loss, found_by=best.found_by)
 
 

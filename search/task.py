@@ -8,8 +8,8 @@ A user writes an object or a module with these members (batches are whatever `lo
     loss(model, batch) -> torch.Tensor     a scalar
     score(model) -> float                  on held-out data, higher is better
     train_batches(rng) -> iterator         optional: batches for fine-tuning, drawn with a numpy Generator
-    excluded: tuple[str, ...]              optional: layers that are never pruned
-    limits: dict                           optional: tied and fixed layers and more, as in `search.limits`
+    limits: dict                           optional: tied, fixed, excluded layers and more, as in `search.limits`
+    excluded: tuple[str, ...]              optional: the limits' `excluded`, where there is no more to say
     name, score_name: str                  optional: how reports call them
 
 `load` finds it and answers with a `Task`, which checks what the user's code returns and says what it raises.
@@ -52,7 +52,6 @@ class Task:
     reference: str
     name: str
     score_name: str
-    excluded: tuple[str, ...]
     implementation: Any
     limits: Limits = field(default_factory=Limits)
     source: str = ""
@@ -148,11 +147,17 @@ def load(reference: str) -> Task:
         reference=f"{place}:{attribute}" if attribute else place,
         name=str(getattr(implementation, "name", attribute or Path(place).stem.rpartition(".")[2])),
         score_name=str(getattr(implementation, "score_name", "score")),
-        excluded=tuple(getattr(implementation, "excluded", ())),
         implementation=implementation,
-        limits=limits.of(getattr(implementation, "limits", {}), f"task {reference}: limits"),
+        limits=_limits(implementation, reference),
         source=sha256(Path(module.__file__)) if module.__file__ else "",
     )
+
+
+def _limits(implementation: Any, reference: str) -> Limits:
+    """What the task says of its layers, `excluded` with the rest."""
+    excluded = {"excluded": getattr(implementation, "excluded", ())}
+    own = limits.of(getattr(implementation, "limits", {}), f"task {reference}: limits")
+    return limits.of(excluded, f"task {reference}") + own
 
 
 def bundled() -> list[str]:

@@ -54,7 +54,9 @@ class Trials:
         return self._known.get(held, ())
 
     def add(self, held: Held, losses: Sequence[float]) -> None:
-        """Keep the losses of the batches that follow the known ones."""
+        """Keep the losses of the batches that follow the known ones, if there are any."""
+        if not losses:
+            return
         known = self._known.setdefault(held, [])
         self._write(held, len(known), losses)
         known.extend(losses)

@@ -151,6 +151,19 @@ def verify(
     return verdict
 
 
+def up_to_date(task: Task, folder: Path, output: Path, backend: str) -> Verdict | None:
+    """The verdict in `output`, if measuring again would be the same: of this model, this machine and these engines.
+
+    None also where the promise was missed: the machine may have been busy. Raises BadData as `verify` does.
+    """
+    known = load(output / "verify.json")
+    if known is None or not known.met or (known.inputs, known.backend) != (manifest_hash(folder), backend):
+        return None
+    profile = load_profile(folder / "profile.json")
+    same = sessions.read(output / SESSION, conditions(task, profile.model_hash, profile.threads, backend))
+    return known if same else None
+
+
 def conclude(
     task: Task, profile: Profile, backend: str, timings: Timings, scores: tuple[float, float], inputs: str
 ) -> Verdict:

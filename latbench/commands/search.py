@@ -32,6 +32,14 @@ def search(
         list[str] | None,
         typer.Option(help="Only these, such as 0.6,0.7, or `fine`: as far as the cost model does not extrapolate."),
     ] = None,
+    most_bytes: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="What all weights of the pruned model may take together, as numba's kernels pack them; what is not "
+            "pruned counts as it is.",
+        ),
+    ] = None,
     limits: Annotated[
         Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
     ] = None,
@@ -114,7 +122,7 @@ def search(
     from search import limits as limiting
     from search import task as tasks
 
-    _check(strategy, backend, method, judges, model, patterns, sparsities)
+    _check(strategy, backend, method, judges, model, patterns, sparsities, most_bytes)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
@@ -123,7 +131,7 @@ def search(
         target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
         sparsities=plan.wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
-        processes=processes or min(threads, MOST_PROCESSES), judges=judges,
+        processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     with live() as tell:
@@ -150,6 +158,7 @@ def _check(
     model: Path | None,
     patterns: list[str] | None,
     sparsities: list[str] | None,
+    most_bytes: float | None,
 ) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
@@ -170,6 +179,8 @@ def _check(
     if backend == "numba" and model is None:
         raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
     if backend == "deepsparse":
+        if most_bytes is not None:
+            raise UsageError("--most-bytes does not go with deepsparse: nothing tells how that packs its weights")
         if model is not None or patterns or sparsities:
             raise UsageError(
                 "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
@@ -206,13 +217,16 @@ def _show(found: Profile, last_line: str) -> None:
     for name, choice in found.layers.items():
         table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
     value, low, high = found.speedup
+    weights = ""
+    if found.most_bytes is not None and found.weight_bytes is not None:
+        weights = f"weights take {found.weight_bytes:,.0f} of {found.most_bytes:,.0f} bytes; "
     console = Console()
     console.print(table)
     console.print(
         f"\n{ratio(value, low, high)} promised over {found.dense_engine}: "
         f"{seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
         f"{seconds(found.dense_seconds)}; {ratio(found.target)} was asked for; calibration loss {found.loss:.4f} "
-        f"({found.strategy}); {last_line}",
+        f"({found.strategy}); {weights}{last_line}",
         highlight=False,
         soft_wrap=True,
     )

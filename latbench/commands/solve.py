@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 SHOWN = 12
 """Points of a frontier that are printed."""
 
+# Both budgets are of one model and one profile: what is said of these (--target, --workload, --pattern, --patterns,
+# --sparsities, --limits) holds for --also as well. How times were taken (--network, --model, --device, --backend,
+# --threads, --batch, --dense-seconds, --fixed-seconds) is each file's own, and said of --also by --also-with alone.
 DIFFERENCES: dict[str, Callable[[str], Any]] = {
     "target": float, "workload": str, "model": Path, "network": str, "device": str, "backend": str, "threads": int,
     "batch": int, "dense_seconds": float, "fixed_seconds": float,
@@ -78,17 +81,23 @@ def solve(
     ] = None,
     also: Annotated[
         str | None,
-        typer.Option(help="Times like TIMINGS, of another device or batch, where the target shall be reached, too."),
+        typer.Option(
+            help="Times of the same layers elsewhere, where the target shall be reached, too. --workload, --pattern, "
+            "--patterns, --sparsities and --limits hold for it as well; nothing else that is said of TIMINGS does."
+        ),
     ] = None,
     also_with: Annotated[
         list[str] | None,
-        typer.Option(help=f"What of --also is not as here: {', '.join(f'{key}=...' for key in DIFFERENCES)}."),
+        typer.Option(
+            help="What is to be said of --also itself, or holds otherwise there: "
+            f"{', '.join(f'{key}=...' for key in DIFFERENCES)}."
+        ),
     ] = None,
 ) -> None:
     """The profile of least error, proven, that a table of layer times allows at a target speedup."""
     from latbench import plan
     from latbench.errors import UsageError
-    from search import layer_errors
+    from search import layer_errors, sources
     from search import limits as limiting
 
     if target is None and (output, most_bytes, also) != (None, None, None):
@@ -99,13 +108,13 @@ def solve(
         raise UsageError("--also-with says more of --also, which is missing")
     differences = {"target": target, **_differences(also_with or [])}
     shared: dict[str, Any] = {
-        "pattern": pattern, "workload": workload, "network": network,
+        "pattern": pattern, "workload": workload,
         "patterns": [str(one) for one in plan.parse_patterns(patterns)] if patterns else None,
         "sparsities": plan.wanted_sparsities(sparsities),
     }  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
     problem = _read(
-        timings, **shared, model=model, device=device, backend=backend, threads=threads, batch=batch,
+        timings, **shared, network=network, model=model, device=device, backend=backend, threads=threads, batch=batch,
         dense_seconds=dense_seconds, fixed_seconds=fixed_seconds,
     )  # fmt: skip
     if errors is not None:
@@ -120,7 +129,12 @@ def solve(
     budget: Also | None = None
     if also is not None:
         wanted = differences.pop("target")
-        second = stated.on(_read(also, **{**shared, **differences}))
+        if not sources.is_table(also):  # it has what options it has
+            shared = {**shared, "patterns": None, "sparsities": None}
+        try:
+            second = stated.on(_read(also, **{**shared, **differences}))
+        except UsageError as error:
+            raise UsageError(f"{also}: {error}; of --also that is said by --also-with") from error
         budget = second.within(wanted, also)
     if most_bytes is not None:
         budget = problem.bytes_within(most_bytes)

@@ -10,6 +10,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from search.limits import Limits
+
 
 def trace(
     target: Annotated[
@@ -29,7 +31,7 @@ def trace(
     from latbench.errors import BadData, UsageError
     from latbench.workloads import Workload
 
-    excluded: tuple[str, ...] = ()
+    limits: Limits | None = None
     if input_shape is not None:
         name = target.rpartition(":")[2]
         model = _made_by(target)
@@ -40,17 +42,19 @@ def trace(
         if batch is not None:
             raise UsageError("a task fixes its own batch; --batch goes with --input-shape")
         task = tasks.load(target)
-        name, model, inputs, excluded = task.name, task.model(), task.example(), task.excluded
+        name, model, inputs, limits = task.name, task.model(), task.example(), task.limits
     try:
         workload, skipped = workloads.trace(model, inputs, name=name)
     except Exception as error:
         raise UsageError(f"{target}: running the model raised {type(error).__name__}: {error}") from error
-    skipped += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name in excluded]
-    kept = tuple(layer for layer in workload.layers if layer.name not in excluded)
-    workload = Workload(workload.name, workload.source, kept)
+    names = [layer.name for layer in workload.layers]
+    if limits is not None:
+        names = limits.without(names, [name for name, _ in skipped])
+    skipped += [(layer.name, "the task excludes it") for layer in workload.layers if layer.name not in names]
+    workload = Workload(workload.name, workload.source, tuple(it for it in workload.layers if it.name in names))
 
     console = Console()
-    table = Table(box=None, pad_edge=False, show_header=bool(kept))
+    table = Table(box=None, pad_edge=False, show_header=bool(workload.layers))
     for heading in ("layer", "shape", "MFLOP"):
         table.add_column(heading, justify="right" if heading == "MFLOP" else "left", overflow="fold")
     for layer in workload.layers:

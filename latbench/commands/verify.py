@@ -31,19 +31,16 @@ def verify(
     if backend is not None and backend not in BACKENDS:
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
 
-    inputs = verification.manifest_hash(pruned)
+    verification.manifest_hash(pruned)  # a folder that holds no pruned model is said first
     backend = backend or profile.load(pruned / "profile.json").backend
-    known = None if remeasure else verification.load(output / "verify.json")
-    # A promise that was missed is measured again: the machine may have been busy.
-    wanted = (inputs, backend)
-    fresh = known is None or not known.met or (known.inputs, known.backend) != wanted
-    fresh = fresh or not (output / verification.SESSION).exists()
-    if known is None or fresh:
-        with live() as tell:
-            known = verification.verify(tasks.load(task), pruned, output, backend=backend, progress=tell)
-    _show(known, f"{output / 'verify.json'} is {'written' if fresh else 'up to date'}")
-    if not known.met:
-        raise PromiseMissed(known.sentence())
+    with live() as tell:
+        tell("reading the task", None, None)
+        loaded = tasks.load(task)
+        known = None if remeasure else verification.up_to_date(loaded, pruned, output, backend)
+        verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
+    _show(verdict, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+    if not verdict.met:
+        raise PromiseMissed(verdict.sentence())
 
 
 def _show(verdict: Verdict, last_line: str) -> None:

@@ -147,6 +147,78 @@ def test_a_problem_whose_layers_err_on_their_own_promises_no_more_than_it_may(rn
     assert parts[0].high + parts[1].high == pytest.approx(found.layers[0].high)
 
 
+def degenerate(rng: np.random.Generator) -> Problem:
+    """One to three layers of one to four options, some certain, some all but certain, in any unit of time."""
+    options, unit = int(rng.integers(1, 5)), 10.0 ** rng.integers(-9, 3)
+    layers = []
+    for i in range(int(rng.integers(1, 4))):
+        t = np.sort(rng.uniform(0.1, 2, options))[::-1] * unit
+        d = t * rng.uniform(0, 0.4, options) * rng.choice([0.0, 1e-12, 1e-6, 1.0, 1.0], options)
+        e = np.sort(rng.uniform(0, 1, options)) * rng.choice([0.0, 1.0, 1.0])
+        names = tuple(Option("unstructured", j / 10) for j in range(options))
+        layers.append(
+            Layer(f"fc{i}", names, t, t - d, t + d, e, shape=LinearShape(m=int(rng.integers(1, 3)), k=8, n=1))
+        )
+    dense, shared = sum(float(it.high.max()) for it in layers), float(rng.choice([0.0, 1e-12, 0.1])) * unit
+    around = float(rng.choice([0.0, 0.1])) * unit
+    fixed = Interval(around, around - shared, around + shared)
+    return Problem(
+        tuple(layers), fixed, Interval(dense + around, 0.99 * dense + around, 1.01 * dense + around), "torch"
+    )
+
+
+def test_upper_ends_are_never_too_low_and_never_above_what_they_were(rng: np.random.Generator) -> None:
+    moved = 0
+    for _ in range(100):
+        asked = degenerate(rng)
+        every = list(itertools.product(range(len(asked.layers[0].options)), repeat=len(asked.layers)))
+        target = asked.speedup(asked.predict(every[int(rng.integers(len(every)))])).low * float(rng.uniform(0.8, 1.1))
+        found = apart(asked, target)
+        moved += found is not asked
+        shared = asked.fixed.high - asked.fixed.value
+        for choice in every:
+            seconds, alike = 0.0, dict.fromkeys((1, 2), 0.0)  # layers of one shape err together
+            for layer, j in zip(asked.layers, choice, strict=True):
+                seconds += float(layer.seconds[j])
+                alike[layer.shape.m] += float(layer.high[j] - layer.seconds[j])
+            needed = asked.fixed.value + seconds + math.hypot(shared, *alike.values())
+            assert found.predict(choice).high >= needed * (1 - 1e-12)
+        for before, after in zip(asked.layers, found.layers, strict=True):
+            assert (after.high <= before.high).all() and (after.low >= before.low).all()
+            assert (after.low <= after.seconds).all() and (after.seconds <= after.high).all()
+    assert moved > 20
+
+
+def test_what_just_keeps_the_budget_is_found_and_what_does_not_is_refused(rng: np.random.Generator) -> None:
+    for _ in range(60):
+        asked = degenerate(rng)
+        t, e = [layer.seconds for layer in asked.layers], asked.errors
+        d, shared = [layer.high - layer.seconds for layer in asked.layers], asked.fixed.high - asked.fixed.value
+        every = itertools.product(range(len(t[0])), repeat=len(t))
+        uppers = {choice: upper(t, d, choice, shared) for choice in every}
+        least = min(uppers.values())
+        for budget in (least, 1.0001 * least, float(np.median(list(uppers.values())))):
+            found, _ = solve_with_chance(t, d, e, budget, shared)
+            assert uppers[found.choice] <= budget
+            errors = [
+                sum_in_order(x[j] for x, j in zip(e, c, strict=True)) for c, it in uppers.items() if it <= budget
+            ]
+            assert found.bound <= min(errors) <= found.error + 1e-12
+        with pytest.raises(Infeasible) as refused:
+            solve_with_chance(t, d, e, 0.999 * least, shared)
+        assert refused.value.fastest_seconds == pytest.approx(least, rel=1e-6)
+
+
+def test_a_profile_without_any_deviation_says_nothing_of_the_others() -> None:
+    # Dense is certain and best, and keeps the budget; what the tangent at no deviation says of the other is nothing.
+    options = (Option(DENSE, 0.0), Option("unstructured", 0.5))
+    t, d, e = np.array([3e-3, 2e-3]), np.array([0.0, 1e-3]), np.array([0.0, 1.0])
+    asked = Problem(
+        (Layer("fc", options, t, t - d, t + d, e),), Interval(0, 0, 0), Interval(3e-3, 3e-3, 3e-3), "torch"
+    )
+    assert apart(asked, 1.0).layers[0].high.tolist() == (t + d).tolist()
+
+
 def test_a_target_that_is_out_of_reach_leaves_the_problem_as_it_is(rng: np.random.Generator) -> None:
     asked = searched(rng)
     assert apart(asked, 40.0) is asked

@@ -197,6 +197,8 @@ def test_a_line_is_found() -> None:
     assert fit_line([4, 4], [5, 7]) == (2.0, 1.0)
     assert fit_line([8], [5]) == (-3.0, 1.0)
     assert fit_line([4, 2], [1, 2]) == pytest.approx((1.2, 0.0))  # never the faster for more work
+    assert fit_line([4, 2], [1, 2], 0.1) == pytest.approx(((0.6 + 1.8 / 4) / 1.25, 0.1))
+    assert fit_line([10, 5, 2], [12, 7, 4], 0.1) == pytest.approx((2.0, 1.0))
 
 
 OPTIONS = (Option(DENSE, 0.0), Option("vector:8", 0.5), Option("vector:8", 0.9))
@@ -259,6 +261,18 @@ def test_no_layer_is_predicted_to_take_nothing() -> None:
     assert found.seconds[2] == pytest.approx(0.1 * 1.2)
     assert (found.low > 0).all() and (found.low <= found.seconds).all() and (found.seconds <= found.high).all()
     assert whole.fixed.low == pytest.approx(2.0 - 2 * 0.12)
+
+
+def test_a_line_that_falls_does_not_make_all_options_alike() -> None:
+    profiles = {name: by_name(layers(), choice) for name, choice in probe_profiles(layers()).items()}
+    blocks = dict(
+        zip(profiles, ([[seconds] * 5] * 4 for seconds in (4.0, 4.1, 4.2)), strict=True)
+    )  # the slower, the less
+    for free in ({}, {FREE: [[0.5] * 5] * 4}):
+        whole = whole_model(layers(), Session(profiles, Timings(blocks | {"torch": [[9.0] * 5] * 4} | free, {})), 0.9)
+        seconds = whole.problem(layers()).layers[0].seconds
+        assert (np.diff(seconds) < 0).all()
+        assert 3.0 < whole.problem(layers()).predict((1, 1)).value < 5.0
 
 
 def test_additivity_is_what_sums_miss_with_the_line_and_without() -> None:

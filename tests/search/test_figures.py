@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from latbench.runners.worker import resolve
-from search.evaluations import Choice, Evaluation, Found
+from search.evaluations import Evaluation, Found
 from search.problem import DENSE, Interval, Layer, Option, Problem
+from search.solve import Choice
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPTIONS = (Option(DENSE, 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))

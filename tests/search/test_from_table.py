@@ -257,6 +257,32 @@ def test_the_command_keeps_a_target_at_two_batches(
     assert code == 1 and f"latbench: {tmp_path}: target 9x is infeasible: the best is" in said
 
 
+def test_how_the_first_times_were_taken_is_not_said_of_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, phone = tmp_path / "table", tmp_path / "phone.txt"
+    analysed(table, 1, 1e-3, "a", device="one")
+    analysed(table, 1, 2e-3, "b", device="two")
+    layers = "".join(f"{name}\n1.0 0.0\n0.7 0.5\n0.1 0.9\n" for name in NAMES)
+    phone.write_text(f"base\n2.0\nprunable\n2.0\n{layers}")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        first = [str(table), "--target", "1.2", "--network", "net", "--device", "one", "--patterns", "unstructured"]
+        monkeypatch.setattr(sys, "argv", ["latbench", "solve", *first, "--also", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    code, out, err = run(str(phone))
+    assert (code, err) == (0, "") and f"\n{phone}: " in out
+    code, _, err = run(str(table))
+    assert code == 2 and "the table has device one and two: say which" in err
+    assert err.endswith("; of --also that is said by --also-with\n")
+    code, out, err = run(str(table), "--also-with", "device=two")
+    assert (code, err) == (0, "") and out.count("over deepsparse") == 2
+
+
 def test_the_dense_model_is_the_measured_one_also_where_what_is_beside_the_layers_is_said(tmp_path: Path) -> None:
     analysed(tmp_path, 1, 1e-3, "a")
     measured = Problem.from_table(tmp_path)

@@ -30,7 +30,7 @@ def judged(tmp_path: Path, rng: np.random.Generator) -> tuple[Judge, nn.Module, 
         calls.append(tuple(batch.shape))
         return model(batch).square().mean()
 
-    task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: batches, loss=loss))
+    task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: batches, loss=loss))
     database = Database(tmp_path, "hash")
     for name in ("0", "2"):
         matrix = weight_matrix(model.get_submodule(name))
@@ -66,7 +66,7 @@ def test_batch_norms_see_each_batch_and_keep_their_statistics(tmp_path: Path) ->
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).eval()
     batch = 3 + 5 * torch.randn(40, 6)
     task = Task(
-        "t", "t", "s", (),
+        "t", "t", "s",
         types.SimpleNamespace(calibration=lambda: [batch], loss=lambda model, batch: model(batch).square().mean()),
     )  # fmt: skip
     running = model[1].running_mean.clone()
@@ -100,7 +100,7 @@ def test_weights_are_read_once_while_there_is_room(
         return get(self, *entry)
 
     monkeypatch.setattr(Database, "get", counted)
-    task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: [0], loss=lambda model, batch: 0.0))
+    task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [0], loss=lambda model, batch: 0.0))
     judge = Judge(task, model, ["0", "2"], database, memory_bytes=room)
     dense = [weight_matrix(model.get_submodule(name)).clone() for name in ("0", "2")]
     for choice in [(1, 1), (0, 0), (1, 1), (0, 0), (2, 1)]:
@@ -118,7 +118,7 @@ def test_it_uses_its_number_of_threads_and_gives_the_others_back(tmp_path: Path)
         return torch.zeros(())
 
     before = torch.get_num_threads()
-    task = Task("t", "t", "s", (), types.SimpleNamespace(calibration=lambda: [0], loss=loss))
+    task = Task("t", "t", "s", types.SimpleNamespace(calibration=lambda: [0], loss=loss))
     Judge(task, nn.Sequential(nn.Linear(2, 2)), ["0"], Database(tmp_path, "hash")).losses(held((0,)), range(1))
     assert seen == [THREADS]
     assert torch.get_num_threads() == before

@@ -1,23 +1,25 @@
 """Losses are kept in a file, and several processes give the same ones as one."""
 
+import itertools
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pytest
 import torch
 
-from latbench.errors import BadData, EnvironmentUnusable
+from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
 from latbench.runners.local import TaskFailed, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
-from search.judge import on_device
-from search.judges import Judges, _said, _split, panel
+from search.judge import Held, Judge, on_device
+from search.judges import Judges, Opening, _said, _split, panel
 from search.problem import DENSE, Interval, Layer, Option, Problem
 from search.strategies import find
 from search.task import Task
@@ -56,6 +58,10 @@ def trials(folder: Path, key: str = "key") -> Trials:
     return Trials([layer.name for layer in LAYERS], folder / "trials.jsonl", key)
 
 
+def held(choice: tuple[int, ...]) -> Held:
+    return tuple((OPTIONS[j].pattern, OPTIONS[j].sparsity) for j in choice)
+
+
 def test_two_processes_give_the_same_losses_and_the_same_profile_as_one(database: Database, tmp_path: Path) -> None:
     every = [(i, j) for i in range(4) for j in range(4)]
     answers, found = [], []
@@ -76,6 +82,85 @@ def test_what_fails_is_said_alike_here_and_in_a_process(database: Database, tmp_
     with judges(database, trials(tmp_path), processes) as judge, said as raised:
         judge.losses([(0, 0), (0, 3)], 2)
     assert raised.value.exit_code == 5
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_a_number_is_infinite(bad: float, database: Database, tmp_path: Path) -> None:
+    known = trials(tmp_path)
+    known.add(HELD, [0.5, bad])
+    with judges(database, known) as judge:
+        assert judge.losses([(1, 0)], 1) == [0.5]
+        assert judge.losses([(1, 0)], 2) == [math.inf]
+
+
+def test_what_one_judge_here_answered_is_kept_when_it_is_interrupted(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with judges(database, trials(tmp_path / "whole")) as judge:
+        judge.losses([(1, 0), (2, 0)], 4)
+    calls = itertools.count()
+    whole = Judge.losses
+
+    def interrupted(self: Judge, held: Held, batches: range) -> list[float]:
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        return whole(self, held, batches)
+
+    monkeypatch.setattr(Judge, "losses", interrupted)
+    with judges(database, trials(tmp_path)) as judge, pytest.raises(KeyboardInterrupt):
+        judge.losses([(1, 0), (2, 0)], 4)
+    found, expected = trials(tmp_path), trials(tmp_path / "whole")
+    for choice, count in (((1, 0), 4), ((2, 0), 2)):
+        assert list(found.losses(held(choice))) == list(expected.losses(held(choice)))[:count]
+
+
+class Elsewhere:
+    """Two judges who answered some of what they were given when the wait for an answer was interrupted or failed."""
+
+    width = 2
+
+    def __init__(self, waiting: BaseException) -> None:
+        self._waiting, self._given = waiting, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def give(self, opening: Opening, held: Held, batches: range) -> tuple[int, range]:
+        self._given += 1
+        return self._given, batches
+
+    def answered(self, given: tuple[int, range]) -> bool:
+        return given[0] not in (2, 6)
+
+    def answer(self, given: tuple[int, range]) -> list[float]:
+        if not self.answered(given):
+            raise self._waiting
+        if given[0] == 3:
+            raise BadData("damaged")
+        return [given[0] + number / 10 for number in given[1]]
+
+    def drop(self, given: tuple[int, range]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("waiting", [KeyboardInterrupt(), LatbenchError("lost")])
+def test_what_judges_elsewhere_answered_is_kept_when_the_wait_is_interrupted(
+    waiting: BaseException, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("search.judges.panel", lambda place, processes: Elsewhere(waiting))
+    known = trials(tmp_path)
+    known.add(HELD, [0.5, 0.5, 0.5])
+    choices = [(2, 0), (1, 0), (3, 0), (0, 1), (0, 2), (0, 3)]
+    with judges(database, known, 2) as judge, pytest.raises(type(waiting)):
+        judge.losses(choices, 4)
+    found = trials(tmp_path)
+    kept = [list(found.losses(held(choice))) for choice in choices]
+    # A part a profile, as there are more profiles than judges: the second was waited for, the third is damaged, the
+    # sixth is not there yet.
+    assert kept == [[1.0, 1.1, 1.2, 1.3], [0.5, 0.5, 0.5], [], [4.0, 4.1, 4.2, 4.3], [5.0, 5.1, 5.2, 5.3], []]
 
 
 @pytest.mark.parametrize(

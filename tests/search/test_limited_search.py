@@ -160,6 +160,6 @@ def test_limits_of_a_task_are_checked_where_it_is_loaded(tmp_path: Path) -> None
         ("fc", "excluded: no layer is called 'fc'; there are 0, 2"),
         ("*", "has no layer that can be"),
     ):
-        task = Task("t", "t", "s", (), example, Limits(excluded=(glob,)))
+        task = Task("t", "t", "s", example, Limits(excluded=(glob,)))
         with pytest.raises(UsageError, match=said):
             prunable_layers(task, model)

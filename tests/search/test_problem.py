@@ -11,7 +11,17 @@ import pytest
 from latbench.errors import BadData, UsageError
 from search.also import Also
 from search.building import problem_of
-from search.layers import DENSE, Interval, Layer, Option, at_least_as_free, option, tie, uniform_choice
+from search.layers import (
+    DENSE,
+    Interval,
+    Layer,
+    Option,
+    at_least_as_free,
+    option,
+    options_of,
+    tie,
+    uniform_choice,
+)
 from search.problem import Problem
 from search.solve import Infeasible, sum_in_order
 from sparse_kernels.formats import pack
@@ -122,9 +132,8 @@ def test_every_mask_of_a_pattern_is_one_of_a_freer_pattern(freer: str, other: st
     pack(np.ones((32, 16), np.float32) * mask, mask, parse(freer))  # refuses a mask that is not of its pattern
 
 
-def test_scaling_and_errors_change_only_what_they_say() -> None:
-    p = problem().scaled(0.5)
-    assert p.layers[0].high.tolist() == (problem().layers[0].high * 0.5).tolist()
+def test_errors_change_only_what_they_say() -> None:
+    p = problem()
     errors = {name: dict.fromkeys(OPTIONS, 7.0) for name in ("a", "b")}
     assert p.with_errors(errors).layers[1].errors.tolist() == [0.0, 7.0, 7.0, 7.0]
 
@@ -215,12 +224,12 @@ def test_tied_layers_are_one_with_the_options_that_all_have() -> None:
 def test_what_is_done_to_a_problem_is_done_to_each_tied_layer() -> None:
     p = replace(problem(), layers=(tie(problem().layers),))
     errors = {"a": dict.fromkeys(OPTIONS, 1.0), "b": {**dict.fromkeys(OPTIONS, 2.0), OPTIONS[3]: np.inf}}
-    (layer,) = p.scaled(0.5).certain().with_errors(errors).layers
+    (layer,) = p.certain().with_errors(errors).layers
     assert layer.options == OPTIONS[:3]
     assert layer.errors.tolist() == [0.0, 3.0, 3.0]
-    assert layer.high.tolist() == layer.low.tolist() == [5.0, 2.5, 1.0]
+    assert layer.high.tolist() == layer.low.tolist() == [10.0, 5.0, 2.0]
     assert [part.errors.tolist() for part in layer.parts] == [[0.0, 1.0, 1.0], [0.0, 2.0, 2.0]]
-    assert [part.seconds.tolist() for part in layer.parts] == [[2.0, 1.0, 0.5], [3.0, 1.5, 0.5]]
+    assert [part.seconds.tolist() for part in layer.parts] == [[4.0, 2.0, 1.0], [6.0, 3.0, 1.0]]
     measured = Interval(6.0, 6.0, 6.0)
     assert p.calibrated((1,), measured, p.dense, "torch").predict((1,)).value == pytest.approx(6.0)
 
@@ -310,6 +319,74 @@ def test_a_second_budget_in_any_unit() -> None:
         p.solve(1.0, also=Also({"a": weights}, 70.0, "bytes"))
 
 
+def heavy(p: Problem, rng: np.random.Generator) -> dict[str, dict[Option, float]]:
+    """Something that every option takes."""
+    parts = [part for layer in p.layers for part in layer.parts]
+    return {part.name: {it: float(rng.integers(1, 50)) for it in part.options} for part in parts}
+
+
+def test_a_problem_s_second_budget_is_kept_by_all_that_it_answers_with(rng: np.random.Generator) -> None:
+    for _ in range(10):
+        p = random_problem(rng)
+        costs = heavy(p, rng)
+        options = {c: options_of(p.layers, c) for c in all_profiles(p)}
+        used = {c: sum(costs[name][it] for name, it in chosen.items()) for c, chosen in options.items()}
+        budget = 7.0 + used[p.solve(1.6).choice]
+        asked = replace(p, also=Also(costs, budget, fixed=7.0))
+        fast = [c for c in used if p.speedup(p.predict(c)).low >= 1.3 and used[c] + 7.0 <= budget]
+        assert sorted(fast) == sorted(c for c in used if asked.keeps(c, 1.3))
+        error = {c: sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fast}
+        assert asked.solve(1.3).error == p.solve(1.3, also=asked.also).error == min(error.values())
+        assert asked.solver(1.3, quick=True)(p.errors).choice in fast
+        assert all(asked.keeps(c, 1.3) for c in asked.uniforms(1.3))
+        high = {c: sum_in_order(t[j] for t, j in zip(p.safe_seconds, c, strict=True)) for c in used}
+        light = [c for c in used if used[c] + 7.0 <= budget]
+        assert high[asked.fastest()] == min(high[c] for c in light)
+        only = asked.only_fastest(3.0)
+        assert {c for c in light if only.keeps(c, 3.0)} == {
+            c for c in light if high[c] == min(high[c] for c in light)
+        }
+        # Layers that stay dense go on taking what they take.
+        first = p.layers[0]
+        dense = [c for c in fast if first.options[c[0]].pattern == DENSE]
+        rest = asked.without([first.name])
+        assert sorted(c[1:] for c in dense) == sorted(c for c in all_profiles(rest) if rest.keeps(c, 1.3))
+        with pytest.raises(UsageError, match="a frontier is of seconds and errors: it cannot keep the second budget"):
+            asked.frontier()
+
+
+def test_what_is_slower_may_be_lighter_and_so_has_hope() -> None:
+    # By hand: block:4x4 at 0.5 is slower than vector:4 at 0.5 and less free, and takes fewer bytes.
+    options = (Option(DENSE, 0.0), Option("vector:4", 0.5), Option("block:4x4", 0.5), Option("block:4x4", 0.75))
+    t = np.array([4.0, 2.0, 3.0, 1.0])
+    one = Layer("a", options, t, t, t, np.array([0.0, 1.0, 2.0, 3.0]))
+    p = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch")
+    assert p.without_hopeless().layers[0].options == (options[0], options[1], options[3])
+    light = replace(p, also=Also({"a": dict(zip(options, (8.0, 6.0, 5.0, 3.0), strict=True))}, 5.0))
+    assert light.without_hopeless().layers[0].options == options
+    assert light.without_hopeless().solve(2.0).options == {"a": options[2]}
+
+
+def test_which_of_two_budgets_is_too_small_is_said() -> None:
+    costs = dict(zip(OPTIONS, (100.0, 50.0, 10.0, 60.0), strict=True))
+    p = problem()
+    for budget, target, said in (
+        (
+            19.0,
+            1.0,
+            "keeps it, 19: the least that one takes is 20, and 20 at whatever speed: that budget alone is too",
+        ),
+        (99.0, 99.0, "target 99x is infeasible: the best is"),
+    ):
+        with pytest.raises(Infeasible, match=said):
+            replace(p, also=Also({"a": costs, "b": costs}, budget, "it")).reachable(target)
+    slow = dict(zip(OPTIONS, (10.0, 50.0, 100.0, 60.0), strict=True))  # what is fast is heavy
+    with pytest.raises(
+        Infeasible, match="the least that one takes is 150, and 20 at whatever speed: either budget alone"
+    ):
+        replace(p, also=Also({"a": slow, "b": slow}, 149.0, "it")).reachable(2.0)
+
+
 def test_uniform_profiles_are_there_whatever_limits_leave() -> None:
     a, b = problem().layers
     p = replace(problem(), layers=(a.take([2]), b))
@@ -381,5 +458,5 @@ def test_the_solver_of_a_problem_keeps_its_budgets_for_any_errors(rng: np.random
     for fitting, second in ((both, None), (also, other.within(1.2))):
         errors = [rng.random(len(one)) for one in p.errors]
         totals = {c: sum_in_order(e[j] for e, j in zip(errors, c, strict=True)) for c in fitting}
-        found = p.solver(1.5, second)(errors)
+        found = replace(p, also=second).solver(1.5)(errors)
         assert found.choice in fitting and found.error == min(totals.values()) == found.bound

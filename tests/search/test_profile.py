@@ -1,6 +1,7 @@
 """A profile comes back as it was written, and anything else is refused in a sentence."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
     example().save(tmp_path / "p.json")
     assert load(tmp_path / "p.json") == example()
     assert json.loads((tmp_path / "p.json").read_text())["version"] == 2
+
+
+def test_a_second_budget_is_in_it_where_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    both = replace(example(), most_bytes=1e6, weight_bytes=9e5)
+    both.save(path)
+    assert load(path) == both
+    content = json.loads(path.read_text())
+    del content["most_bytes"], content["weight_bytes"]
+    path.write_text(json.dumps(content))
+    assert load(path) == example()
 
 
 def test_the_speedup_is_over_dense_and_its_noise_is_in_the_predicted_seconds() -> None:

@@ -224,7 +224,7 @@ def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp
 
 def test_a_recipe_is_of_the_calibration_data(rng: np.random.Generator) -> None:
     def of(*batches: object) -> str:
-        return recipe(Task("", "", "", (), SimpleNamespace(calibration=lambda: list(batches))))
+        return recipe(Task("", "", "", SimpleNamespace(calibration=lambda: list(batches))))
 
     x = torch.from_numpy(rng.standard_normal((3, 4)))
     batch = {"x": x, "kind": ["a", 1]}

@@ -19,6 +19,8 @@ from search.problem import DENSE, Layer, Option
 from search.profile import Profile
 from search.pruning.build import build_database
 from search.solve import Infeasible
+from sparse_kernels.formats import pack
+from sparse_kernels.patterns import parse
 
 TASK = """
 import torch
@@ -187,6 +189,56 @@ def test_a_missed_verification_is_fed_back_and_stays_known(inputs: Inputs, machi
     third = job.search(inputs, SETTINGS)
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
     assert third.loss <= again.loss
+
+
+def test_a_search_goes_on_from_a_verification_until_it_is_met_or_out_of_reach(
+    inputs: Inputs, machine: Machine, tmp_path: Path
+) -> None:
+    first = job.search(inputs, SETTINGS)
+    machine.slowness = 6.0  # as that profile says, nothing reaches the target
+    inputs.feed_back(verification(inputs, machine, first, tmp_path / "busy"), SETTINGS)
+    timed = machine.sessions
+    with pytest.raises(
+        PromiseMissed, match=r"2x was not kept when .*, the best reached 1\.6\dx.* it is out of reach"
+    ):
+        job.search(inputs, SETTINGS)
+    assert machine.sessions > timed
+    machine.slowness = 1.0  # it had been busy
+    again = job.search(inputs, SETTINGS)
+    assert 8e-3 / (2e-4 + 4e-3 * kept(again)) >= 2.0
+
+
+def bytes_of(found: Profile) -> float:
+    """By the formats themselves: dense layers hold 4 bytes a weight, sparse ones what is kept, and where it is."""
+    shapes = {"0": (32, 48), "2": (48, 32)}
+    total = 4.0 * (32 + 48)  # biases
+    for name, choice in found.layers.items():
+        mask = parse(choice.pattern).mask(np.ones(shapes[name]), choice.sparsity)
+        total += pack(mask.astype(np.float32), mask, parse(choice.pattern)).nbytes
+    return total
+
+
+def test_a_search_keeps_a_budget_of_bytes_beside_the_target(inputs: Inputs, machine: Machine) -> None:
+    free = job.search(inputs, SETTINGS)
+    assert (free.most_bytes, free.weight_bytes) == (None, None)
+    most = 0.8 * bytes_of(free)
+    for strategy in ("staged", "uniform"):
+        found = job.search(inputs, replace(SETTINGS, most_bytes=most, strategy=strategy))
+        assert found.weight_bytes == bytes_of(found) <= found.most_bytes == most
+        assert 8e-3 / (2e-4 + 4e-3 * kept(found)) >= 2.0
+    timed = machine.sessions
+    with pytest.raises(Infeasible, match=r"keeps bytes of all weights, 999: the .* that budget alone is too small"):
+        job.search(inputs, replace(SETTINGS, most_bytes=999.0))
+    assert machine.sessions == timed
+
+
+def test_a_verified_profile_that_takes_too_many_bytes_is_no_answer(
+    inputs: Inputs, machine: Machine, tmp_path: Path
+) -> None:
+    first = job.search(inputs, SETTINGS)
+    inputs.feed_back(verification(inputs, machine, first, tmp_path / "verify"), SETTINGS)
+    found = job.search(inputs, replace(SETTINGS, most_bytes=0.8 * bytes_of(first)))
+    assert bytes_of(found) <= 0.8 * bytes_of(first)
 
 
 def test_options_that_a_verification_had_need_not_be_there(

@@ -181,6 +181,11 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
         (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
         (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
         (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
+        (
+            ["--backend", "deepsparse", "--most-bytes", "9"],
+            2,
+            "--most-bytes does not go with deepsparse: nothing tells",
+        ),
         (["--model", "m.json", "--sparsities", "much"], 2, "a sparsity is a number such as 0.75, not 'much'"),
         (["--model", "m.json", "--errors", "loss"], 2, "--errors is output, weight or a file, and there is no file"),
         (["--model", "m.json", "--limits", "none.yaml"], 5, "none.yaml: no such file"),

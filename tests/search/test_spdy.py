@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 
 from search.evaluations import Enough, Evaluations, Found
-from search.solve import Infeasible, solve
+from search.solve import Choice, Infeasible, Solver, solve
 from search.spdy import quadratic_prior, spdy_search
 
-Choice = tuple[int, ...]
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]
 PRIOR = [quadratic_prior([0.0, 0.5, 0.75, 0.9])] * LAYERS
 BUDGET = 12.0
+
+
+def within(seconds: Sequence[np.ndarray], budget: float) -> Solver:
+    return lambda errors: solve(seconds, errors, budget)
 
 
 def sensitive(choice: Choice) -> float:
@@ -40,7 +43,7 @@ class Judge:
 def search(rng: np.random.Generator, allowed: int = 10_000, budget: float = BUDGET, **options: int) -> Found:
     evaluations = Evaluations(Judge(), allowed)
     with contextlib.suppress(Enough):
-        spdy_search(evaluations, SECONDS, PRIOR, budget, rng, **options)
+        spdy_search(evaluations, within(SECONDS, budget), PRIOR, rng, **options)
     return evaluations.found
 
 
@@ -105,12 +108,12 @@ def test_it_ends_when_the_evaluations_do(rng: np.random.Generator) -> None:
 
 def test_infeasible_is_passed_on(rng: np.random.Generator) -> None:
     with pytest.raises(Infeasible):
-        spdy_search(Evaluations(Judge(), 5), SECONDS, PRIOR, 0.1, rng)
+        spdy_search(Evaluations(Judge(), 5), within(SECONDS, 0.1), PRIOR, rng)
 
 
 def test_one_layer_is_enough(rng: np.random.Generator) -> None:
     evaluations = Evaluations(Judge(), 5)
-    spdy_search(evaluations, [np.array([2.0, 1.0])], [np.array([0.0, 1.0])], 1.5, rng)
+    spdy_search(evaluations, within([np.array([2.0, 1.0])], 1.5), [np.array([0.0, 1.0])], rng)
     assert evaluations.found.choice == (1,)
 
 
@@ -121,9 +124,9 @@ def test_the_published_prior() -> None:
     assert quadratic_prior([0.0, 0.75], [0.75, 0.5, 0.0, 0.9]).tolist() == [0.0, (2 / 3) ** 2]
 
 
-def test_a_loss_that_is_not_a_number_never_wins(rng: np.random.Generator) -> None:
+def test_a_loss_that_is_infinite_never_wins(rng: np.random.Generator) -> None:
     first = solve(SECONDS, PRIOR, BUDGET).choice
-    evaluations = Evaluations(Judge(lambda choice: math.nan if choice[0] == first[0] else 1.0), 300)
+    evaluations = Evaluations(Judge(lambda choice: math.inf if choice[0] == first[0] else 1.0), 300)
     with contextlib.suppress(Enough):
-        spdy_search(evaluations, SECONDS, PRIOR, BUDGET, rng, draws=20, trials=5)
+        spdy_search(evaluations, within(SECONDS, BUDGET), PRIOR, rng, draws=20, trials=5)
     assert evaluations.found.loss == 1.0

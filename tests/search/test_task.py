@@ -30,12 +30,12 @@ def written(folder: Path, text: str, name: str = "little.py") -> str:
 
 
 def task_of(**members: object) -> Task:
-    return Task("here", "here", "score", (), types.SimpleNamespace(**members))
+    return Task("here", "here", "score", types.SimpleNamespace(**members))
 
 
 def test_a_file_is_a_task(tmp_path: Path) -> None:
     task = load(written(tmp_path, GOOD))
-    assert (task.name, task.score_name, task.excluded) == ("little", "accuracy", ("head",))
+    assert (task.name, task.score_name, task.limits.excluded) == ("little", "accuracy", ("head",))
     model = task.model()
     assert not model.training
     assert task.loss(model, task.calibration()[0]).numel() == 1

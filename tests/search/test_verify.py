@@ -1,21 +1,33 @@
 """Verification: what is concluded from timings, the rows and files it leaves, and one whole run on a small model."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from latbench import tables
+from latbench import devices, tables
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
+from search import sessions
 from search import task as tasks
 from search.end_to_end import Timings
+from search.overhead import conditions
 from search.profile import LayerChoice, Profile
 from search.pruning.folder import save_pruned
 from search.task import Task
-from search.verify import PRUNED, conclude, load, rows, verify
+from search.verify import (
+    PRUNED,
+    SESSION,
+    as_session,
+    conclude,
+    load,
+    manifest_hash,
+    rows,
+    up_to_date,
+    verify,
+)
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import parse
 
@@ -134,6 +146,25 @@ def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> Non
     assert found.loc[PRUNED, ["backend", "pattern", "median_seconds"]].tolist() == ["numba", "profile", 2.0]
     assert found.loc["torch", ["backend", "pattern", "model"]].tolist() == ["torch", "dense", "little"]
     assert found["point_id"].nunique() == 3
+
+
+def test_a_verdict_is_of_one_model_on_one_machine(
+    little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, output = pruned_folder(tmp_path / "pruned", little, target=2.0), tmp_path / "verify"
+    output.mkdir()
+    key = conditions(little, "x", 1, "numba")
+    for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
+        verdict = conclude(little, profile(), "numba", timings(seconds), (0.9, 0.8), manifest_hash(folder))
+        (output / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
+        sessions.write([as_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
+        assert (up_to_date(little, folder, output, "numba") == verdict) is known
+        assert up_to_date(little, folder, output, "deepsparse") is None
+        other = pruned_folder(tmp_path / "other", little, target=1.5)
+        assert up_to_date(little, other, output, "numba") is None
+        with monkeypatch.context() as patched:
+            patched.setattr(devices, "cpu_device", lambda: "another-cpu")
+            assert up_to_date(little, folder, output, "numba") is None
 
 
 @pytest.mark.slow
