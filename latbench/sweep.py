@@ -768,9 +768,13 @@ class _Engines:
 
 
 def _needed_bytes(point: Point) -> float:
+    """About what a point takes: its weight, and copies of it until they pass the caches or are as many as there may
+    be; an engine may hold each of them twice, as it was given and as it is multiplied.
+    """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
-    return 3 * weight + 2 * rotated_bytes() + 2 * activations
+    copies = min(rotated_bytes() + weight, backends.MOST_COPIES * weight)
+    return 3 * weight + 2 * copies + 2 * activations
 
 
 def _fitting(
