@@ -96,7 +96,7 @@ def at(where: str | Place) -> Place:
         return where
     if (uri := _URI.fullmatch(where)) is None:
         return Path(where)
-    named = re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", where.partition("?")[0])  # a password and options may be secret
+    named = shown(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
     if scheme == bundled.SCHEME:
         return bundled.table(where.partition("://")[2])
@@ -114,6 +114,11 @@ def at(where: str | Place) -> Place:
     if not path:
         raise UsageError(f"{named}: names no folder, such as {scheme}://bucket/table")
     return Remote(filesystem, path, scheme)
+
+
+def shown(word: str) -> str:
+    """A word of a command line as others may see it: a URI without its password and options, which may be secret."""
+    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", word.partition("?")[0]) if "://" in word else word
 
 
 def _filesystem(uri: str) -> tuple[fs.FileSystem, str]:

@@ -101,6 +101,18 @@ def test_what_is_secret_in_a_uri_is_not_printed(latbench: Any, uri: str) -> None
     assert "hidden" not in latbench("validate", uri).refused(2)
 
 
+@pytest.mark.usefixtures("store")
+def test_what_is_secret_in_a_uri_is_in_no_report(
+    latbench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    plain = places._filesystem
+    monkeypatch.setattr(places, "_filesystem", lambda uri: plain(uri.partition("?")[0]))
+    tables.write_part("s3://bucket/a", [row, row | DENSE])
+    assert latbench("report", "s3://bucket/a?secret_key=hidden", "-o", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "latbench report s3://bucket/a -o" in text and "hidden" not in text
+
+
 @pytest.mark.parametrize(
     ("uri", "advice"),
     [
