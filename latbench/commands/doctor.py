@@ -225,11 +225,13 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _cold_weights() -> str:
     """From where a sweep's weights come, as far as copies of them help."""
-    from latbench.backends import MOST_COPIES
+    from latbench.backends import MOST_COPIES, cold_bytes
     from latbench.report.units import size
     from sparse_kernels.cpu.target import rotated_bytes
 
-    most = rotated_bytes()
+    most = cold_bytes()
+    if most < rotated_bytes():
+        return f"{size(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
     return (
         f"{size(most)} of copies take turns, so that they come from memory; of less than {size(most // MOST_COPIES)} "
         "they fit into caches, and rows say in_cache"
