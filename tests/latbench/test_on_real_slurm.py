@@ -4,6 +4,7 @@ Debian's package is enough (`apt-get install slurm-wlm`); none of its services h
 """
 
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -67,7 +68,7 @@ def slurm() -> Iterator[Path]:
     """The cluster's folder."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     host = socket.gethostname().partition(".")[0]
-    text = CONFIGURATION.format(host=host, port=free_port(), user=Path.home().owner(), folder=folder)
+    text = CONFIGURATION.format(host=host, port=free_port(), user=pwd.getpwuid(os.geteuid()).pw_name, folder=folder)
     for name in NODES:
         text += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=1 RealMemory=100\n"
         (folder / f"spool-{name}").mkdir()
