@@ -185,7 +185,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     quota = f", a quota of {host['quota_cores']:g}" if host["quota_cores"] is not None else ""
     turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
     most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
-    nominal = " by its name, the real one is hidden" if host["virtual"] and not environment["governor"] else ""
+    nominal = " nominal, the real one is hidden" if host["virtual"] and not environment["governor"] else ""
     lines = [
         (
             "device",

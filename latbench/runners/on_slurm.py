@@ -255,7 +255,7 @@ class SlurmNodes(WholeNodes):
         if ready:
             return [connected[one] for one in ready if one in connected]
         # A machine that loses its power says nothing, and a job may end before it gets here.
-        self._queued = queued()
+        self._queued = queued(job.handle.job_id for job in self._jobs.values())
         return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
 
     def _why_waiting(self) -> str:
@@ -317,19 +317,21 @@ class SlurmNodes(WholeNodes):
         raise RuntimeError(f"on node {job}:\n{value}")
 
 
-def queued() -> dict[str, str] | None:
-    """The user's jobs that have not ended, by number, with Slurm's reason why they wait, "None" for those that run;
-    None where Slurm does not say.
+def queued(numbers: Iterable[str]) -> dict[str, str] | None:
+    """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
+    that run; None where Slurm does not say.
     """
     # Variables of that name would leave some of them out.
     plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    command = ["squeue", "--noheader", "--format=%A %r", f"--user={os.getuid()}"]
+    command = ["squeue", "--noheader", "--format=%A %r", f"--jobs={','.join(numbers)}"]
     try:
         asked = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
     except OSError:
         return None
+    if asked.returncode and "Invalid job id" not in asked.stderr:  # which it says of one that ended minutes ago
+        return None
     lines = (line.partition(" ") for line in asked.stdout.splitlines())
-    return {number: reason.strip() for number, _, reason in lines} if asked.returncode == 0 else None
+    return {number: reason.strip() for number, _, reason in lines}
 
 
 def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:

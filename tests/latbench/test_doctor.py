@@ -164,7 +164,7 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(devices, "cpu_device", lambda: "intel-xeon-family-6-model-167")
     out = latbench("doctor").out
-    assert "2.60 GHz by its name, the real one is hidden" in out
+    assert "2.60 GHz nominal, the real one is hidden" in out
     assert "other chips may be called intel-xeon-family-6-model-167, keep their tables apart" in out
     monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
     assert "other chips" not in latbench("doctor").out

@@ -85,7 +85,7 @@ def slurm() -> Iterator[Path]:
                 daemons.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
             until(lambda: said("sinfo", "-h", "-t", "idle", "-o", "%D") == "3", (folder / "log").read_text)
             yield folder
-            assert queued() == {}
+            assert said("squeue", "-h") == ""
         finally:
             for daemon in reversed(daemons):
                 daemon.send_signal(signal.SIGKILL)
@@ -120,7 +120,9 @@ def point(m: int, sparsity: float) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1)
 
 
-def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(slurm: Path, tmp_path: Path) -> None:
+def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(
+    slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = [point(m, sparsity) for m in range(1, 16) for sparsity in (0.5, 0.6, 0.75, 0.9)]
     out, cancelled = tmp_path / "out", []
 
@@ -143,7 +145,10 @@ def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(slurm: Path, tmp
     frame = tables.read(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
     assert frame["device_uuid_hash"].nunique() >= 2 and frame.groupby("block")["env_id"].nunique().eq(1).all()
-    until(lambda: queued() == {})
+    until(lambda: not said("squeue", "-h"))
+    assert queued(["999999"]) == queued([*cancelled, "999999"]) == {}
+    monkeypatch.setenv("SLURM_CONF", "/nowhere")
+    assert queued(cancelled) is None
 
 
 def test_why_slurm_lets_a_job_wait_is_told_and_one_that_ends_in_the_queue_is_given_up(slurm: Path) -> None:
