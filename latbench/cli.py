@@ -27,8 +27,10 @@ VERBS = [
 ]  # fmt: skip
 
 
-def application() -> typer.Typer:
-    """The command line, one command a module in `latbench.commands`."""
+def application(asked: str = "") -> typer.Typer:
+    """The command line, one command a module in `latbench.commands`; that one alone which is `asked` for, where it is
+    one: the options of all take longer to set up than most commands to run.
+    """
     app = typer.Typer(
         help="Which sparsity pays on your hardware, and a pruned model that really reaches the speedup asked for.",
         pretty_exceptions_enable=False,
@@ -36,7 +38,7 @@ def application() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_said_before_the_verb)
-    for verb in VERBS:
+    for verb in [verb for verb in VERBS if verb.rstrip("_") == asked] or VERBS:
         module = importlib.import_module(f"latbench.commands.{verb}")
         app.command(name=verb.rstrip("_"))(getattr(module, verb))
     return app
@@ -59,7 +61,8 @@ def _said_before_the_verb(
 def main() -> None:
     """Run the command line and exit with the code that says how it went."""
     try:
-        code = application()(sys.argv[1:] or ["--help"], standalone_mode=False)
+        given = sys.argv[1:] or ["--help"]
+        code = application(given[0])(given, standalone_mode=False)
         if code == INTERRUPTED:
             raise KeyboardInterrupt
     except LatbenchError as error:

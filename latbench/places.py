@@ -1,9 +1,9 @@
 """Where tables lie: in a folder of this machine, or in an object store that pyarrow reaches by a URI.
 
-`s3://bucket/table`, `gs://bucket/table`, `abfs://container@account/table`, `file:///folder/table` and whatever else
-`pyarrow.fs.FileSystem.from_uri` knows; `bundled://NAME` is a table that came with latbench. Places of this machine
-are plain Paths and are written atomically; an object is there when it is written to its end, so in a store it is
-whole or absent without a rename.
+`s3://bucket/table`, `gs://bucket/table`, `abfs://account@container/table`, `file:///folder/table` and whatever else
+`pyarrow.fs.FileSystem.from_uri` knows, with what it takes after a question mark; `bundled://NAME` is a table that
+came with latbench. Places of this machine are plain Paths and are written atomically; an object is there when it is
+written to its end, so in a store it is whole or absent without a rename.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://.*", re.S)
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws or this machine's role; the region: s3://...?region=",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`; public: gs://anonymous@bucket",
-    "abfs": "AZURE_CLIENT_ID, AZURE_TENANT_ID and AZURE_CLIENT_SECRET, or `az login`",
+    "abfs": "AZURE_CLIENT_ID, AZURE_TENANT_ID and AZURE_CLIENT_SECRET, `az login`, or a SAS token after the ? of the "
+    "URI, abfs://account@container/table?...",
 }
 _SAME_STORE = {"gcs": "gs", "abfss": "abfs"}
 _GCS_PATIENCE_SECONDS = 30  # its client tries again for 15 minutes unless told
@@ -95,6 +96,7 @@ def at(where: str | Place) -> Place:
         return where
     if (uri := _URI.fullmatch(where)) is None:
         return Path(where)
+    named = shown(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
     if scheme == bundled.SCHEME:
         return bundled.table(where.partition("://")[2])
@@ -103,14 +105,20 @@ def at(where: str | Place) -> Place:
     try:
         filesystem, path = _filesystem(where)
     except (pa.ArrowException, OSError, ValueError) as error:
+        said = _first_line(error).replace(where, named)
         raise UsageError(
-            f"{uri[0]}: {_first_line(error)}; a table lies in a folder or at s3://, gs://, abfs:// or file://"
-        ) from error
+            f"{named}: {said}; a table lies in a folder or at s3://, gs://, abfs:// or file://"
+        ) from None
     if isinstance(filesystem, fs.LocalFileSystem):
         return Path(path)
     if not path:
-        raise UsageError(f"{uri[0]}: names no folder, such as {scheme}://bucket/table")
+        raise UsageError(f"{named}: names no folder, such as {scheme}://bucket/table")
     return Remote(filesystem, path, scheme)
+
+
+def shown(word: str) -> str:
+    """A word of a command line as others may see it: a URI without its password and options, which may be secret."""
+    return re.sub(r"(://[^/:@]*):[^/@]*@", r"\1@", word.partition("?")[0]) if "://" in word else word
 
 
 def _filesystem(uri: str) -> tuple[fs.FileSystem, str]:
@@ -149,7 +157,7 @@ def write(place: Place, content: Any) -> None:
         return
     with _reached(place):
         # A store has no folders; the filesystems that do (and pyarrow's stand-ins for them) want them made.
-        if not isinstance(place.filesystem, fs.S3FileSystem | fs.GcsFileSystem):
+        if not isinstance(place.filesystem, fs.S3FileSystem | fs.GcsFileSystem | fs.AzureFileSystem):
             place.filesystem.create_dir(place.parent.path, recursive=True)
         with place.filesystem.open_output_stream(place.path) as stream:
             stream.write(content)

@@ -37,7 +37,6 @@ from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 from latbench.runners.lock import WAIT_SECONDS, device_lock
-from sparse_kernels.cpu.target import rotated_bytes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -768,9 +767,14 @@ class _Engines:
 
 
 def _needed_bytes(point: Point) -> float:
+    """About what a point takes: its weight, and copies of it until they pass the caches or are as many as there may
+    be; an engine may hold each of them twice, as it was given and as it is multiplied.
+    """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
-    return 3 * weight + 2 * rotated_bytes() + 2 * activations
+    packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
+    copies = min(backends.cold_bytes() + packed, backends.MOST_COPIES * packed)
+    return 3 * weight + 2 * copies + 2 * activations
 
 
 def _fitting(

@@ -1,8 +1,13 @@
-"""What every test may use: a generator seeded from the test's own name, and the folder of real data."""
+"""What every test may use: a generator seeded from the test's own name, the folder of real data, a Ray cluster."""
 
+import functools
 import os
+import shutil
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,3 +26,28 @@ def data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}: set LATBENCH_DATA")
     return folder
+
+
+@pytest.fixture(scope="module")
+def ray_head() -> Iterator[Any]:
+    """A Ray cluster on this machine, which RAY_ADDRESS names: a head without processors, to which
+    `small_node(num_cpus=1)` adds nodes; `folder` goes with it.
+    """
+    # Sockets of Ray lie below this folder, and their names may be 107 bytes long.
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    (folder / "ray").mkdir()  # where Ray notes a cluster's address, and takes for granted that it can
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", str(folder))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONWARNINGS", "ignore")  # of Ray's own processes
+        from ray.cluster_utils import Cluster
+
+        small: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+        found = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": str(folder), **small})
+        found.folder, found.small_node = folder, functools.partial(found.add_node, **small)
+        patch.setenv("RAY_ADDRESS", found.address)
+        try:
+            yield found
+        finally:
+            found.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)

@@ -22,6 +22,11 @@ def test_starting_the_command_line_loads_nothing_heavy() -> None:
     assert not heavy & set(loaded)
 
 
+def test_a_worker_process_starts_with_little_more_than_numpy_and_pyarrow() -> None:
+    loaded = _python("import sys, latbench.runners.worker; print(*sys.modules)").split()
+    assert not {"scipy", "pandas", "torch", "numba", "sklearn"} & set(loaded)
+
+
 @pytest.mark.slow
 def test_a_wheel_brings_four_names_and_its_workloads(tmp_path: Path) -> None:
     subprocess.run(

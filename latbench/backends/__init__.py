@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench import devices
+from latbench import cgroups, devices
 from latbench.least_work import inputs_read
 from latbench.plan import Point
 from sparse_kernels import oracle
@@ -40,6 +40,7 @@ BACKENDS = {
 # Copies of a weight at most. Smaller weights than pass the caches so are small beside the layers around them, too.
 MOST_COPIES = 256
 MOST_SESSIONS = 32  # of an engine that takes milliseconds and megabytes for each
+COLD_SHARE = 16  # of the memory, at most: the points of a block, and what each engine makes of them, have to fit
 IN_CACHE = "in_cache"  # flag of a row: even so many copies are so small that the caches may hold them
 _CHECKED_IMAGES = 2
 
@@ -100,7 +101,16 @@ def version(name: str) -> str | None:
 
 def copies_for(weight_bytes: int, most: int = MOST_COPIES) -> int:
     """How many copies of a weight together pass this machine's caches, at most `most`."""
-    return max(1, min(most, -(-rotated_bytes() // max(1, weight_bytes))))
+    return max(1, min(most, -(-cold_bytes() // max(1, weight_bytes))))
+
+
+def cold_bytes() -> int:
+    """How many bytes of copies of a weight take turns: what passes this machine's caches, and no more than a share of
+    its memory, because a virtual machine may show a cache of its host's that is as large as all it has.
+    """
+    granted = cgroups.available_bytes()
+    memory = devices.memory_bytes() if granted is None else min(devices.memory_bytes(), granted)
+    return min(rotated_bytes(), int(memory) // COLD_SHARE)
 
 
 def prepare(point: Point) -> Rotation:

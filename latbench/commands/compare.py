@@ -37,7 +37,7 @@ def compare(
     import json
 
     from latbench import compare as comparing
-    from latbench import likeness, tables
+    from latbench import likeness, places, tables
     from latbench.errors import PromiseMissed, UsageError
 
     wanted = _kinds(fail_on)
@@ -60,8 +60,8 @@ def compare(
     counts = Counter(change.kind for change in changes)
     if as_json:
         document = {
-            "before": {"table": str(before), "hash": tables.table_hash(before)},
-            "after": {"table": str(after), "hash": tables.table_hash(after)},
+            "before": {"table": places.shown(str(before)), "hash": tables.table_hash(before)},
+            "after": {"table": places.shown(str(after)), "hash": tables.table_hash(after)},
             "threshold": threshold,
             "corrected_for_drift": correct_drift,
             "counts": {kind: counts[kind] for kind in comparing.KINDS},

@@ -9,6 +9,8 @@ import typer
 if TYPE_CHECKING:
     from latbench.devices import Gpu
 
+STEAL_SECONDS = 1.0  # stolen time is a rate: it is looked at twice, so long apart
+
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -47,7 +49,7 @@ def _facts() -> dict[str, Any]:
 
     environment = devices.environment(devices.cores())
     before = devices.cpu_times()
-    time.sleep(1.0)  # steal is a rate: look twice
+    time.sleep(STEAL_SECONDS)
     host = disturbances.host(devices.telemetry(before)["steal_fraction"])
     engines = {
         name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
@@ -67,7 +69,8 @@ def _facts() -> dict[str, Any]:
         "lock_folder": str(lock_folder()),
     }
     disturbed = [*disturbances.advice(host), *_lock_advice(host.container)]
-    return {**facts, "advice": [*_unknown_vectors(environment), *disturbed, *_gpu_advice(facts)]}
+    unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
+    return {**facts, "advice": [*unknown, *disturbed, *_gpu_advice(facts)]}
 
 
 def _lock_advice(container: bool) -> list[str]:
@@ -150,6 +153,13 @@ def _unknown_vectors(environment: dict[str, Any]) -> list[str]:
     return []
 
 
+def _hidden_name(device: str, virtual: bool | None) -> list[str]:
+    """A device that is called by family and model alone is called what the hypervisor likes."""
+    if not virtual or "-model-" not in device:
+        return []
+    return [f"the hypervisor hides the processor's name: other chips may be called {device}, keep their tables apart"]
+
+
 def _gpu_advice(facts: dict[str, Any]) -> list[str]:
     from latbench.gpu.nvml import THROTTLING
 
@@ -175,6 +185,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     quota = f", a quota of {host['quota_cores']:g}" if host["quota_cores"] is not None else ""
     turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
     most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
+    nominal = " nominal, the real one is hidden" if host["virtual"] and not environment["governor"] else ""
     lines = [
         (
             "device",
@@ -187,8 +198,9 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("threads used", str(environment["cores"])),
         ("vectors", f"{environment['vector_bits']} bits: {environment['cpu_flags']}"),
         ("caches", cache or "hidden"),
+        ("cold weights", _cold_weights()),
         ("memory", size(environment["memory_bytes"])),
-        ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most}" if host["clock_hertz"] else "hidden"),
+        ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
         ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
         ("roofline", _roofline(facts["ceilings"])),
         ("device lock", f"in {facts['lock_folder']}"),
@@ -209,6 +221,21 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
         idle = "" if facts["gpus"] else ", without a GPU"
         lines.append((f"GPU backend {name}", missing or f"{engine['version']}{idle}"))
     return lines
+
+
+def _cold_weights() -> str:
+    """From where a sweep's weights come, as far as copies of them help."""
+    from latbench.backends import MOST_COPIES, cold_bytes
+    from latbench.report.units import size
+    from sparse_kernels.cpu.target import rotated_bytes
+
+    most = cold_bytes()
+    if most < rotated_bytes():
+        return f"{size(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
+    return (
+        f"{size(most)} of copies take turns, so that they come from memory; of less than {size(most // MOST_COPIES)} "
+        "they fit into caches, and rows say in_cache"
+    )
 
 
 def _gpu_line(gpu: dict[str, Any]) -> str:

@@ -49,7 +49,7 @@ def report(
     from latbench.report import content, html, inputs
     from latbench.report.summary import summarise, summary_table
 
-    console, command = Console(), ["latbench", *sys.argv[1:]]
+    console, command = Console(), ["latbench", *map(places.shown, sys.argv[1:])]
     if against is not None:
         if any((model, profile, pruned, verify, database, workload, accuracy, figures, summary)):
             raise UsageError("--against compares two tables and goes with --output alone")

@@ -77,6 +77,7 @@ def sweep(
         raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
     if slurm and on != "slurm":
         raise UsageError("--slurm is for a sweep with --on slurm")
+    _end_as_by_ctrl_c()
     with contextlib.ExitStack() as stack:
         target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed, slurm or [])
         stack.callback(target.close)
@@ -319,19 +320,25 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def _end_as_by_ctrl_c() -> None:
+    """What ends a job on a cluster, or a terminal, is as good a reason as Ctrl-C to keep what is finished and to give
+    nodes back.
+    """
+    import signal
+
+    for end in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(end) != signal.SIG_IGN:  # as under nohup
+            signal.signal(end, signal.default_int_handler)
+
+
 def _measure(folder: Place, points: list[Point], target: Target, how: How) -> None:
     import json
-    import signal
     import time
 
     from latbench import sweep as sweeping
     from latbench import tables
     from latbench.commands.live import live
 
-    # What ends a job on a cluster, or a terminal, is as good a reason to keep what is finished as Ctrl-C.
-    for end in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(end) != signal.SIG_IGN:  # as under nohup
-            signal.signal(end, signal.default_int_handler)
     chooser = _chooser(points) if how.adaptive else None
     choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
     began = time.monotonic()

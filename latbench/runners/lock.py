@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
+from latbench import places
 from latbench.errors import EnvironmentUnusable
 
 WAIT_SECONDS = 600.0
@@ -86,7 +87,7 @@ def _taken(handle: int) -> bool:
 
 def _sign(handle: int) -> None:
     """Write into the file who holds it, since when. Where the disk is full it says nothing, and is locked."""
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    command = " ".join([Path(sys.argv[0]).name, *map(places.shown, sys.argv[1:])])
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} of {_user()} since {datetime.now():%F %T}: {command}".encode(), 0)

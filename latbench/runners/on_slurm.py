@@ -5,10 +5,12 @@
         for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
             ...
 
-A node is a job that has a machine for itself and waits there for work. Slurm queues and places; submitit submits, and
-tells which jobs have ended. A job connects to this process, by TCP and with a key that only its submission holds, and
-does what it is told until the connection ends: the end of either is known at once. What a lost job did goes to
+A node is a job that has a machine for itself and waits there for work. Slurm queues, places, and tells which jobs
+wait and why; submitit submits. A job connects to this process, by TCP and with a key that only its submission holds,
+and does what it is told until the connection ends: the end of either is known at once. What a lost job did goes to
 another, and the lost one is submitted again as long as that gets anything done.
+
+Jobs are known by squeue, never by sacct: clusters may do without accounting.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import pickle
 import re
 import secrets
@@ -83,7 +86,8 @@ class _Job:
         said = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
             log.split("\n") if not self.host else []
         )
-        last = next((line.strip() for line in reversed(said) if line.strip()), "its process has ended")
+        ended = "its process has ended" if self.host else "it ended before it was heard of"
+        last = next((line.strip() for line in reversed(said) if line.strip()), ended)
         return f"{self} was lost: {last}"
 
 
@@ -104,6 +108,7 @@ class SlurmNodes(WholeNodes):
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
         self._fruitless: Counter[str] = Counter()  # losses of a node since it did anything
+        self._queued: dict[str, str] | None = None  # as Slurm said last
         self._stack = contextlib.ExitStack()
         try:
             self._executor = self._connect(wanted, given)
@@ -166,7 +171,7 @@ class SlurmNodes(WholeNodes):
             with contextlib.redirect_stderr(io.StringIO()):  # where submitit prints what it raises as well
                 handle = self._executor.submit(serve, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
-            said = re.sub(r"^sbatch: (error: )?", "", first_line(error))
+            said = re.sub(r"^sbatch: (error: |fatal: )?", "", first_line(error)).rstrip(".")
             raise EnvironmentUnusable(
                 f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
                 "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
@@ -188,10 +193,14 @@ class SlurmNodes(WholeNodes):
         self._tell(
             f"waiting for Slurm to start one of {len(self._jobs)} jobs: {', '.join(map(str, self._jobs.values()))}"
         )
+        told = ""
         while self._jobs and not any(job.connection for job in self._jobs.values()):
             for job in self._wait(list(self._jobs.values())):
                 said = job.why_lost()
                 self._leave(job)
+            if (why := self._why_waiting()) not in (told, ""):
+                self._tell(f"Slurm says why they wait: {why}")
+                told = why
         asked = {job for job in self._jobs.values() if job.connection is not None}
         for job in asked:
             job.ask("ask", function, args)
@@ -243,10 +252,20 @@ class SlurmNodes(WholeNodes):
         ready = wait([self._server, *connected], TICK_SECONDS)
         if self._server in ready:
             self._welcome()
+        if ready:
+            return [connected[one] for one in ready if one in connected]
         # A machine that loses its power says nothing, and a job may end before it gets here.
-        return [connected[one] for one in ready if one in connected] or [
-            job for job in jobs if not ready and job.handle.done()
-        ]
+        self._queued = queued(job.handle.job_id for job in self._jobs.values())
+        return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
+
+    def _why_waiting(self) -> str:
+        """Slurm's reasons for those that it has not started, when it was asked last."""
+        jobs: dict[str, list[str]] = {}
+        for job in self._jobs.values():
+            reason = (self._queued or {}).get(job.handle.job_id, "None")
+            if reason != "None" and job.connection is None:
+                jobs.setdefault(reason, []).append(str(job))
+        return "; ".join(f"{reason} ({', '.join(which)})" for reason, which in jobs.items())
 
     def _welcome(self) -> None:
         """Somebody wants to connect: a job, if it has the key."""
@@ -298,6 +317,23 @@ class SlurmNodes(WholeNodes):
         raise RuntimeError(f"on node {job}:\n{value}")
 
 
+def queued(numbers: Iterable[str]) -> dict[str, str] | None:
+    """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
+    that run; None where Slurm does not say.
+    """
+    # Variables of that name would leave some of them out.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    command = ["squeue", "--noheader", "--format=%A %r", f"--jobs={','.join(numbers)}"]
+    try:
+        asked = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    if asked.returncode and "Invalid job id" not in asked.stderr:  # which it says of one that ended minutes ago
+        return None
+    lines = (line.partition(" ") for line in asked.stdout.splitlines())
+    return {number: reason.strip() for number, _, reason in lines}
+
+
 def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
     """How many nodes `options` ask for, and the options of sbatch among them. Raises UsageError for others."""
     given: dict[str, str] = {}
@@ -308,6 +344,10 @@ def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
         key = found[1].replace("_", "-")
         if key in _OURS or key.startswith("ntasks-"):
             raise UsageError(f"--slurm {key}= is not yours to give: a job is one process that has a node for itself")
+        if key == "clusters":  # the numbers of jobs are told apart within one
+            raise UsageError(
+                "--slurm clusters= is not yours to give: sweep from where that cluster's jobs are submitted"
+            )
         given[key] = found[2]
     count = given.pop("nodes", "1")
     if not (count.isdecimal() and int(count) > 0):

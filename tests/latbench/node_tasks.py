@@ -21,7 +21,7 @@ def hash_of(cache_folder: str) -> str:
 
 
 class Machine(Cpu):
-    """Its device is made up; its environment tells nodes apart by their cache folders."""
+    """Its device is made up; its environment tells nodes apart by Slurm's names, or by their cache folders."""
 
     task = f"{__file__}:prepare"
     timer = "made_up"
@@ -31,7 +31,8 @@ class Machine(Cpu):
         self.device = device
 
     def environment(self) -> dict[str, Any]:
-        row = {"device": self.device, "device_uuid_hash": hash_of(os.environ["XDG_CACHE_HOME"]), "threads": 1}
+        node = os.environ.get("SLURMD_NODENAME") or os.environ["XDG_CACHE_HOME"]
+        row = {"device": self.device, "device_uuid_hash": hash_of(node), "threads": 1}
         return {"env_id": env_id(row), **row}
 
     def pace(self) -> None:  # type: ignore[override]

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(os.environ["FAKE_SLURM"])
@@ -49,11 +48,11 @@ def sbatch(file: str) -> None:
     sys.stdout.write(f"Submitted batch job {number}\n")
 
 
-def sacct(*arguments: str) -> None:
-    sys.stdout.write("JobID|State|NodeList\n")
-    for number in [text for flag, text in pairwise(arguments) if flag == "-j"]:
-        state = "RUNNING" if alive(HERE / f"job-{number}") else "FAILED"
-        sys.stdout.write(f"{number}|{state}|here\n{number}.batch|{state}|here\n")
+def squeue(*_: str) -> None:
+    for job in HERE.glob("job-*"):
+        if alive(job):
+            number = job.name[4:]
+            sys.stdout.write(f"{number} {'Resources' if (HERE / f'hold-{number}').exists() else 'None'}\n")
 
 
 def scancel(number: str) -> None:
@@ -63,5 +62,5 @@ def scancel(number: str) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"sbatch": sbatch, "sacct": sacct, "scancel": scancel}
+    commands = {"sbatch": sbatch, "squeue": squeue, "scancel": scancel}
     commands[Path(sys.argv[0]).name](*sys.argv[1:])

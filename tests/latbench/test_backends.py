@@ -351,6 +351,16 @@ def test_copies_fill_the_caches_and_no_more(monkeypatch: pytest.MonkeyPatch, wei
     assert backends.copies_for(weight_bytes, 32) == min(copies, 32)
 
 
+@pytest.mark.parametrize(("granted", "copies"), [(None, 64), (2**30, 16), (2**33, 64)])
+def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_shows(
+    monkeypatch: pytest.MonkeyPatch, granted: int | None, copies: int
+) -> None:
+    monkeypatch.setattr(backends, "rotated_bytes", lambda: 720 * 2**20)
+    monkeypatch.setattr(backends.devices, "memory_bytes", lambda: 2**32)
+    monkeypatch.setattr(backends.cgroups, "available_bytes", lambda: granted)
+    assert backends.copies_for(4 * 2**20) == copies
+
+
 @pytest.mark.parametrize(("told", "mebibytes"), [("32768K", 48), ("1024K\n", 1.5), ("", 64), ("32M", 64), (None, 64)])
 def test_weights_rotate_past_the_last_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str | None, mebibytes: float

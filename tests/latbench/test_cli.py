@@ -40,6 +40,11 @@ def test_a_command_line_that_is_not_understood_is_one_line(
     assert err.count("\n") == 1
 
 
+def test_a_command_is_set_up_without_the_others() -> None:
+    assert [command.name for command in cli.application("import").registered_commands] == ["import"]
+    assert len(cli.application("nosuch").registered_commands) == len(cli.VERBS)
+
+
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_nothing_asked_for_is_help(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -21,6 +21,12 @@ fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes
 QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=0.4, steal_fraction=0.0)
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at stolen time here: there is no waiting between two looks."""
+    monkeypatch.setattr("latbench.commands.doctor.STEAL_SECONDS", 0.0)
+
+
 def _machine(root: Path, **files: str) -> Path:
     """A root with these files; double underscores stand for slashes."""
     for name, text in files.items():
@@ -149,6 +155,19 @@ def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPat
     assert facts["device"] in out and "missing: pip install no-such-package" in out
     assert "none: no NVIDIA driver" in out and "without a GPU" in out
     assert out.count("\n! ") == 3
+
+
+def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = Host(**{**vars(QUIET), "virtual": True, "clock_hertz": 2.6e9})
+    monkeypatch.setattr(disturbances, "host", lambda steal: hidden)
+    monkeypatch.setattr(devices, "governor", lambda: None)
+    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(devices, "cpu_device", lambda: "intel-xeon-family-6-model-167")
+    out = latbench("doctor").out
+    assert "2.60 GHz nominal, the real one is hidden" in out
+    assert "other chips may be called intel-xeon-family-6-model-167, keep their tables apart" in out
+    monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
+    assert "other chips" not in latbench("doctor").out
 
 
 def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

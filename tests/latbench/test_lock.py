@@ -61,6 +61,15 @@ def test_the_lock_of_a_killed_process_is_free() -> None:
             pass
 
 
+def test_what_is_secret_in_the_holders_command_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["latbench", "sweep", "--output=abfs://me@bucket/t?sig=hidden", "s3://me:hidden@b/t"]
+    )
+    with device_lock("cpu"), pytest.raises(EnvironmentUnusable) as refused, device_lock("cpu", wait_seconds=0):
+        pass
+    assert "latbench sweep --output=abfs://me@bucket/t s3://me@b/t)" in str(refused.value)
+
+
 def test_a_lock_is_everybodys() -> None:
     with device_lock("cpu"):
         [file] = lock.lock_folder().iterdir()

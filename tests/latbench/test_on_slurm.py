@@ -3,15 +3,14 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import submitit
 from pyarrow import parquet
-from submitit.slurm.slurm import SlurmInfoWatcher
 
 from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
@@ -59,14 +58,12 @@ def slurm(tmp_path: Path, own_lock: Path, monkeypatch: pytest.MonkeyPatch) -> It
     folder, commands = tmp_path / "slurm", tmp_path / "bin"
     for new in (folder, commands):
         new.mkdir()
-    for name in ("sbatch", "sacct", "scancel", "srun"):
+    for name in ("sbatch", "squeue", "scancel", "srun"):
         (commands / name).symlink_to(TASKS.with_name("slurm_fake.py"))
     monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(folder))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     monkeypatch.setattr(on_slurm, "TICK_SECONDS", 0.5)
-    # submitit remembers which jobs have ended, by their number; in another test's cluster others have that number.
-    monkeypatch.setattr(submitit.SlurmJob, "watcher", SlurmInfoWatcher(delay_s=600))
     found = Slurm(folder)
     yield found
     for job in found.running():
@@ -92,7 +89,7 @@ def test_an_option_that_is_none_is_refused(option: str) -> None:
 
 
 def test_options_that_would_undo_a_sweep_are_refused() -> None:
-    for option in ("array=0-9", "output=log", "ntasks=2", "ntasks_per_node=2", "exclusive=user"):
+    for option in ("array=0-9", "output=log", "ntasks=2", "ntasks_per_node=2", "exclusive=user", "clusters=b"):
         with pytest.raises(UsageError, match="is not yours to give"):
             on_slurm.parse([option])
     for count in ("0", "many", "-1", "1.5"):
@@ -168,6 +165,40 @@ def test_nodes_answer_as_they_start_and_a_late_one_helps(slurm: Slurm, capsys: p
             answers(taken, [None])
     assert told == ["waiting for Slurm to start one of 2 jobs: job 1, job 2"]
     assert capsys.readouterr() == ("", "") and not slurm.running()
+
+
+@pytest.mark.slow
+def test_why_slurm_lets_jobs_wait_is_told(slurm: Slurm) -> None:
+    late, told = slurm.hold(1), []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if "Resources" in line:
+            late.unlink()
+
+    with SlurmNodes(None, [], tell) as taken:
+        assert list(taken.ask("builtins:len", "four").values()) == [4]
+    assert told == ["waiting for Slurm to start one of 1 jobs: job 1", "Slurm says why they wait: Resources (job 1)"]
+
+
+@pytest.mark.slow
+def test_a_job_that_ends_in_the_queue_is_given_up(slurm: Slurm) -> None:
+    slurm.hold(1)
+    with SlurmNodes(None) as taken:
+        slurm.kill(slurm.jobs()[0])
+        with pytest.raises(EnvironmentUnusable, match="job 1 was lost: it ended before it was heard of"):
+            taken.ask("builtins:len", "four")
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_told_to_end_while_it_waits_leaves_no_job_behind(slurm: Slurm) -> None:
+    slurm.hold(1)
+    command = [sys.executable, "-m", "latbench.cli", "sweep", "--cpu", "--on", "slurm"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as one:
+        assert one.stderr is not None and "waiting for Slurm" in one.stderr.readline()
+        one.terminate()
+        assert "latbench: interrupted" in one.stderr.read()
+    assert one.returncode == 4 and slurm.jobs() and not slurm.running()
 
 
 @pytest.mark.slow

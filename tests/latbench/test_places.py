@@ -96,9 +96,30 @@ def test_a_uri_that_nobody_understands_is_a_wrong_request(latbench: Any, uri: st
         places.at(uri)
 
 
+@pytest.mark.parametrize("uri", ["s3://me:hidden@bucket/a b", "abfs://me@bucket/table?odd=hidden"])
+def test_what_is_secret_in_a_uri_is_not_printed(latbench: Any, uri: str) -> None:
+    assert "hidden" not in latbench("validate", uri).refused(2)
+
+
+@pytest.mark.usefixtures("store")
+def test_what_is_secret_in_a_uri_is_in_no_report(
+    latbench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, row: dict[str, Any]
+) -> None:
+    plain = places._filesystem
+    monkeypatch.setattr(places, "_filesystem", lambda uri: plain(uri.partition("?")[0]))
+    tables.write_part("s3://bucket/a", [row, row | DENSE])
+    assert latbench("report", "s3://bucket/a?secret_key=sesame", "-o", tmp_path / "report.html").code == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "latbench report s3://bucket/a -o" in text and "sesame" not in text
+
+
 @pytest.mark.parametrize(
     ("uri", "advice"),
-    [("s3://bucket/table", "AWS_ACCESS_KEY_ID"), ("gs://bucket/table", "GOOGLE_APPLICATION_CREDENTIALS")],
+    [
+        ("s3://bucket/table", "AWS_ACCESS_KEY_ID"),
+        ("gs://bucket/table", "GOOGLE_APPLICATION_CREDENTIALS"),
+        ("abfs://bucket/table", "a SAS token"),
+    ],
 )
 def test_a_store_that_refuses_is_said_with_where_credentials_come_from(
     latbench: Any, monkeypatch: pytest.MonkeyPatch, uri: str, advice: str, row: dict[str, Any]

@@ -299,6 +299,17 @@ def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> 
     assert [p for part in sweep._fitting(points, 2e8) for p in part] == points
 
 
+def test_layers_whose_copies_stay_small_share_a_block_however_large_the_caches_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweep.backends, "cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
+    small, large = point(m=64), replace(point(), shape=LinearShape(4096, 4096, 1))
+    assert [len(part) for part in sweep._fitting([small] * 24, 6e9)] == [24]
+    assert [len(part) for part in sweep._fitting([large] * 24, 6e9)] == [3] * 8
+    dense, sparse = (replace(point(m=512), sparsity=sparsity) for sparsity in (0.0, 0.9))
+    assert sweep._needed_bytes(sparse) < sweep._needed_bytes(dense) / 4
+
+
 def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,13 +1,11 @@
 """Sweeps on a real Ray cluster of made-up nodes on this machine, of which some are lost on the way."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,39 +31,22 @@ QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A head without processors, three nodes with an A100 that is none, and a node without a GPU.
+def cluster(ray_head: Any) -> Any:
+    """Beside the head three nodes with an A100 that is none, and a node without a GPU.
 
     Each has a cache folder, by which node_tasks.py tells them apart, and locks of its own: on one machine, too, they
     are to measure at the same time.
     """
-    # Sockets of Ray lie below this folder, and their names may be 107 bytes long.
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    (folder / "ray").mkdir()  # where Ray notes a cluster's address, and takes for granted that it can
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", str(folder))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONWARNINGS", "ignore")  # of Ray's own processes
-        from ray.cluster_utils import Cluster
-
-        small: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        found = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": str(folder), **small})
-        patch.setenv("RAY_ADDRESS", found.address)
-        try:
-            gpu = {"num_gpus": 1, "resources": {"accelerator_type:A100": 1}}
-            found.a100s = [
-                found.add_node(
-                    num_cpus=1,
-                    env_vars=dict.fromkeys(("XDG_CACHE_HOME", "LATBENCH_LOCKS"), str(folder / str(number))),
-                    **(gpu if number < 3 else {}),
-                    **small,
-                )
-                for number in range(4)
-            ][:3]
-            yield found
-        finally:
-            found.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    gpu = {"num_gpus": 1, "resources": {"accelerator_type:A100": 1}}
+    ray_head.a100s = [
+        ray_head.small_node(
+            num_cpus=1,
+            env_vars=dict.fromkeys(("XDG_CACHE_HOME", "LATBENCH_LOCKS"), str(ray_head.folder / str(number))),
+            **(gpu if number < 3 else {}),
+        )
+        for number in range(4)
+    ][:3]
+    return ray_head
 
 
 def until(condition: Callable[[], bool], seconds: float = 240.0) -> None:

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,39 +197,17 @@ def test_batches_move_with_whatever_holds_their_tensors() -> None:
     assert (moved[0].label, moved[1]["x"][1], moved[2]) == (3, "text", None)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A Ray cluster on this machine: a head without processors, two nodes of one."""
-    # Sockets of Ray lie below this folder, and their names may be 107 bytes long.
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    (folder / "ray").mkdir()  # where Ray notes a cluster's address, and takes for granted that it can
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_TMPDIR", str(folder))
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONWARNINGS", "ignore")  # of Ray's own processes
-        from ray.cluster_utils import Cluster
-
-        small: dict[str, Any] = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        found = Cluster(True, head_node_args={"num_cpus": 0, "temp_dir": str(folder), **small})
-        patch.setenv("RAY_ADDRESS", found.address)
-        try:
-            found.ours = [found.add_node(num_cpus=1, **small) for _ in range(2)]
-            yield found
-        finally:
-            found.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.mark.slow
 def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
-    cluster: Any, database: Database, tmp_path: Path
+    ray_head: Any, database: Database, tmp_path: Path
 ) -> None:
+    _, other = ray_head.small_node(num_cpus=1), ray_head.small_node(num_cpus=1)
     every = [(i, j) for i in range(4) for j in range(4)]
     with judges(database, trials(tmp_path / "here")) as judge:
         expected = judge.losses(every, 3)
     with judges(database, trials(tmp_path / "there"), place="ray") as judge:
         found = judge.losses(every[:6], 3)
-        cluster.remove_node(cluster.ours.pop(), allow_graceful=False)
+        ray_head.remove_node(other, allow_graceful=False)
         assert found + judge.losses(every[6:], 3) == expected
     (database.folder / "fc" / "unstructured@0.9.safetensors").write_bytes(b"damaged")
     said = pytest.raises(BadData, match=r"^[^\n]*fc[^\n]*damaged; delete it")
