@@ -18,7 +18,7 @@ from statistics import NormalDist
 import numpy as np
 import pandas as pd
 
-from cost_models.rows import CURVE, Array, keys
+from cost_models.rows import CURVE, Array
 
 _NORMAL = NormalDist()
 _FAR = _NORMAL.inv_cdf(0.975)  # half of a 95% interval, in standard deviations
@@ -43,9 +43,11 @@ def floor(X: pd.DataFrame) -> float | None:
     known = known[np.isfinite(known)]
     if not known.size:
         return None
-    # Every row's error is a mixture's part: its quantiles, at the middle of equal shares, stand for it.
-    shares = [_NORMAL.inv_cdf((part + 0.5) / _PARTS) for part in range(_PARTS)]
-    return float(np.median(np.abs(np.expm1(np.outer(known, shares)))))
+    # The errors are a mixture of as many normal ones as there are rows: quantiles of the rows' deviations and of the
+    # normal distribution, at the middle of equal shares, stand for it.
+    middles = (np.arange(_PARTS) + 0.5) / _PARTS
+    normal = [_NORMAL.inv_cdf(share) for share in middles]
+    return float(np.median(np.abs(np.expm1(np.outer(np.quantile(known, middles), normal)))))
 
 
 def _drift(X: pd.DataFrame) -> float:
@@ -63,8 +65,8 @@ def _occasions(X: pd.DataFrame) -> float:
         return 0.0
     known = X[X["reference_ratio"].notna()]
     log_ratio = np.log(known["reference_ratio"].to_numpy(float))
-    curve = pd.Series(keys(known, [name for name in CURVE if name in X.columns]), dtype=object)
-    grouped = pd.Series(log_ratio).groupby(pd.factorize(curve)[0])
+    curve = [name for name in CURVE if name in X.columns]
+    grouped = known.assign(log_ratio=log_ratio).groupby(curve, dropna=False, observed=True, sort=False)["log_ratio"]
     count = grouped.transform("size").to_numpy(float)
     several = count > 1
     # Around the mean of n values they vary less than around the truth, by sqrt(1 - 1/n).
