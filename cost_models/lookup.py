@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Self
@@ -25,30 +25,51 @@ from scipy.interpolate import PchipInterpolator
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from cost_models.conformal import quantile
-from cost_models.errors import Unanchored
+from cost_models.conformal import quantile, scatter
+from cost_models.errors import Unanchored, Uncalibrated
+from cost_models.noise import deviations
 from cost_models.rows import CURVE, Array, checked, describe, keys, sparsities
 
 # Curves without a single wiggle would make every interval empty: no clock is that good.
-_LEAST_SCALE = 1e-6
+_LEAST_ERROR = 1e-6
+_REACH = 2  # anchors on either side that an interpolated value hangs on
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """One measured curve: rising sparsities, log seconds, and the noise of each (95% half-width in log, or NaN)."""
+    """One measured curve: rising sparsities, log seconds, and the noise of each (standard deviation, or NaN)."""
 
     key: tuple[Hashable, ...]
     sparsity: Array
     log_seconds: Array
     noise: Array
 
-    def held_out_errors(self) -> Array:
-        """How far each inner anchor is from what the others predict for it, in log seconds."""
-        x = _abscissa(self.sparsity)
-        inner = range(1, len(x) - 1)
-        others = ((np.delete(x, i), np.delete(self.log_seconds, i)) for i in inner)
-        predicted = [float(_interpolate(*other, x[i : i + 1])[0]) for i, other in zip(inner, others, strict=True)]
-        return np.abs(np.array(predicted) - self.log_seconds[1:-1])
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What the other anchors say of each inner one, of curves that are measured at the same sparsities.
+
+    errors (inner, curves): how far off, in log seconds; distances (inner,): to the nearest other anchor. without: for
+    each inner anchor, both of the other inner ones when it was never measured, (inner - 1, curves) and (inner - 1,).
+    """
+
+    errors: Array
+    distances: Array
+    without: list[tuple[Array, Array]]
+
+    @classmethod
+    def of(cls, sparsity: Array, log_seconds: Array) -> Self:
+        """From rising sparsities (anchors,) and the curves' times (anchors, curves)."""
+        x, inner = _abscissa(sparsity), range(1, len(sparsity) - 1)
+        errors = _misses(x, log_seconds, inner)
+        without = []
+        for i in inner:
+            fewer, theirs = np.delete(x, i), np.delete(log_seconds, i, axis=0)
+            again = range(max(1, i - _REACH), min(len(fewer) - 1, i + _REACH))  # the others are missed as before
+            others = np.delete(errors, i - 1, axis=0)
+            others[again.start - 1 : again.stop - 1] = _misses(fewer, theirs, again)
+            without.append((others, _distances(fewer)))
+        return cls(errors, _distances(x), without)
 
 
 class AnchoredLookup(RegressorMixin, BaseEstimator):
@@ -57,7 +78,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     Parameters: allow_extrapolation, whether a sparsity outside a curve's measured range is predicted, on the straight
     line through the nearest two anchors, instead of refused.
 
-    Fitted: columns_, the key columns that tell curves apart; curves_; scores_ and scale_, what intervals come from.
+    Fitted: columns_, the key columns that tell curves apart; curves_; scatter_ and usual_distance_, the typical error
+    by distance from an anchor; behaviour_, by curve, how its errors compare with that; scores_ and score_curves_.
     """
 
     def __init__(self, allow_extrapolation: bool = False) -> None:
@@ -66,17 +88,12 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     def fit(self, X: pd.DataFrame, y: npt.ArrayLike) -> Self:
         """Take the rows of X (key columns, one row a point) with y seconds as anchors.
 
-        low_seconds and high_seconds, where X has them, are the 95% interval of each time and become its noise, wider
-        by how much the machine drifted while measuring (drift_ratio, the table's typical one). Equal keys are
-        averaged. Raises ValueError for times that are not positive and finite.
+        Equal keys are averaged. The noise of each time is as `cost_models.noise` has it. Raises ValueError for times
+        that are not positive and finite.
         """
         log_seconds = np.log(checked(X, y))
         self.columns_ = [name for name in CURVE if name in X.columns]
-        noise = np.full(len(X), np.nan)
-        if {"low_seconds", "high_seconds"} <= set(X.columns):
-            noise = np.log(X["high_seconds"].to_numpy(float) / X["low_seconds"].to_numpy(float)) / 2
-        if "drift_ratio" in X.columns:
-            noise = np.hypot(noise, _drift(X["drift_ratio"].dropna().to_numpy(float)))
+        noise = deviations(X)
         anchors: dict[tuple[Hashable, ...], dict[float, list[tuple[float, float]]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -89,21 +106,45 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         return self
 
     def _calibrate(self) -> None:
-        """Leave each inner anchor out; a score is its error in units of how badly the rest of its curve behaves.
+        """Leave each inner anchor out; a score is its error in units of what was to be expected there.
 
-        A left-out anchor lies in a gap twice as wide as a real one, which errs on the wide side. That the anchors of
-        a curve are alike errs on the narrow one, and outweighs it where few curves were measured.
+        That is the typical error so far from an anchor, times how the curve behaves elsewhere. The anchor left out
+        takes no part in either interpolation: beside a wild anchor its neighbours are missed too, so that a curve
+        which is judged with it in place would seem to have announced its error.
         """
-        errors = {key: curve.held_out_errors() for key, curve in self.curves_.items()}
-        known = np.concatenate([np.empty(0), *errors.values()])
-        self.scale_ = max(float(np.median(known)), _LEAST_SCALE) if known.size else _LEAST_SCALE
-        scores = [
-            error / (self.scale_ + (float(np.delete(curve, i).mean()) if curve.size > 1 else 0.0))
-            for curve in errors.values()
-            for i, error in enumerate(curve)
+        alike: dict[tuple[float, ...], list[_Curve]] = defaultdict(list)
+        for curve in self.curves_.values():
+            if len(curve.sparsity) > 2:
+                alike[tuple(curve.sparsity)].append(curve)
+        every = [
+            (curves, LeftOut.of(np.array(sparsity), np.stack([curve.log_seconds for curve in curves], axis=1)))
+            for sparsity, curves in alike.items()
         ]
-        self.scores_ = np.sort(np.array(scores))
-        self.curve_scales_ = {key: self.scale_ + float(curve.mean()) for key, curve in errors.items() if curve.size}
+        distances = _joined(np.repeat(found.distances, len(curves)) for curves, found in every)
+        errors = _joined(found.errors.ravel() for _, found in every)
+        self.usual_distance_ = float(np.median(distances)) if distances.size else 0.0
+        self.scatter_ = scatter(np.maximum(distances, self.usual_distance_), np.maximum(errors, _LEAST_ERROR))
+        scores: list[Array] = []
+        self.behaviour_: dict[tuple[Hashable, ...], float] = {}
+        for curves, found in every:
+            others = np.stack([self._behaviour(*rest) for rest in found.without])
+            scores.append((found.errors / (self._typical(found.distances)[:, None] * others)).T)
+            behaviour = self._behaviour(found.errors, found.distances)
+            self.behaviour_ |= {curve.key: float(value) for curve, value in zip(curves, behaviour, strict=True)}
+        self.scores_ = _joined(one.ravel() for one in scores)
+        self.score_curves_ = np.repeat(np.arange(sum(len(one) for one in scores)), [
+            one.shape[1] for one in scores for _ in one
+        ])  # fmt: skip
+
+    def _typical(self, distances: Array) -> Array:
+        """The error to be expected so far from an anchor; nearer than most of those left out, what theirs are."""
+        near, further = self.scatter_
+        return near + further * np.maximum(distances, self.usual_distance_)
+
+    def _behaviour(self, errors: Array, distances: Array) -> Array:
+        """Each curve's mean error in units of the typical one, (curves,), as if one more anchor had been typical."""
+        ratio = errors / self._typical(distances)[:, None]
+        return np.asarray((1 + ratio.sum(axis=0)) / (1 + len(ratio)), dtype=np.float64)
 
     def predict(self, X: pd.DataFrame) -> Array:
         """Seconds of every row of X, (rows,).
@@ -120,9 +161,9 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         """Seconds (low, high) of every row that hold a new measurement with probability `coverage`.
 
         A measured sparsity has its measured noise, read as normal; one between is calibrated on left-out anchors
-        (`conformal.quantile`), which includes noise. Beyond the measured range, if that is allowed, the interval
-        spans the straight line and the last anchor, and promises nothing. Raises Unanchored as `predict`, and
-        Uncalibrated where too few anchors could be left out.
+        (`conformal.quantile`, curve by curve where there are enough), which includes noise. Beyond the measured
+        range, if that is allowed, the interval spans the straight line and the last anchor, and promises nothing.
+        Raises Unanchored as `predict`, and Uncalibrated where too few anchors could be left out.
         """
         low, high = np.empty(len(X)), np.empty(len(X))
         for curve, rows, sparsity in self._by_curve(X):
@@ -137,13 +178,20 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     def _half_width(self, curve: _Curve, sparsity: Array, coverage: float) -> Array:
         noise = np.full(len(sparsity), np.nan)
         row, anchor = np.nonzero(sparsity[:, None] == curve.sparsity)
-        normal = NormalDist()
-        noise[row] = curve.noise[anchor] * normal.inv_cdf(0.5 + coverage / 2) / normal.inv_cdf(0.975)
+        noise[row] = curve.noise[anchor] * NormalDist().inv_cdf(0.5 + coverage / 2)
         if not np.isnan(noise).any():
             return noise
         # A curve of two anchors has none to leave out: it may behave as badly as the worst that has.
-        scale = self.curve_scales_.get(curve.key, max(self.curve_scales_.values(), default=np.nan))
-        return np.where(np.isnan(noise), quantile(self.scores_, coverage) * scale, noise)
+        behaviour = self.behaviour_.get(curve.key, max(self.behaviour_.values(), default=1.0))
+        distance = np.abs(_abscissa(sparsity)[:, None] - _abscissa(curve.sparsity)).min(axis=1)
+        return np.where(np.isnan(noise), self._multiple(coverage) * behaviour * self._typical(distance), noise)
+
+    def _multiple(self, coverage: float) -> float:
+        """How many times the expected error holds a new one with this probability."""
+        try:
+            return quantile(self.scores_, coverage, groups=self.score_curves_)
+        except Uncalibrated:  # few curves: their anchors are taken to be alike, whichever curve they are of
+            return quantile(self.scores_, coverage)
 
     def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
         """Whether each row of X, (rows,), lies on one measured curve, between measured sparsities."""
@@ -211,31 +259,39 @@ def _curve(key: tuple[Hashable, ...], points: dict[float, list[tuple[float, floa
     return _Curve(key, np.array(ordered), values, noise)
 
 
-def _drift(ratios: Array) -> float:
-    """The 95% half-width, in log, that drift adds to a median; ratios: later half of the samples over the earlier.
-
-    Two halves that differ with a standard deviation d leave their mean one of d / 2. d is estimated by the median
-    absolute value, which a few interrupted measurements do not move.
-    """
-    if not ratios.size:
-        return 0.0
-    deviation = NormalDist().inv_cdf(0.75) ** -1 * float(np.median(np.abs(np.log(ratios))))
-    return NormalDist().inv_cdf(0.975) * deviation / 2
-
-
 def _abscissa(sparsity: Array) -> Array:
     """Where a sparsity lies on the axis of interpolation: minus the square root of its density, so that it rises."""
     return -np.sqrt(1 - sparsity)
 
 
 def _interpolate(x: Array, values: Array, at: Array) -> Array:
-    """PCHIP through (x, values), and straight lines beyond its ends; one anchor holds everywhere."""
+    """PCHIP through (x, values), and straight lines beyond its ends; one anchor holds everywhere. (len(at),), or one
+    row a place and one column a curve where values are (len(x), curves).
+    """
     if len(x) == 1:
-        return np.full(len(at), values[0])
+        return np.repeat(values[:1], len(at), axis=0)
     inside = PchipInterpolator(x, values)(np.clip(at, x[0], x[-1]))
-    left = (values[1] - values[0]) / (x[1] - x[0]) * np.minimum(at - x[0], 0)
-    right = (values[-1] - values[-2]) / (x[-1] - x[-2]) * np.maximum(at - x[-1], 0)
+    left = np.multiply.outer(np.minimum(at - x[0], 0), (values[1] - values[0]) / (x[1] - x[0]))
+    right = np.multiply.outer(np.maximum(at - x[-1], 0), (values[-1] - values[-2]) / (x[-1] - x[-2]))
     return np.asarray(inside + left + right, dtype=np.float64)
+
+
+def _misses(x: Array, values: Array, left_out: Iterable[int]) -> Array:
+    """How far each row of `values` (len(x), curves) in `left_out` is from what the other rows say there."""
+    misses = [
+        _interpolate(np.delete(x, i), np.delete(values, i, axis=0), x[i : i + 1])[0] - values[i] for i in left_out
+    ]
+    return np.abs(np.array(misses)).reshape(-1, values.shape[1])
+
+
+def _joined(parts: Iterable[Array]) -> Array:
+    return np.concatenate([np.empty(0), *parts])
+
+
+def _distances(x: Array) -> Array:
+    """From each inner value to its nearer neighbour, (len(x) - 2,)."""
+    steps = np.diff(x)
+    return np.asarray(np.minimum(steps[:-1], steps[1:]), dtype=np.float64)
 
 
 def _distance(asked: dict[str, Hashable], curve: dict[str, Hashable]) -> tuple[int, float]:

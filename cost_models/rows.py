@@ -21,6 +21,7 @@ from latbench.places import Place
 
 KEY = [field.name for field in tables.KEY]
 CURVE = [name for name in KEY if name != "sparsity_target"]
+SHAPE = [name for name in KEY[KEY.index("op") : KEY.index("pattern")] if name != "model"]
 
 Array = npt.NDArray[np.float64]
 
@@ -36,7 +37,7 @@ def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.D
     return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
 
-COLUMNS = [*KEY, "median_seconds", "low_seconds", "high_seconds", "drift_ratio"]
+COLUMNS = [*KEY, "median_seconds", "low_seconds", "high_seconds", "drift_ratio", "reference_ratio"]
 
 
 def read_training_rows(table: str | Place, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
@@ -102,7 +103,7 @@ def _plain(value: Hashable) -> Hashable:
 
 def shape_groups(X: pd.DataFrame) -> npt.NDArray[np.int64]:
     """(rows,) a number for each layer shape, to split hold-outs by. Rows without m differ by `model` instead."""
-    shape = [name for name in ("op", "m", "k", "n", *_CONVOLUTION) if name in X.columns]
+    shape = [name for name in SHAPE if name in X.columns]
     instead = keys(X, [name for name in ("model",) if name in X.columns])
     known = X["m"].notna() if "m" in X.columns else np.zeros(len(X), bool)
     groups = [key if sure else other for key, other, sure in zip(keys(X, shape), instead, known, strict=True)]
@@ -110,14 +111,16 @@ def shape_groups(X: pd.DataFrame) -> npt.NDArray[np.int64]:
     return np.array([seen.setdefault(group, len(seen)) for group in groups], dtype=np.int64)
 
 
+def count_shapes(X: pd.DataFrame) -> int:
+    """How many layer shapes X has, as hold-outs tell them apart."""
+    return int(shape_groups(X).max(initial=-1)) + 1
+
+
 def split_by_shape(shapes: npt.NDArray[np.int64], folds: int, random_state: int) -> npt.NDArray[np.int64]:
     """(rows,) which fold each row is held out with; a shape falls into one fold as a whole."""
     count = int(shapes.max()) + 1
     fold: npt.NDArray[np.int64] = np.random.default_rng(random_state).permutation(count) % min(folds, count)
     return fold[shapes]
-
-
-_CONVOLUTION = KEY[KEY.index("batch") : KEY.index("pattern")]
 
 
 def describe(row: dict[str, Hashable]) -> str:

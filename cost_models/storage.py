@@ -1,16 +1,19 @@
 """A fitted model on disk: JSON of its settings and of the table that it was fitted to, never a pickle.
 
-    {"version": 1, "estimator": "AnchoredLookup", "params": {...}, "backend": null, "columns": [...],
-     "table_hash": "...", "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
+    {"version": 2, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+     "params": {...}, "backend": null, "table_hash": "...",
+     "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
 
-Loading fits it again from that table, which is quick and gives the same model; a table with another hash is refused.
+Loading fits it again from that table, which is quick and gives the same model. So it refuses a table with another
+hash, and other libraries than it was validated with: what they fit may differ, and have other errors.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,15 @@ from cost_models.errors import BadModel
 from cost_models.hybrid import Hybrid
 from cost_models.lookup import AnchoredLookup
 from cost_models.roofline import Roofline
-from cost_models.rows import KEY, read_training_rows
+from cost_models.rows import read_training_rows
 from cost_models.transfer import Transfer
 from cost_models.validation import CostModel, Figures
 from latbench import tables
 from latbench.files import write_text_atomically
 from latbench.places import Place
 
-VERSION = 1
+VERSION = 2
+LIBRARIES = ("scikit-learn", "scipy")  # that a fit hangs on
 ESTIMATORS: dict[str, type[CostModel]] = {
     kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)
 }
@@ -34,12 +38,20 @@ ESTIMATORS: dict[str, type[CostModel]] = {
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file says. backend: the only one whose rows were used, or None; validation: figures by method."""
+    """What a model file says. backend: the only one whose rows were used, or None; validation: figures by method;
+    libraries: the versions that it was fitted with.
+    """
 
     estimator: CostModel
     table_hash: str
     backend: str | None
     validation: Mapping[str, Figures]
+    libraries: Mapping[str, str] = field(default_factory=dict)
+
+
+def libraries() -> dict[str, str]:
+    """The versions, here and now, of what a fit hangs on."""
+    return {name: version(name) for name in LIBRARIES}
 
 
 def save(
@@ -53,10 +65,10 @@ def save(
     """Write `model`, fitted to `training_rows(table, backend)` of the table with this hash; whole or not at all."""
     content = {
         "version": VERSION,
+        "libraries": libraries(),
         "estimator": type(model).__name__,
         "params": model.get_params(),
         "backend": backend,
-        "columns": KEY,
         "table_hash": table_hash,
         "validation": dict(validation or {}),
     }
@@ -83,13 +95,15 @@ def read(path: str | Path) -> ModelFile:
             f"{path}: estimator {content['estimator']} with {content['params']} is unknown to this latbench; {advice}"
         ) from error
     validation: Any = content.get("validation", {})
-    return ModelFile(estimator, str(content["table_hash"]), content.get("backend"), validation)
+    versions: Any = content.get("libraries", {})
+    return ModelFile(estimator, str(content["table_hash"]), content.get("backend"), validation, versions)
 
 
 def load(path: str | Path, table: str | Place) -> CostModel:
     """The model of the file `path`, fitted again to the table at `table`.
 
-    Raises BadModel as `read` does, and for a table other than the one it was fitted to; BadData for no table.
+    Raises BadModel as `read` does, and for a table or libraries other than those it was fitted to and with; BadData
+    for no table.
     """
     saved, found = read(path), tables.table_hash(table)
     if saved.table_hash != found:
@@ -97,4 +111,9 @@ def load(path: str | Path, table: str | Place) -> CostModel:
             f"{path} was fitted to a table with the hash {saved.table_hash}, and {table} has {found}: "
             "fit it again with latbench fit"
         )
+    here = libraries()
+    if other := [name for name in LIBRARIES if saved.libraries.get(name) != here[name]]:
+        then = ", ".join(f"{name} {saved.libraries.get(name, 'unknown')}" for name in other)
+        now = ", ".join(f"{name} {here[name]}" for name in other)
+        raise BadModel(f"{path} was fitted and judged with {then}, and here is {now}: fit it again with latbench fit")
     return saved.estimator.fit(*read_training_rows(table, saved.backend))

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.base import clone
 
+from cost_models import noise
 from cost_models.errors import Unanchored, Uncalibrated
 from cost_models.hybrid import Hybrid
 from cost_models.learned import Learned
 from cost_models.lookup import AnchoredLookup
-from cost_models.rows import CURVE, Array, checked, keys, sparsities
+from cost_models.rows import CURVE, SHAPE, Array, checked, keys, sparsities
 
 ANCHORS = 6
 Mask = npt.NDArray[np.bool_]
@@ -39,8 +40,8 @@ def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
 
     Errors are |predicted / measured - 1|. Returns median, p90, mape (their mean), within_5 and within_10 (shares),
     coverage (the share inside the interval of nominal_coverage), width (median of (high - low) / predicted; both None
-    where too little was measured for intervals), noise_floor (see there) and held_out, how many rows were predicted;
-    all figures are None where nothing could be held out.
+    where too little was measured for intervals), noise_floor (`noise.floor`: the median error of a model that knew
+    every true time) and held_out, how many rows were predicted; all figures are None where nothing could be held out.
     """
     seconds = checked(X, y)
     if isinstance(estimator, Hybrid):
@@ -49,7 +50,7 @@ def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
         outcome = _held_out_shapes(estimator, coverage)
     else:
         outcome = _held_out(estimator, X, seconds, coverage, by_sparsity(X))
-    return _figures(outcome, X, seconds, coverage)
+    return _figures(outcome, X, coverage)
 
 
 def validate_held_out(
@@ -62,10 +63,10 @@ def validate_held_out(
     """
     seconds = checked(X, y)
     bold = clone(estimator).set_params(allow_extrapolation=True)
-    return _figures(_held_out(bold, X, seconds, coverage, held_out), X, seconds, coverage)
+    return _figures(_held_out(bold, X, seconds, coverage, held_out), X, coverage)
 
 
-def _figures(outcome: Outcome, X: pd.DataFrame, seconds: Array, coverage: float) -> Figures:
+def _figures(outcome: Outcome, X: pd.DataFrame, coverage: float) -> Figures:
     errors, covered, widths = outcome
     return {
         "median": _over(np.median, errors),
@@ -76,7 +77,7 @@ def _figures(outcome: Outcome, X: pd.DataFrame, seconds: Array, coverage: float)
         "coverage": _over(np.mean, covered),
         "nominal_coverage": coverage,
         "width": _over(np.median, widths),
-        "noise_floor": noise_floor(X, seconds),
+        "noise_floor": noise.floor(X),
         "held_out": int(errors.size),
     }
 
@@ -98,12 +99,16 @@ def _held_out(
     errors, covered, widths = np.empty(0), np.empty(0, bool), np.empty(0)
     for held_out in masks:
         rest, asked = X[~held_out].reset_index(drop=True), X[held_out].reset_index(drop=True)
+        truth = seconds[held_out]
         try:
             model = clone(estimator).fit(rest, seconds[~held_out])
-            predicted = model.predict(asked)
         except Unanchored:
             continue
-        truth = seconds[held_out]
+        known = _accepted(model, asked)
+        if not known.any():
+            continue
+        asked, truth = asked[known].reset_index(drop=True), truth[known]
+        predicted = model.predict(asked)
         errors = np.append(errors, np.abs(predicted / truth - 1))
         try:
             low, high = model.predict_interval(asked, coverage)
@@ -112,6 +117,21 @@ def _held_out(
         covered = np.append(covered, (low <= truth) & (truth <= high))
         widths = np.append(widths, (high - low) / predicted)
     return errors, covered, widths
+
+
+def _accepted(model: CostModel, X: pd.DataFrame) -> Mask:
+    """Which rows of X, (rows,), `model` predicts; one of each kind that differs in more than sizes is tried."""
+    kinds = keys(X, [name for name in CURVE if name in X.columns and (name == "op" or name not in SHAPE)])
+    accepted: dict[Any, bool] = {}
+    for row, kind in enumerate(kinds):
+        if kind not in accepted:
+            try:
+                model.predict(X.iloc[[row]])
+            except Unanchored:
+                accepted[kind] = False
+            else:
+                accepted[kind] = True
+    return np.array([accepted[kind] for kind in kinds], bool)
 
 
 def by_sparsity(X: pd.DataFrame, anchors: int = ANCHORS) -> Iterator[Mask]:
@@ -132,14 +152,6 @@ def by_sparsity(X: pd.DataFrame, anchors: int = ANCHORS) -> Iterator[Mask]:
                 held_out[rows[turn]] = True
         if held_out.any():
             yield held_out
-
-
-def noise_floor(X: pd.DataFrame, seconds: Array) -> float | None:
-    """The median width of the measurements' own 95% intervals, relative; None where X has none."""
-    if not {"low_seconds", "high_seconds"} <= set(X.columns):
-        return None
-    widths = (X["high_seconds"] - X["low_seconds"]).to_numpy(np.float64) / seconds
-    return _over(np.median, widths[np.isfinite(widths)])
 
 
 def _over(figure: Any, values: npt.NDArray[Any]) -> float | None:

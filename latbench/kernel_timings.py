@@ -18,6 +18,7 @@ since a key does not hold it: `only`, a value by column, narrows a file that has
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,7 @@ def _neusight(line: Mapping[str, Any]) -> Iterator[tuple[Row, Any]]:
     device = slug(str(line["Device"]))
     device = device if device.startswith(("nvidia", "amd")) else f"nvidia-{device}"
     same = {"device": device, "backend": "torch", **_dtypes("float32")}
-    same |= {"kernel_requested": "auto", "kernel_used": line.get("kernel"), "context": "isolated"}
+    same |= {"kernel_requested": "auto", "kernel_used": _text(line.get("kernel")), "context": "isolated"}
     if "Kernel_Szie" not in line:
         tokens = _count(line, "B") * _count(line, "M")
         yield same | {"m": _count(line, "N"), "k": _count(line, "K"), "n": tokens}, line["Latency"]
@@ -124,7 +125,10 @@ def _deepbench(line: Mapping[str, Any]) -> Iterator[tuple[Row, Any]]:
     if line["kind"] == "sparse_gemm" and _is_given(line["dense_ms"]):
         yield same | {"kernel_requested": f"gemm_{transposed}"}, line["dense_ms"]
     if line["kind"] == "sparse_gemm" and _is_given(line["sparse_ms"]):
-        sparse = {"pattern": "unstructured", "sparsity_target": float(line["sparsity"])}
+        sparsity = float(line["sparsity"])
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must lie between 0 and 1, not {line['sparsity']}")
+        sparse = {"pattern": "unstructured", "sparsity_target": sparsity}
         yield same | {"kernel_requested": "sparse_gemm", **sparse}, line["sparse_ms"]
 
 
@@ -143,6 +147,10 @@ def _dtypes(dtype: str) -> Row:
 
 def _is_given(value: Any) -> bool:
     return value is not None and value == value and value != ""
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if _is_given(value) else None
 
 
 def _seconds(milliseconds: Any) -> float:
@@ -166,7 +174,7 @@ def _csv(path: Path) -> pd.DataFrame:
         return pd.read_csv(path)
     except FileNotFoundError:
         raise BadData(f"{path}: no such file") from None
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise BadData(f"{path}: not a csv file ({error})") from error
 
 

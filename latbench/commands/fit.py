@@ -47,6 +47,8 @@ def fit(
     from rich.console import Console
 
     import cost_models
+    from cost_models.rows import count_shapes
+    from cost_models.storage import libraries
     from latbench import tables
     from latbench.errors import UsageError
 
@@ -63,7 +65,7 @@ def fit(
     try:
         saved = cost_models.read(output)
         settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.backend)
-        same = settings == (type(model), model.get_params(), table_hash, backend)
+        same = settings == (type(model), model.get_params(), table_hash, backend) and saved.libraries == libraries()
     except cost_models.BadModel:
         same = False
     if same:
@@ -72,7 +74,7 @@ def fit(
         validation = _validation(model.fit(X, y), X, y)
         cost_models.save(output, model, table_hash, backend=backend, validation=validation)
     console.print(validation_table(validation))
-    shapes = X[["op", "m", "k", "n"]].drop_duplicates().shape[0]
+    shapes = count_shapes(X)
     typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
 
 
@@ -102,11 +104,11 @@ def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, F
     sparsities = "held-out sparsities of measured shapes"
     if isinstance(model, AnchoredLookup):
         return {sparsities: cost_models.validate(model, X, y)}
-    found = {"held-out shapes": cost_models.validate(model, X, y)}
     if isinstance(model, Transfer):
         ours = X["device"].eq(model.device).to_numpy()
         X, y = X[ours].reset_index(drop=True), y[ours]
-    else:
+    found = {"held-out shapes": cost_models.validate(model, X, y)}
+    if not isinstance(model, Transfer):
         learned = model.learned_ if isinstance(model, Hybrid) else model
         for name, masks in cost_models.hold_outs(X).items():
             if name != "shapes":
@@ -130,7 +132,7 @@ COLUMNS = {
 
 
 def validation_table(validation: Mapping[str, Figures]) -> Table:
-    """A row a way of holding out, a column a figure; what they mean, and the noise floor, below."""
+    """A row a way of holding out, a column a figure and the median over the noise floor; what they mean, below."""
     from rich.table import Table
 
     first = next(iter(validation.values()))
@@ -141,14 +143,21 @@ def validation_table(validation: Mapping[str, Figures]) -> Table:
         caption_justify="left",
         caption="Errors |predicted / measured - 1|: median, 90th percentile, mean, shares of at most 5% and 10%; "
         f"the share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval, and its width. Noise "
-        f"floor (median width of the measured 95% intervals): {'unknown' if noise is None else f'{noise:.1%}'}.",
+        "floor, the median of a model that knew every true time, since measured ones are not exact: "
+        f"{'unknown' if noise is None else f'{noise:.1%}'}; × noise: the median over it.",
     )
     table.add_column("")
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("× noise", justify="right", no_wrap=True)
     for method, figures in validation.items():
-        table.add_row(method, *(_cell(name, figures.get(name)) for name in COLUMNS))
+        table.add_row(method, *(_cell(name, figures.get(name)) for name in COLUMNS), _times_noise(figures))
     return table
+
+
+def _times_noise(figures: Figures) -> str:
+    median, floor = figures.get("median"), figures.get("noise_floor")
+    return f"{median / floor:.1f}" if median is not None and floor else "-"
 
 
 def _cell(key: str, value: float | None) -> str:

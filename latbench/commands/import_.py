@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def import_(
@@ -57,17 +60,58 @@ def import_(
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
     if tables.exists(output):
-        table = tables.read(output)
-        if run_id in set(table["run_id"]):
+        rows = _new(rows, tables.read(output), output)
+        if not rows:
             typer.echo(f"{output}: up to date, {path} is in it")
             return
-        if others := set(table["device"]) - {rows[0]["device"]}:
-            named = ", ".join(sorted(others))
-            raise UsageError(f"{output} is a table of {named}, not {rows[0]['device']}: give another folder")
     tables.write_part(output, [{**row, "run_id": run_id, "timer": format} for row in rows])
     unknown = len({row["model"] for row in rows if row.get("op") != "model" and row.get("m") is None})
     without = f", {unknown} layers of unknown shape (--workload gives them)" if unknown else ""
     typer.echo(f"{output}: {len(rows)} rows from {path}{without}")
+
+
+def _new(rows: list[dict[str, Any]], table: pd.DataFrame, output: str) -> list[dict[str, Any]]:
+    """The rows that the table lacks. Raises UsageError for rows that do not belong beside what it holds: of another
+    device, of another version or with other shapes for the same layers, which a key does not tell apart, or with
+    other times for a point that is there.
+    """
+    from cost_models.rows import describe
+    from latbench import tables
+    from latbench.errors import UsageError
+
+    if others := set(table["device"]) - {rows[0]["device"]}:
+        named = ", ".join(sorted(others))
+        raise UsageError(f"{output} is a table of {named}, not {rows[0]['device']}: give another folder")
+    table = table[table["purpose"] == "import"]
+    for backend in {row.get("backend") for row in rows}:
+        same = table[table["backend"] == backend]
+        found = {version if isinstance(version, str) else "unknown" for version in same["backend_version"]}
+        ours = {row.get("backend_version") or "unknown" for row in rows if row.get("backend") == backend}
+        if found and found != ours:
+            raise UsageError(
+                f"{output} holds times of {backend} {', '.join(sorted(found))}, not {', '.join(sorted(ours))}: "
+                "give another folder"
+            )
+    held: dict[str, list[list[float]]] = {}
+    for point, samples in zip(table["point_id"], table["samples_seconds"], strict=True):
+        if samples is not None:
+            held.setdefault(point, []).append(list(samples))
+    widths = {model: None if m != m else int(m) for model, m in zip(table["model"], table["m"], strict=True)}
+    fresh = []
+    for row in rows:
+        known = held.get(tables.point_id(row))
+        if known is None:
+            if row["model"] and widths.get(row["model"], row.get("m")) != row.get("m"):
+                raise UsageError(
+                    f"{output} holds {row['model']} with another shape: give the same --workload, or another folder"
+                )
+            fresh.append(row)
+        elif list(row["samples_seconds"]) not in known:
+            raise UsageError(
+                f"{output} holds other times of {describe(row)} than this file: the same points timed again, or a "
+                "corrected file; give another folder"
+            )
+    return fresh
 
 
 def _spdy_rows(

@@ -55,9 +55,11 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
 def _whole_shapes(X: pd.DataFrame) -> np.ndarray:
     """Which rows belong to shapes, drawn at random, that have no more than ROWS rows together."""
+    from cost_models.rows import shape_groups
+
     if len(X) <= ROWS:
         return np.ones(len(X), bool)
-    shapes = X.groupby(["op", "m", "k", "n"], observed=True, sort=False).ngroup().to_numpy()
+    shapes = shape_groups(X)
     order = np.random.default_rng(0).permutation(shapes.max() + 1)
     sizes = np.bincount(shapes)[order]
     kept = order[: max(2, int(np.searchsorted(np.cumsum(sizes), ROWS)))]

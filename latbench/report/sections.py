@@ -313,7 +313,7 @@ ACCURACY = {
     "nominal_coverage": "share that the intervals promise to hold",
     "coverage": "share that they hold",
     "width": "width of the intervals, relative",
-    "noise_floor": "noise floor: width of the measurements' own 95% intervals",
+    "noise_floor": "noise floor: half of the points for one who knew every true time",
 }
 
 
@@ -326,8 +326,8 @@ def cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
     methods, title = model.validation, "How well the cost model predicts"
     sentences = [
         f"{type(model.estimator).__name__}" + (f" ({settings})" if settings else "") + ". Errors are those of points "
-        "that were held out, whole shapes or whole sparsities at a time. The noise floor is the median width of the "
-        "measurements' own 95% intervals."
+        "that were held out, whole shapes or whole sparsities at a time. The noise floor is the median error "
+        "that knowing every true time would leave, since the measured ones are not exact."
     ]
     charts, tables = [], []
     if held_out is not None:

@@ -26,6 +26,7 @@ from scipy.optimize import minimize
 import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
 from cost_models.features import Physics
+from cost_models.rows import count_shapes
 from latbench import kernel_timings
 from latbench.interchange import read_spdy
 
@@ -188,7 +189,7 @@ def own(tables: list[str], backend: str) -> None:
         for way, masks in cost_models.hold_outs(X).items():
             if way != "shapes":
                 found[f"{name}, {way}"] = cost_models.validate_held_out(model, X, y, masks)
-    print(f"{len(X)} points of {len(X[['op', 'm', 'k', 'n']].drop_duplicates())} shapes")
+    print(f"{len(X)} points of {count_shapes(X)} shapes")
     for name, figures in found.items():
         if figures["median"] is None:
             print(f"{name:34} nothing could be held out, or what was is refused")

@@ -10,8 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import cost_models
+from cost_models.rows import count_shapes, shape_groups
 from latbench import cli, tables, workloads
-from sparse_kernels.shapes import LinearShape
+from latbench.plan import Point
+from sparse_kernels.patterns import VectorWise
+from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -63,8 +67,8 @@ def test_fit_says_what_it_gets_wrong_and_the_second_time_that_nothing_changed(
 ) -> None:
     code, out, _ = latbench("fit", swept, "-o", tmp_path / "m.json")
     assert code == 0
-    for said in ("held-out sparsities", "≤10%", "share inside the 90% interval", "Noise floor"):
-        assert said in out
+    for said in ("held-out sparsities", "≤10%", "share inside the 90% interval", "Noise floor", "× noise"):
+        assert said in " ".join(out.split())
     assert out.endswith("AnchoredLookup, 96 points of 12 shapes\n")
     before = (tmp_path / "m.json").read_bytes()
     again = latbench("fit", swept, "-o", tmp_path / "m.json")[1]
@@ -73,6 +77,104 @@ def test_fit_says_what_it_gets_wrong_and_the_second_time_that_nothing_changed(
     assert (tmp_path / "m.json").read_bytes() == before
     [figures] = json.loads(before)["validation"].values()
     assert figures["within_10"] > 0.9
+    # 9 samples that scatter by 1%, whose median is 1.25 / 3 times as uncertain, and half of a normal's lies within
+    # 0.67 of that; an interval of so few samples is one of 96%, and is 30% off itself.
+    assert figures["noise_floor"] == pytest.approx(0.67 * 1.25 * 0.01 / 3, rel=0.5)
+    assert out.splitlines()[1].split()[-1] == f"{figures['median'] / figures['noise_floor']:.1f}"
+
+
+def test_fit_fits_again_what_other_libraries_fitted(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    latbench("fit", swept, "-o", tmp_path / "m.json")
+    content = json.loads((tmp_path / "m.json").read_text())
+    (tmp_path / "m.json").write_text(json.dumps(content | {"libraries": {"scikit-learn": "0.1"}}))
+    said = _refused(latbench("predict", tmp_path / "m.json", "--table", swept, *_query()), 5)
+    assert "was fitted and judged with scikit-learn 0.1" in said
+    assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
+    assert latbench("predict", tmp_path / "m.json", "--table", swept, *_query())[0] == 0
+
+
+@pytest.fixture
+def convolved(tmp_path: Path, rng: np.random.Generator) -> Path:
+    """A table of convolutions; two have the same m, k and n, and another image."""
+    shapes = [
+        Conv2dShape(1, c_in, h, h, c_out, kernel, kernel, (stride, stride), (kernel // 2, kernel // 2))
+        for c_in in (16, 64) for h in (14, 28) for c_out in (32, 128) for kernel in (1, 3) for stride in (1, 2)
+    ]  # fmt: skip
+    alike = Conv2dShape(4, 16, 14, 14, 32, 1, 1)  # as (1, 16, 28, 28, 32, 1, 1)
+    assert (alike.m, alike.k, alike.n) == (shapes[8].m, shapes[8].k, shapes[8].n)
+    every = [Point("a-cpu", "numba", "auto", shape, VectorWise(8), s, 1) for shape in [*shapes, alike]
+             for s in (0.5, 0.7, 0.9)]  # fmt: skip
+    rows = [
+        point.key() | {"status": "ok", "samples_seconds": list(_conv_seconds(point) * rng.lognormal(0, 0.01, 9))}
+        for point in every
+    ]
+    tables.write_part(tmp_path / "table", rows)
+    return tmp_path / "table"
+
+
+def _conv_seconds(point: Point) -> float:
+    return point.shape.flop * (1 - point.sparsity) / 10e9 + 1e-6
+
+
+def test_fit_counts_shapes_as_its_hold_outs_do(latbench: Run, convolved: Path, tmp_path: Path) -> None:
+    X, _ = cost_models.read_training_rows(convolved)
+    assert X[["op", "m", "k", "n"]].drop_duplicates().shape[0] < count_shapes(X) == 33 == len(set(shape_groups(X)))
+    assert latbench("fit", convolved, "-o", tmp_path / "m.json")[1].endswith("99 points of 33 shapes\n")
+
+
+def _conv(image: str = "1x28x28", shape: str = "96x64x3x3", **more: object) -> list[object]:
+    options = [word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return ["--kind", "conv2d", "--shape", shape, "--input", image, "--pattern", "vector:8", *options]
+
+
+def test_predict_asks_for_a_convolution(latbench: Run, convolved: Path, tmp_path: Path) -> None:
+    latbench("fit", convolved, "-o", tmp_path / "m.json", "--estimator", "roofline")
+    asked = ["predict", tmp_path / "m.json", "--table", convolved, "--sparsity", 0.7]
+    code, out, err = latbench(*asked, *_conv(stride=2))
+    found = re.fullmatch(
+        r"conv 96x64x3x3/2 on 1x28x28 vector:8 at 70%: ([\d.]+) µs \([\d.]+ to [\d.]+ with 90%\)\n", out
+    )
+    assert code == 0 and found and err == ""
+    shape = Conv2dShape(1, 64, 28, 28, 96, 3, 3, (2, 2), (1, 1))
+    point = Point("a-cpu", "numba", "auto", shape, VectorWise(8), 0.7, 1)
+    assert float(found[1]) == pytest.approx(_conv_seconds(point) * 1e6, rel=0.1)
+    # Padding, stride and dilation are those that are given.
+    wide = latbench(*asked, *_conv(stride="2x1", padding=0, dilation="1x2"))[1]
+    assert wide.startswith("conv 96x64x3x3/2 on 1x28x28")
+    for said, query in (
+        ("--kind conv2d needs --input", ["--kind", "conv2d", "--shape", "8x8x3x3", "--pattern", "vector:8"]),
+        ("--shape is c_out x c_in x kh x kw", _conv(shape="64x64x9")),
+        ("--input is batch x h x w", _conv("28x28")),
+        ("--stride is one whole number, or two joined by x, not 'fast'", _conv(stride="fast")),
+        ("--stride is one whole number, or two joined by x, not '1x2x3'", _conv(stride="1x2x3")),
+        ("stride must be two numbers of at least 1", _conv(stride=0)),
+        ("does not fit", _conv("1x1x1", padding=0)),
+        ("are for --kind conv2d", ["--shape", "8x8x8", "--pattern", "vector:8", "--stride", 2]),
+    ):
+        assert said in _refused(latbench(*asked, *query), 2)
+
+
+def test_predict_flags_a_kernel_and_blocks_beyond_those_measured(
+    latbench: Run, convolved: Path, tmp_path: Path
+) -> None:
+    latbench("fit", convolved, "-o", tmp_path / "m.json", "--estimator", "roofline")
+    asked = ["predict", tmp_path / "m.json", "--table", convolved, "--sparsity", 0.7]
+    code, _, err = latbench(*asked, *_conv(shape="32x16x5x5"))
+    assert code == 0
+    assert (
+        err == "latbench: extrapolated: kh of a convolution is 0.7 octaves outside the measured range; measure it\n"
+    )
+    blocks = ["vector:32" if word == "vector:8" else word for word in _conv()]
+    assert "rows of a block of vector is 2.0 octaves outside" in latbench(*asked, *blocks)[2]
+    denser = [0.2 if word == 0.7 else word for word in asked]
+    assert "density of vector is 0.7 octaves outside" in latbench(*denser, *_conv(), "--allow-extrapolation")[2]
+
+
+def test_predict_flags_a_sparsity_that_a_lookup_extrapolates_to(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    latbench("fit", swept, "-o", tmp_path / "m.json")
+    asked = ("predict", tmp_path / "m.json", "--table", swept, "--allow-extrapolation")
+    assert "extrapolated" not in latbench(*asked, *_query())[2]
+    assert "extrapolated: this sparsity lies outside" in latbench(*asked, *_query(sparsity=0.99))[2]
 
 
 def test_fit_again_where_the_settings_changed(latbench: Run, swept: Path, tmp_path: Path) -> None:
@@ -113,9 +215,10 @@ def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Pa
     latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", "--backend", "numba")
     asked = ("predict", tmp_path / "m.json", "--table", swept, *_query("4000x320x37"))
     assert "m is 2.0 octaves outside" in _refused(latbench(*asked), 5)
-    code, out, err = latbench(*asked, "--allow-extrapolation")
-    assert code == 0 and "with 90%" in out
-    assert err == "latbench: extrapolated: 2.0 octaves outside the measured range; measure it\n"
+    # The six outermost of twelve shapes tell what 80% of those beyond may be wrong by.
+    code, out, err = latbench(*asked, "--allow-extrapolation", "--coverage", 0.8)
+    assert code == 0 and "with 80%" in out
+    assert err == "latbench: extrapolated: m is 2.0 octaves outside the measured range; measure it\n"
     assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
 
 
@@ -217,6 +320,38 @@ def test_import_adds_a_file_once(latbench: Run, tmp_path: Path) -> None:
     table = tables.read(tmp_path / "table")
     assert len(table) == 5 and set(table["model"]) == {"net", "net:conv1", "net:fc"}
     assert "is a table of unknown" in _refused(latbench(*arguments, "--device", "b-cpu"), 2)
+
+
+def test_a_file_that_grew_is_added_to_and_one_that_changed_is_refused(latbench: Run, tmp_path: Path) -> None:
+    file, folder = tmp_path / "net.txt", tmp_path / "table"
+    arguments = ("import", "spdy", file, "-o", folder)
+    file.write_text(SPDY)
+    latbench(*arguments)
+    file.write_text(SPDY.replace("0.01 0.4000", "0.01 0.4000\n0.008 0.5"))
+    assert "1 rows from" in latbench(*arguments)[1]
+    assert "up to date" in latbench(*arguments)[1]
+    file.write_text(SPDY)  # all of it is there
+    assert "up to date" in latbench(*arguments)[1]
+    before = tables.read(folder)
+    file.write_text(SPDY.replace("0.01 0.4000", "0.011 0.4000"))
+    said = _refused(latbench(*arguments), 2)
+    assert "holds other times of net:conv1 unstructured on deepsparse than this file" in said
+    file.write_text(SPDY.replace("conv1", "conv1").replace("0.4", "0.45"))
+    said = _refused(latbench(*arguments, "--workload", "resnet50"), 2)
+    assert "net:conv1 with another shape" in said
+    assert len(tables.read(folder)) == len(before) == 6
+
+
+def test_another_version_of_the_same_kernels_is_refused(latbench: Run, tmp_path: Path) -> None:
+    line = {
+        "framework": "trtllm", "version": ["1.0", "1.1"], "device": "NVIDIA A100-SXM4-80GB", "op_name": "gemm",
+        "kernel_source": "torch", "gemm_dtype": "bfloat16", "m": [4, 8], "n": 1024, "k": 512, "latency": 0.01,
+    }  # fmt: skip
+    pd.DataFrame(line).to_parquet(tmp_path / "gemm.parquet")
+    arguments = ("import", "aiconfigurator", tmp_path / "gemm.parquet", "-o", tmp_path / "table", "--only")
+    assert latbench(*arguments, "version=1.0")[0] == 0
+    said = _refused(latbench(*arguments, "version=1.1"), 2)
+    assert "holds times of trtllm 1.0, not 1.1: give another folder" in said
 
 
 def test_layers_of_unknown_shape_are_looked_up_all_the_same(latbench: Run, tmp_path: Path) -> None:

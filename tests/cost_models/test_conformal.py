@@ -1,11 +1,13 @@
-"""The conformal quantile: the right rank, and a coverage that holds for new scores and for new groups."""
+"""The conformal quantile: the right rank, and a coverage that holds for new scores and for new groups; and how errors
+grow with distance.
+"""
 
 import numpy as np
 import pytest
 from scipy.stats import norm
 
 from cost_models import Uncalibrated
-from cost_models.conformal import quantile
+from cost_models.conformal import quantile, scatter
 
 
 @pytest.mark.parametrize(("coverage", "rank"), [(0.9, 9), (0.5, 5), (0.45, 5), (0.1, 1), (0.81, 9)])
@@ -54,3 +56,29 @@ def test_a_new_group_is_covered_and_pooling_points_would_not_cover_it(rng: np.ra
     assert mean >= 0.8 - unlikely * error
     pooled, error = _coverage(rng, by_group=False)
     assert pooled < 0.8 - unlikely * error
+
+
+def test_errors_that_grow_with_distance_are_told_from_those_that_do_not(rng: np.random.Generator) -> None:
+    distance = rng.uniform(0, 4, 20_000)
+    errors = np.abs(rng.laplace(0, 0.02 + 0.05 * distance))
+    errors[::50] *= 100  # 2% that are wild shift a median from its 50th to its 51st percentile
+    near, further = scatter(distance, errors)
+    # Half of Laplace's values lie within log(2). With the wild ones it is 3% more; over draws the intercept scatters
+    # by 3% and the slope by 2%, and four of these are allowed.
+    assert near == pytest.approx(0.02 * np.log(2), rel=0.15)
+    assert further == pytest.approx(0.05 * np.log(2), rel=0.11)
+    near, further = scatter(distance, np.abs(rng.laplace(0, 0.02, distance.size)))
+    assert near == pytest.approx(0.02 * np.log(2), rel=0.05) and further < 0.0005
+
+
+@pytest.mark.parametrize(
+    ("distance", "errors"), [([], []), ([0.0, 0.0], [0.0, 0.0]), ([1.0, 2.0, 3.0], [0.0, 0.0, 1])]
+)
+def test_no_errors_scatter_by_nothing_that_grows(distance: list[float], errors: list[float]) -> None:
+    assert scatter(distance, errors) == (1.0, 0.0)
+
+
+def test_errors_that_shrink_with_distance_are_taken_to_stay() -> None:
+    near, further = scatter([0.0, 1.0, 2.0, 3.0], [4.0, 3.0, 2.0, 1.0])
+    assert further == pytest.approx(0, abs=1e-9) and 2 <= near <= 3
+    assert scatter([0.0, 1.0, 2.0], [0.0, 1.0, 2.0])[0] > 0

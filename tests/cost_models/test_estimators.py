@@ -12,8 +12,10 @@ from sklearn.utils import estimator_checks
 from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, Transfer
 
 CHECKS = (
+    "check_do_not_raise_errors_in_init_or_set_params",
     "check_estimator_cloneable",
     "check_estimator_repr",
+    "check_estimator_tags_renamed",
     "check_get_params_invariance",
     "check_mixin_order",
     "check_no_attributes_set_in_init",

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
+import pytest
+from scipy.stats import norm
 
-from cost_models import hold_outs
-from cost_models.frontier import fifths, octaves, ranges
+from cost_models import Uncalibrated, hold_outs
+from cost_models.frontier import edges, fifths, furthest, octaves, ranges
 from cost_models.hold_outs import families
 from cost_models.rows import shape_groups
 
@@ -54,3 +56,77 @@ def test_every_row_is_held_out_once_in_shapes_and_in_families(table: Table) -> N
     assert list(found) == ["shapes", "layer families", "smallest fifth", "largest fifth"]
     for name in ("shapes", "layer families"):
         np.testing.assert_array_equal(np.sum(found[name], axis=0), np.ones(len(table())))
+
+
+def _dense(sizes: np.ndarray) -> pd.DataFrame:
+    return pd.DataFrame(sizes, columns=["m", "k", "n"]).assign(op="linear", pattern="dense", sparsity_target=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "away"),
+    [
+        ({"pattern": "vector:8"}, "rows of a block of vector", 1),
+        ({"pattern": "vector:128"}, "rows of a block of vector", 1),
+        ({"pattern": "block:64x16"}, "columns of a block of block", 1),
+        ({"pattern": "vector:16", "sparsity_target": 0.9375}, "density of vector", 2),
+        ({"kh": 5}, "kh of a convolution", np.log2(5 / 3)),
+        ({"stride_h": 4, "stride_w": 4}, "stride_h of a convolution", 1),
+        ({"dilation_w": 2}, "dilation_w of a convolution", 1),
+    ],
+)
+def test_what_is_unlike_in_more_than_size_is_outside_too(
+    change: dict[str, object], name: str, away: float, table: Table
+) -> None:
+    X = pd.concat([
+        table(shapes=[(64, 64, 64)], patterns=["vector:16", "vector:64", "block:32x32", "block:64x64"],
+              sparsities=(0.5, 0.75)),
+        table(shapes=[(64, 64, 64)], patterns=["vector:16"], sparsities=(0.5,)).assign(
+            op="conv2d", kh=[3], kw=[3], stride_h=[2], stride_w=[2], dilation_h=[1], dilation_w=[1]),
+    ], ignore_index=True)  # fmt: skip
+    measured = ranges(X, ["m", "k", "n"])
+    assert not any(values.any() for values in octaves(X, measured).values())
+    row = X.iloc[-1:] if set(change) & {"kh", "stride_h", "dilation_w"} else X.iloc[:1]
+    asked = row.assign(**change)
+    assert furthest(asked, measured) == [(name, pytest.approx(away))]
+    assert max(side[0] for side in octaves(asked, measured).values()) == pytest.approx(away)
+    # A linear layer has no stride: what it says there does not matter.
+    assert furthest(X.iloc[:1].assign(kh=np.nan, stride_h=99), measured)[0][1] == 0
+
+
+def test_pruning_everything_is_not_infinitely_far(table: Table) -> None:
+    X = table()
+    [(_, away)] = furthest(X.iloc[:1].assign(sparsity_target=1.0), ranges(X, ["m"]))
+    assert 0 < away < 11
+
+
+def test_intervals_beyond_an_edge_come_from_its_own_rings_and_hold(rng: np.random.Generator) -> None:
+    X = _dense((2 ** rng.uniform(5, 10, (400, 3))).astype(int))
+    own = rng.laplace(size=len(X))
+
+    def errors(held_out: np.ndarray) -> np.ndarray:
+        """A model that errs by 2%, and by 10% more an octave where layers get larger."""
+        away = octaves(X[held_out], ranges(X[~held_out], ["m", "k", "n"]))
+        return own[held_out] * (0.02 + 0.1 * away["largest"])
+
+    found = edges(X, errors)
+    away = np.array([0.1, 1.0, 3.0])
+    small, large = (found[side].half_width(away, 0.9) for side in ("smallest", "largest"))
+    # Laplace's 90% lies at log(10); the rings' quantile is of 80 to 240 shapes, and the largest of three is taken.
+    truth = np.log(10)
+    spread = norm.ppf(1 - 1e-4) * (0.9 * 0.1 / 80) ** 0.5 / 0.1
+    for widths, expected in ((small, np.full(3, 0.02)), (large, 0.02 + 0.1 * away)):
+        assert (widths >= truth * expected * (1 - 0.25)).all()
+        assert (widths <= (truth + 2 * spread) * expected * (1 + 0.25)).all()
+    assert (np.diff(large) > 0).all()
+
+
+def test_an_edge_of_few_shapes_promises_nothing(rng: np.random.Generator) -> None:
+    X = _dense((2 ** rng.uniform(5, 10, (12, 3))).astype(int))
+    found = edges(X, lambda held_out: np.full(held_out.sum(), 0.1))
+    with pytest.raises(
+        Uncalibrated, match="beyond the measured range an interval of 90% needs more than the 6 shapes"
+    ):
+        found["largest"].half_width(np.ones(1), 0.9)
+    assert found["largest"].half_width(np.ones(1), 0.8)[0] >= 0.1
+    with pytest.raises(Uncalibrated, match="the 0 shapes"):
+        edges(X.iloc[:4], lambda held_out: np.zeros(held_out.sum()))["smallest"].half_width(np.ones(1), 0.5)

@@ -6,10 +6,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import binom
+from scipy.stats import binom, norm
 from sklearn.base import clone
 
-from cost_models import AnchoredLookup, Unanchored, Uncalibrated
+from cost_models import AnchoredLookup, Unanchored, Uncalibrated, read_training_rows, validate
+from cost_models.lookup import LeftOut
+from latbench import bundled
 from latbench.interchange import read_spdy
 
 Noisy = tuple[pd.DataFrame, np.ndarray]
@@ -119,17 +121,69 @@ def test_a_machine_that_drifts_makes_its_measurements_less_certain(table: Table,
     assert binom.ppf(1e-4, len(X), 0.9) - 0.02 * len(X) <= inside <= binom.ppf(1 - 1e-4, len(X), 0.9) + 0.02 * len(X)
 
 
+@pytest.mark.parametrize("coverage", [0.8, 0.9])
+def test_a_wild_anchor_does_not_announce_the_errors_beside_it(
+    coverage: float, table: Table, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    levels = (0.5, 0.6, 0.75, 0.8, 0.9, 0.95)
+    X = table(shapes=[(m, k, 64) for m in range(64, 1064, 100) for k in (64, 256, 1024)], sparsities=levels)
+    wild = np.where(rng.random(len(X)) < 0.15, 0.15, 0.01)
+    y = seconds(X) * np.exp(rng.normal(0, wild))
+    figures = validate(AnchoredLookup().fit(X, y), X, y, coverage)
+    # 60 curves; were each curve's four points all in or all out, the standard error would be that of 60.
+    assert abs(figures["coverage"] - coverage) < norm.ppf(1 - 1e-3) * (coverage * (1 - coverage) / 60) ** 0.5
+
+
+def test_further_from_what_was_measured_it_is_less_certain(
+    table: Table, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    coarse = table(shapes=[(512, 512, 64)], patterns=["vector:32"], sparsities=(0.2, 0.6, 0.99))
+    X = pd.concat([table(sparsities=(0.5, 0.6, 0.7, 0.8, 0.9, 0.99)), coarse], ignore_index=True)
+    # The truth bends between anchors, the more the further from them, and hardly any noise hides it.
+    y = seconds(X) * (1 + 0.3 * np.sin(40 * X["sparsity_target"])) * rng.lognormal(0, 1e-3, len(X))
+    model = AnchoredLookup().fit(X, y)
+    low, high = model.predict_interval(coarse.assign(sparsity_target=[0.595, 0.4, 0.85]), 0.9)
+    assert (np.diff(high / low) > 0.01).all()
+    # Nearer than most of the anchors that were left out, nothing was seen to be more certain.
+    low, high = model.predict_interval(coarse.iloc[:2].assign(sparsity_target=[0.595, 0.5999]), 0.9)
+    assert np.diff(high / low) == pytest.approx(0)
+
+
+def test_the_bundled_tables_held_out_sparsities_lie_in_their_intervals_as_often_as_said() -> None:
+    X, y = read_training_rows(bundled.table("amd-epyc-zen5-1-thread"))
+    figures = validate(AnchoredLookup().fit(X, y), X, y, 0.9)
+    # 464 points of 116 curves.
+    assert 0.88 <= figures["coverage"] <= 0.94
+    assert figures["width"] < 0.12
+
+
+def test_leaving_an_anchor_out_of_a_curve_is_as_if_it_had_not_been_measured(
+    table: Table, rng: np.random.Generator
+) -> None:
+    X = table(shapes=[(8, 8, 8)], patterns=["vector:32"], sparsities=tuple(np.linspace(0.3, 0.97, 12)))
+    y = rng.lognormal(size=len(X))
+    sparsity, values = X["sparsity_target"].to_numpy(), np.log(np.stack([y, y[::-1]], axis=1))
+    found = LeftOut.of(sparsity, values)
+    for i in range(1, len(X) - 1):
+        model = AnchoredLookup().fit(X.drop(index=i), np.delete(y, i))
+        assert found.errors[i - 1, 0] == pytest.approx(abs(np.log(model.predict(X.iloc[[i]])[0] / y[i])))
+        expected = LeftOut.of(np.delete(sparsity, i), np.delete(values, i, axis=0))
+        np.testing.assert_allclose(found.without[i - 1][0], expected.errors, rtol=1e-9)
+        np.testing.assert_allclose(found.without[i - 1][1], expected.distances)
+
+
 def test_a_curve_of_two_anchors_is_trusted_no_more_than_the_worst_curve(table: Table, noisy: Noisy) -> None:
     X, y = noisy
-    short = table(shapes=[(8, 8, 8)], patterns=["vector:32"], sparsities=(0.5, 0.9))
+    short = table(shapes=[(8, 8, 8)], patterns=["vector:32"], sparsities=(0.7, 0.9))
     model = AnchoredLookup().fit(pd.concat([X, short]), [*y, 2.0, 1.0])
 
     def width(query: pd.DataFrame) -> np.ndarray:
         low, high = model.predict_interval(query, 0.9)
         return np.log(high / low)
 
-    assert width(short.iloc[:1].assign(sparsity_target=0.7))[0] == pytest.approx(
-        width(X.assign(sparsity_target=0.7)).max()
+    # As far from the nearest anchor as the others' between 0.7 and 0.8.
+    assert width(short.iloc[:1].assign(sparsity_target=0.73))[0] == pytest.approx(
+        width(X.assign(sparsity_target=0.73)).max()
     )
 
 

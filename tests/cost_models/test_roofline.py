@@ -74,3 +74,30 @@ def test_beyond_the_measured_it_refuses_until_allowed(table: Table, seconds: Sec
     with pytest.raises(Unanchored, match=r"n is 5\.0 octaves outside the measured range of 1 to 128"):
         model.predict(far)
     assert model.set_params(allow_extrapolation=True).predict(far)[0] == pytest.approx(seconds(far)[0], rel=0.02)
+
+
+def test_kernels_and_thread_counts_have_rates_of_their_own(table: Table, seconds: Seconds) -> None:
+    X = table()
+    slow = X.assign(kernel_requested="slow")
+    four = X.assign(threads=4)
+    both = pd.concat([X, slow, four], ignore_index=True)
+    y = np.concatenate([seconds(X), 3 * seconds(X), seconds(X) / 2])
+    model = Roofline().fit(both, y)
+    np.testing.assert_allclose(model.predict(both), y, rtol=0.02)
+    for unseen in (slow.assign(threads=4), X.assign(threads=3)):
+        for extrapolate in (False, True):
+            with pytest.raises(Unanchored, match="nothing of format vector was measured with kernel_requested"):
+                model.set_params(allow_extrapolation=extrapolate).predict(unseen.iloc[:1])
+    assert not model.covers(X.assign(threads=3)).any()
+
+
+def test_what_an_engine_was_not_measured_with_is_refused_and_does_not_bend_hold_outs(
+    table: Table, seconds: Seconds
+) -> None:
+    X = table()
+    dense = table(shapes=[(64, 48, 37), (256, 48, 37)], patterns=["dense"], sparsities=(0.0,))
+    both = pd.concat([X, dense.assign(kernel_requested="mkldnn")], ignore_index=True)
+    model = Roofline().fit(both, np.append(seconds(X), 2 * seconds(dense)))
+    with pytest.raises(Unanchored, match="nothing of format vector was measured with kernel_requested mkldnn"):
+        model.predict(X.iloc[:1].assign(kernel_requested="mkldnn"))
+    assert np.isfinite(model.held_out_errors_).all()

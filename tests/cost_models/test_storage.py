@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import sklearn
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
@@ -92,13 +93,32 @@ def test_a_model_of_one_backend_learns_from_its_rows_alone(
     )
 
 
+@pytest.mark.parametrize("libraries", [{"scikit-learn": "0.1"}, {}])
+def test_other_libraries_than_it_was_judged_with_are_refused(
+    libraries: dict[str, str], stored: Stored, tmp_path: Path
+) -> None:
+    folder, _ = stored
+    path = tmp_path / "m.json"
+    cost_models.save(path, AnchoredLookup(), tables.table_hash(folder))
+    content = json.loads(path.read_text())
+    assert content["libraries"]["scikit-learn"] == sklearn.__version__
+    cost_models.load(path, folder)
+    here = content["libraries"]
+    path.write_text(json.dumps(content | {"libraries": here | libraries if libraries else {}}))
+    with pytest.raises(
+        BadModel, match=r"judged with scikit-learn (0\.1|unknown).*here is scikit-learn .*fit it again"
+    ):
+        cost_models.load(path, folder)
+    assert cost_models.read(path).libraries == (here | libraries if libraries else {})
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ("", "not a cost model"),
         ("[]", "not a cost model"),
         ("{}", "not a cost model"),
-        ({"version": 2}, "cost model version 2, this latbench reads 1"),
+        ({"version": 1}, "cost model version 1, this latbench reads 2"),
         ({"estimator": "Forest"}, "estimator Forest .* is unknown"),
         ({"params": {"depth": 3}}, "is unknown to this latbench"),
         ({"params": 3}, "is unknown to this latbench"),

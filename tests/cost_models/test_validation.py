@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from scipy.stats import binom
 
-from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, hold_outs, validate, validate_held_out
-from cost_models.validation import by_sparsity, noise_floor
+from cost_models import AnchoredLookup, Boosted, Hybrid, Roofline, hold_outs, noise, validate, validate_held_out
+from cost_models.validation import by_sparsity
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]
@@ -56,10 +56,16 @@ def test_errors_without_intervals_are_still_said(table: Table, seconds: Seconds)
     assert figures["median"] is not None and figures["coverage"] is None
 
 
-def test_the_noise_floor_is_the_width_of_the_measured_intervals(noisy: Noisy) -> None:
-    X, y = noisy
-    assert noise_floor(X, y) is None
-    assert noise_floor(X.assign(low_seconds=y * 0.99, high_seconds=y * 1.02), y) == pytest.approx(0.03)
+def test_a_model_of_the_truth_has_a_median_of_one_noise_floor(
+    table: Table, seconds: Seconds, rng: np.random.Generator
+) -> None:
+    X = table()
+    y = seconds(X) * rng.lognormal(0, 0.02, len(X))
+    X = X.assign(low_seconds=y * np.exp(-1.96 * 0.02), high_seconds=y * np.exp(1.96 * 0.02))
+    # The times are a sum of work at fixed rates: what a roofline gets wrong is noise.
+    figures = validate(Roofline().fit(X, y), X, y)
+    assert figures["noise_floor"] == noise.floor(X)
+    assert 0.8 < figures["median"] / figures["noise_floor"] < 1.3
 
 
 def test_times_that_no_feature_explains_look_wrong(table: Table, seconds: Seconds, rng: np.random.Generator) -> None:
@@ -91,6 +97,9 @@ def test_what_a_model_refuses_is_not_counted_as_predicted(noisy: Noisy) -> None:
     odd = X["m"].eq(64).to_numpy()
     X = X.assign(op=np.where(odd, "conv2d", "linear"))
     assert validate_held_out(Roofline(), X, y, [odd])["held_out"] == 0
+    # Nor does it keep what is predicted from counting.
+    both = odd | X["m"].eq(256).to_numpy()
+    assert validate_held_out(Roofline(), X, y, [both])["held_out"] == (both & ~odd).sum()
 
 
 def test_a_hybrid_is_judged_by_its_learned_part(noisy: Noisy) -> None:

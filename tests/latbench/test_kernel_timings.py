@@ -1,5 +1,6 @@
 """Kernel timings of other projects: our axes and seconds, one device at a time, refused with a line number."""
 
+import gzip
 from pathlib import Path
 
 import pandas as pd
@@ -85,6 +86,22 @@ def test_versions_and_devices_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="device nvidia-tesla-p4, nvidia-tesla-t4"):
         _read("neusight", both, tmp_path)
     assert len(_read("neusight", both, tmp_path, Device="Tesla P4")) == 1
+
+
+def test_a_line_that_names_no_kernel_is_of_an_unknown_one(tmp_path: Path) -> None:
+    [row] = _read("neusight", LINEAR.replace("sgemm", ""), tmp_path)
+    assert row["kernel_used"] is None
+    tables.write_part(tmp_path / "table", [row])
+
+
+def test_a_sparsity_beyond_one_and_a_broken_archive_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadData, match="line 3: sparsity must lie between 0 and 1, not 95"):
+        _read("deepbench", DEEPBENCH.replace("0.95", "95"), tmp_path)
+    packed = bytearray(gzip.compress(LINEAR.encode() * 50))
+    packed[20:60] = bytes(40)
+    (tmp_path / "k.csv.gz").write_bytes(packed)
+    with pytest.raises(BadData, match="not a csv file"):
+        kernel_timings.read("neusight", tmp_path / "k.csv.gz", only={})
 
 
 @pytest.mark.parametrize(
