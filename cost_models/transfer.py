@@ -1,10 +1,12 @@
 """A new device from a few measurements there and many elsewhere.
 
 What was measured on other devices tells how time goes with shape, the few rows of the new one (its anchors) how fast
-it is. Each other device gives a `Boosted` model, whose error on the anchors is fitted by a straight line in the
-logarithms of m, k and n, held near constant (ridge). A plain roofline of the anchors alone stands beside them. The
-candidates' logarithms are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none
-negative, so that an unlike device counts for nothing.
+it is. Each other device gives a `Boosted` model, which is taken over in two ways: as it is, with its error on the
+anchors fitted by a straight line in the logarithms of m, k and n, held near constant (ridge); and as what it corrects
+of its own roofline, on top of one of the anchors, whose rates for calls, bytes and each format are fitted to what the
+correction leaves. A plain roofline of the anchors alone stands beside them. The candidates' logarithms are averaged
+with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so that an unlike device
+counts for nothing.
 
 What it does not know: patterns, kernels or formats that were not measured on the new device or the others.
 """
@@ -35,7 +37,7 @@ _SUM = 100.0  # how strictly weights add up to one
 
 @dataclass(frozen=True)
 class Tilted:
-    """A source and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
+    """A source's model and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
 
     source: Predict
     centre: Array
@@ -47,16 +49,35 @@ class Tilted:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """The weighted mean of the logarithms of the roofline and of each source; weights (1 + sources,)."""
+class Source:
+    """Another device: its model, and its roofline."""
 
-    roofline: Rates
-    sources: Mapping[str, Tilted]
+    model: Predict
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What a source corrects of its roofline, on top of rates of the anchors."""
+
+    source: Source
+    rates: Rates
+
+    def __call__(self, X: pd.DataFrame) -> Array:
+        """The logarithm of the seconds of every row of X, (rows,)."""
+        return self.rates(X) + self.source.model(X) - self.source.rates(X)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """The weighted mean of the logarithms of candidates, by name; weights (candidates,)."""
+
+    candidates: Mapping[str, Predict]
     weights: Array
 
     def __call__(self, X: pd.DataFrame) -> Array:
         """The logarithm of the seconds of every row of X, (rows,)."""
-        return np.stack([self.roofline(X), *(source(X) for source in self.sources.values())], axis=1) @ self.weights
+        return np.stack([candidate(X) for candidate in self.candidates.values()], axis=1) @ self.weights
 
 
 class Transfer(Learned):
@@ -107,32 +128,46 @@ class Transfer(Learned):
         self._calibrate(anchors, seconds[ours])
         return self
 
-    def _source(self, X: pd.DataFrame, seconds: Array, device: str) -> Predict:
-        rows = X["device"].eq(device).to_numpy()
-        model = Boosted(max_iter=self.max_iter, random_state=self.random_state)
-        return model.learn(X[rows].reset_index(drop=True), seconds[rows])
+    def _source(self, X: pd.DataFrame, seconds: Array, device: str) -> Source:
+        own = X["device"].eq(device).to_numpy()
+        rows, times = X[own].reset_index(drop=True), seconds[own]
+        model = Boosted(max_iter=self.max_iter, random_state=self.random_state).learn(rows, times)
+        return Source(model, self._rates(rows, times))
 
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
-        told = {name: source(X) for name, source in self.sources_.items()}
+        log_seconds = np.log(seconds)
+        told = {name: source.model(X) for name, source in self.sources_.items()}
+        correction = {name: told[name] - source.rates(X) for name, source in self.sources_.items()}
+
+        def candidates(rows: npt.NDArray[np.bool_]) -> tuple[Rates, list[tuple[Array, Array]], list[Rates]]:
+            """What is learned from these rows: the roofline, and of each source its error's line and lent rates."""
+            lines = [_error_line(X[rows], (log_seconds - log_told)[rows]) for log_told in told.values()]
+            lent = [self._rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
+            return self._rates(X[rows], seconds[rows]), lines, lent
+
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
-        left_out = np.empty((len(X), 1 + len(told)))
+        left_out = np.empty((len(X), 1 + 2 * len(told)))
         for held_out in (fold == number for number in range(int(fold.max()) + 1)):
-            left_out[held_out, 0] = self._alone(X[~held_out], seconds[~held_out])(X[held_out])
-            for column, log_told in enumerate(told.values(), start=1):
-                centre, line = _error_line(X[~held_out], np.log(seconds[~held_out]) - log_told[~held_out])
-                left_out[held_out, column] = log_told[held_out] + _design(X[held_out], centre) @ line
+            alone, lines, lent = candidates(~held_out)
+            asked = X[held_out]
+            left_out[held_out, 0] = alone(asked)
+            for column, (log_told, line) in enumerate(zip(told.values(), lines, strict=True), start=1):
+                left_out[held_out, column] = log_told[held_out] + _design(asked, line[0]) @ line[1]
+            for column, (log, rates) in enumerate(zip(correction.values(), lent, strict=True), start=1 + len(told)):
+                left_out[held_out, column] = rates(asked) + log[held_out]
         weights, _ = nnls(
-            np.vstack([left_out - np.log(seconds)[:, None], np.full((1, left_out.shape[1]), _SUM)]),
+            np.vstack([left_out - log_seconds[:, None], np.full((1, left_out.shape[1]), _SUM)]),
             np.append(np.zeros(len(X)), _SUM),
         )
-        tilted = {
-            name: Tilted(source, *_error_line(X, np.log(seconds) - told[name]))
-            for name, source in self.sources_.items()
-        }
-        return Stacked(self._alone(X, seconds), tilted, weights / weights.sum())
+        alone, lines, lent = candidates(np.ones(len(X), bool))
+        sources = self.sources_.items()
+        found: dict[str, Predict] = {"roofline": alone}
+        found |= {name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)}
+        found |= {f"{name}, lent": Lent(source, rates) for (name, source), rates in zip(sources, lent, strict=True)}
+        return Stacked(found, weights / weights.sum())
 
-    def _alone(self, X: pd.DataFrame, seconds: Array) -> Rates:
-        """The roofline of the anchors."""
+    def _rates(self, X: pd.DataFrame, seconds: Array) -> Rates:
+        """The roofline of these rows."""
         return roofline.fitted(X, seconds, tuple(sorted(self.encoder_.levels["format"])), "plain")
 
 

@@ -6,6 +6,10 @@ The forms differ in what they count, each with all of the one before:
     cached  multiplications whose weight or input does not fit into a cache of 1 to 256 MiB
     sized   multiplications beyond 1024, 4096 or 16384 output features, input features or tokens
 
+and one of its own for our CPU kernels:
+
+    kernels what they are known to repeat, fill up and copy (`cost_models.loops`)
+
 The rates are fitted to a table, so no data sheet is needed, and none is negative, so that more work takes longer.
 """
 
@@ -17,10 +21,12 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import nnls
 
+from cost_models import loops
 from cost_models.features import SIZES, Physics, with_structure
 from cost_models.rows import Array
 
 FORMS = ("plain", "cached", "sized")
+OWN_KERNELS = "kernels"
 
 _CACHE_BYTES = tuple(2**exponent for exponent in (20, 22, 24, 26, 28))
 _LARGE = (1024, 4096, 16384)
@@ -34,6 +40,8 @@ _LARGE_ERROR = 0.1  # in log seconds; a larger one counts in proportion, not squ
 
 def amounts(X: pd.DataFrame, form: str, formats: Sequence[str]) -> Array:
     """How much work every row of X is, (rows, terms), the call first; `formats` have rates of their own."""
+    if form == OWN_KERNELS:
+        return loops.amounts(X, formats)
     X, physics = with_structure(X), Physics.of(X)
     kept, m, k, n = physics.flop_kept, *(X[name].to_numpy(np.float64) for name in SIZES)
     terms = [np.ones(len(X)), *(np.where(X["format"] == name, kept, 0.0) for name in formats)]

@@ -42,9 +42,27 @@ def test_a_like_device_teaches_what_few_shapes_cannot(
     asked = _sweep(rng, "new", 300)
     errors = {m: np.median(np.abs(m.predict(asked) / (2 * _seconds(asked)) - 1)) for m in (model, alone)}
     assert errors[model] < 0.06 < 0.15 < errors[alone]
-    weights = dict(zip(("roofline", *model.predictor_.sources), model.predictor_.weights, strict=True))
-    assert weights["one"] > 0.8 and weights["unlike"] < 0.1
+    weights = dict(zip(model.predictor_.candidates, model.predictor_.weights, strict=True))
+    assert weights["one"] + weights["one, lent"] > 0.8
+    assert weights["unlike"] + weights["unlike, lent"] < 0.1
     assert sum(weights.values()) == pytest.approx(1)
+
+
+def test_calls_and_bytes_of_the_new_device_are_not_the_others(rng: np.random.Generator) -> None:
+    """What another device corrects of its work is lent; how much its memory and calls cost is the new one's own."""
+    X = pd.concat([_sweep(rng, "one", 300), _sweep(rng, "new", 20)], ignore_index=True)
+    moved = 4.0 * (X["m"] * X["k"] + X["k"] * X["n"] + X["m"] * X["n"])
+    new = X["device"].eq("new").to_numpy()
+    y = (_seconds(X) + np.where(new, 1e-4 + moved / 2e10, 0)) * rng.lognormal(0, 0.02, len(X))
+    model = Transfer("new", max_iter=40, allow_extrapolation=True).fit(X, y)
+    asked = _sweep(rng, "new", 300)
+    moved = 4.0 * (asked["m"] * asked["k"] + asked["k"] * asked["n"] + asked["m"] * asked["n"])
+    truth = _seconds(asked) + 1e-4 + moved / 2e10
+    lent = np.exp(model.predictor_.candidates["one, lent"](asked))
+    tilted = np.exp(model.predictor_.candidates["one"](asked))
+    errors = [np.median(np.abs(told / truth - 1)) for told in (lent, model.predict(asked), tilted)]
+    assert errors[0] < errors[2] / 2
+    assert errors[1] < errors[2]
 
 
 def test_intervals_are_of_the_new_device(devices: tuple[pd.DataFrame, np.ndarray], rng: np.random.Generator) -> None:

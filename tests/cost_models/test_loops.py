@@ -1,0 +1,116 @@
+"""The work of our CPU kernels, counted from a row's columns: as the kernels themselves would lay it out."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cost_models import Boosted, Roofline, loops
+from cost_models.work import amounts, fitted_rates
+from sparse_kernels import pack, patterns
+from sparse_kernels.cpu import conv2d, images, linear, panels, single
+from sparse_kernels.cpu.target import Target
+from sparse_kernels.shapes import Conv2dShape
+
+AVX512 = Target("avx512", 16, 32, fused=True)
+
+CONVOLUTIONS = [
+    Conv2dShape(batch, c_in, size, size, 32, taps, taps, (stride, stride), (taps // 2, taps // 2))
+    for batch, c_in, size, taps, stride in [
+        (1, 8, 56, 1, 1), (1, 8, 56, 3, 1), (2, 8, 56, 3, 2), (1, 3, 224, 7, 2), (1, 16, 14, 1, 2), (3, 8, 7, 3, 1),
+        (1, 8, 7, 1, 1), (1, 8, 28, 3, 2), (1, 8, 3, 1, 1),
+    ]
+]  # fmt: skip
+
+
+def _row(shape: Conv2dShape, pattern: str = "vector:32", sparsity: float = 0.5) -> pd.DataFrame:
+    sizes = {name: getattr(shape, name) for name in ("batch", "c_in", "h", "w", "c_out", "kh", "kw")}
+    steps = {f"{name}_{axis}": getattr(shape, name)[i] for name in ("stride", "padding", "dilation")
+             for i, axis in enumerate("hw")}  # fmt: skip
+    key = {"op": "conv2d", "m": shape.c_out, "k": shape.k, "n": shape.batch * shape.out_h * shape.out_w}
+    return pd.DataFrame([key | sizes | steps | {"pattern": pattern, "sparsity_target": sparsity, "threads": 1}])
+
+
+@pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
+def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(shape: Conv2dShape) -> None:
+    counted = loops.Images.of(_row(shape))
+    assert counted.vectors[0] == conv2d.positions(shape, AVX512, halves=False).x_starts.size
+    in_place = conv2d.in_place(shape, AVX512)
+    assert counted.laid[0] != in_place
+    if not in_place:
+        where = images.layout(shape, 0)
+        # Zeros beside and below an image are shared with the next row and image: one column, one row, left out.
+        assert counted.written[0] == pytest.approx(where.size, rel=2 / where.pitch)
+
+
+@pytest.mark.parametrize("pattern", ["dense", "vector:32", "vector:16", "vector:8", "block:32x32", "shflbw:32"])
+@pytest.mark.parametrize("n", [1, 16, 128])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
+    pattern: str, n: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(linear, "host", lambda: AVX512)
+    monkeypatch.setattr("numba.get_num_threads", lambda: threads)
+    kind = patterns.parse(pattern)
+    weight = rng.standard_normal((64, 64), np.float32)
+    packed = pack(weight, kind.mask(np.abs(weight), 0.0 if pattern == "dense" else 0.5), kind)
+    X = pd.DataFrame([{"op": "linear", "m": 64, "k": 64, "n": n, "pattern": pattern, "sparsity_target": 0.5,
+                       "layout": "token_major", "threads": threads}])  # fmt: skip
+    expected = linear.default(packed, "token_major", n).kernel == "tokens"
+    assert loops.along_outputs(X)[0] == expected
+
+
+@pytest.mark.parametrize("k", [64, 500, 2048])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_single_rows_have_the_stages_of_their_kernel(k: int, sparsity: float, rng: np.random.Generator) -> None:
+    kind, m, vectors = patterns.parse("unstructured"), 32, 3
+    weight = rng.standard_normal((m, k), np.float32)
+    packed = pack(weight, kind.mask(np.abs(weight), sparsity), kind)
+    stages = len(single.single_rows(panels.groups(packed), k, vectors * 16).table)
+    assert loops.stages(np.array([k]), np.array([vectors]), np.array([1 - sparsity]))[0] == stages
+
+
+def test_threads_share_all_but_the_call() -> None:
+    one = loops.amounts(_row(CONVOLUTIONS[1]), ["vector"])
+    two = loops.amounts(_row(CONVOLUTIONS[1]).assign(threads=2), ["vector"])
+    np.testing.assert_allclose(two[:, 1:], one[:, 1:] / 2)
+    assert two[0, 0] == one[0, 0] == 1
+
+
+def test_what_is_laid_out_is_told_from_what_is_multiplied(rng: np.random.Generator) -> None:
+    """Convolutions of equal multiplications, some strided: laying out rows takes most of the time of these."""
+    X = pd.concat(
+        [
+            _row(Conv2dShape(1, c_in, size, size, c_out, 1, 1, (stride, stride)), "vector:16", sparsity)
+            for c_in in (16, 32, 64) for c_out in (32, 128) for size in (16, 24, 48) for stride in (1, 2)
+            for sparsity in (0.5, 0.9)
+        ],
+        ignore_index=True,
+    ).assign(backend="numba", device="a-cpu")  # fmt: skip
+    copied = np.where(X["stride_h"] == 2, X["c_in"] * X["h"] / 2, 0)
+    y = 1e-6 + 2e-11 * X["m"] * X["k"] * X["n"] * (1 - X["sparsity_target"]) + 2e-8 * copied
+    y = y.to_numpy() * rng.lognormal(0, 0.02, len(X))
+    models = {form: Roofline(form=form).fit(X, y) for form in ("plain", "kernels")}
+    errors = {form: np.median(np.abs(model.held_out_errors_)) for form, model in models.items()}
+    assert errors["kernels"] < 0.03 < 2 * errors["kernels"] < errors["plain"]
+
+
+def test_our_kernels_have_the_form_of_their_own(
+    table: Callable[..., pd.DataFrame], seconds: Callable[[pd.DataFrame], np.ndarray]
+) -> None:
+    X = table()
+    chosen = {
+        backend: Boosted(max_iter=1).learn(X.assign(backend=backend), seconds(X)).base.form
+        for backend in ("numba", "torch")
+    }
+    assert chosen == {"numba": "kernels", "torch": "plain"}
+    assert Boosted(max_iter=1, form="cached").learn(X, seconds(X)).base.form == "cached"
+
+
+def test_no_amount_is_negative_or_missing(table: Callable[..., pd.DataFrame]) -> None:
+    X = table(patterns=["dense", "vector:4", "unstructured", "nm:2:4", "block:8x8", "shflbw:64"])
+    formats = ("block", "dense", "nm", "shflbw", "unstructured", "vector")
+    work = amounts(X, "kernels", formats)
+    assert np.isfinite(work).all() and (work >= 0).all()
+    assert (fitted_rates(work, np.full(len(X), 1e-5)) >= 0).all()
