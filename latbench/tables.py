@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import parquet
-from scipy.special import bdtr, bdtrik
 
 from latbench import digests, environments, places
 from latbench.errors import BadData
@@ -270,6 +269,11 @@ def interval_rank(count: int) -> int | None:
     """
     if count < FEWEST_FOR_INTERVAL:
         return None
+    from scipy.special import (
+        bdtr,
+        bdtrik,
+    )  # here: importing it takes longer than reading most tables, which need none
+
     rank = int(bdtrik(0.025, count, 0.5))  # where that probability, interpolated over r, is 2.5%; so nearly it
     while bdtr(rank + 1, count, 0.5) <= 0.025:
         rank += 1

@@ -277,9 +277,9 @@ def _with_width(table: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(width=width).dropna(subset="width")
 
 
-def _labels(rows: pd.DataFrame, columns: list[str], label: Label) -> pd.Series:
+def _labels(rows: pd.DataFrame, columns: Sequence[str], label: Label) -> pd.Series:
     """`label(row)` of each distinct combination of `columns`, spread over the rows."""
-    group = rows.groupby(columns, dropna=False, sort=False).ngroup()
+    group = rows.groupby(list(columns), dropna=False, sort=False).ngroup()
     first = rows[~group.duplicated()]
     names = {group.loc[key]: label(row) for key, row in zip(first.index, first.to_dict("records"), strict=True)}
     return group.map(names).astype(object)
