@@ -98,7 +98,7 @@ def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
     best = data.at(data.fastest_pattern(content.speedups), places)
     starts = data.at(content.break_evens, places).groupby(data.PLACE)["break_even"].min().rename("break_even")
     rows = best.merge(starts.reset_index(), on=data.PLACE)
-    found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.6 + 0.22 * len(places), PAGE)
+    found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.8 + 0.22 * len(places), PAGE)
     if len(content.roofline):
         found["roofline"] = Drawing(content.roofline, _roofline, 2.6)
     if content.held_out is not None:
@@ -260,9 +260,8 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
     axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
     axes.set_xticks(range(len(columns)), [units.percent(sparsity) for sparsity in columns])
     axes.set_yticks(range(len(places)), [data.place_label(*place) for place in places])
-    axes.set_xlabel(
-        "sparsity; numbers: speedup of the fastest pattern over the fastest dense engine; line: break-even"
-    )
+    axes.set_title("speedup of the fastest pattern over the fastest dense engine")
+    axes.set_xlabel("sparsity (line: break-even)")
 
 
 def _position(start: float, columns: list[float]) -> float:

@@ -26,7 +26,8 @@ from typer.testing import CliRunner
 from latbench import bundled, places, tables
 from latbench.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import data, figures, html, inputs, summary
+from latbench.report import content as contents
+from latbench.report import data, figures, html, inputs, paper, summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
@@ -328,9 +329,11 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
     code = "import sys, latbench.commands.report; "
-    code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules))"
+    code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"
+    code += "import latbench.report.html, latbench.report.inputs;"
+    code += "print({'scipy', 'sklearn', 'torch', 'matplotlib'} & set(sys.modules))"  # nor for a table alone
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    assert found.stdout.split() == ["set()", "set()"]
 
 
 def test_a_database_without_its_workload_is_refused(files: Any, tmp_path: Path) -> None:
@@ -404,6 +407,23 @@ def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) 
         assert content.startswith({"pdf": b"%PDF", "svg": b"<?xml"}.get(name[-3:], b""))
     drawn = pd.read_csv(tmp_path / "one" / "speedup.csv")
     assert {"pattern", "sparsity", "speedup", "speedup_low", "speedup_high"} <= set(drawn.columns)
+
+
+def test_nothing_of_a_figure_for_papers_is_cut_off(files: Any) -> None:
+    mpl = pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    read = inputs.read(files.table, profile=files.profile, verify=files.verify)
+    for name, drawing in paper.drawings(contents.of(read), read).items():
+        with mpl.rc_context(paper.STYLE):
+            figure = Figure(figsize=(drawing.width, drawing.height))
+            FigureCanvasAgg(figure)
+            drawing.draw(figure, drawing.rows)
+            figure.draw_without_rendering()
+            box = figure.get_tightbbox()  # inches
+        assert box.x0 >= 0 and box.y0 >= 0, name
+        assert box.x1 <= drawing.width and box.y1 <= drawing.height, name
 
 
 def test_a_missing_matplotlib_is_said_before_anything_is_written(
