@@ -32,3 +32,10 @@ def table(name: str) -> Path:
     if name not in (known := tables()):
         raise UsageError(f"{SCHEME}://{name}: no such table; there are {', '.join(known)}")
     return folder("measured") / name
+
+
+def said(place: object) -> str:
+    """A place as a person names it: `bundled://NAME` for a table that came with latbench, any other as it is."""
+    if isinstance(place, Path) and place.parent == folder("measured"):
+        return f"{SCHEME}://{place.name}"
+    return str(place)

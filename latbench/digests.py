@@ -32,9 +32,9 @@ def rows(table: pa.Table) -> Words:
         column = table[name]
         if pa.types.is_string(column.type):
             column = column.dictionary_encode()
-        chunks = [_words(chunk) for chunk in column.chunks]
+        chunks = [_mixed_words(chunk, _salt(name)) for chunk in column.chunks]
         if chunks:
-            total += _mixed(np.concatenate(chunks) ^ _salt(name))
+            total += np.concatenate(chunks)
     return _mixed(total)
 
 
@@ -52,12 +52,17 @@ def first_of_equals(hashes: Words) -> NDArray[np.bool_]:
     return first
 
 
+def _mixed_words(array: pa.Array, salt: Words) -> Words:
+    """(rows, 2) the words of the values, mixed with where they stand; of a dictionary each value is mixed once."""
+    if not pa.types.is_dictionary(array.type):
+        return _mixed(_words(array) ^ salt)
+    levels = _mixed(np.concatenate([_words(array.dictionary), np.full((1, _LANES), _NOTHING)]) ^ salt)
+    return levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+
+
 def _words(array: pa.Array) -> Words:
     """(rows, 2) words that stand for the values; those of equal values are equal."""
     kind = array.type
-    if pa.types.is_dictionary(kind):
-        levels = np.concatenate([_words(array.dictionary), np.full((1, _LANES), _NOTHING)])
-        return levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
     if pa.types.is_null(kind):
         return np.full((len(array), _LANES), _NOTHING)
     if pa.types.is_string(kind):

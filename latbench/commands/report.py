@@ -87,14 +87,14 @@ def _changes(first: Inputs, second: Inputs) -> list[Change] | None:
 
     Raises UsageError where they were measured in unlike ways.
     """
+    from latbench import bundled, likeness
     from latbench import compare as comparing
-    from latbench import likeness
     from latbench.errors import UsageError
 
     tables = [one.sources[0].path for one in (second, first)]
     frames = [comparing.read(path) for path in tables]
     values = {
-        str(path): {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
+        bundled.said(path): {name: set(frame[name].dropna()) for name in ("device", *likeness.MODES)}
         for path, frame in zip(tables, frames, strict=True)
     }
     if (unlike := likeness.unlike_modes(values)) is not None and likeness.unlike_devices(values) is None:

@@ -21,12 +21,22 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
 from latbench.errors import BadData
 from latbench.report import units
-from latbench.report.figures import DASHES, SYMBOLS, Figure, colour, plain, short
-from latbench.report.views import Cell, Chart, Section, count_cell, table
+from latbench.report.figures import (
+    DASHES,
+    OTHER_COLOURS,
+    OTHER_SYMBOLS,
+    Figure,
+    Look,
+    line_and_marker,
+    log_ticks,
+    looks,
+    plain,
+    short,
+)
+from latbench.report.views import Cell, Chart, Section, Table, count_cell, table
 
 COLUMNS = ("pattern", "method", "speedup", "accuracy", "seed")
 DENSE = "dense"
@@ -59,6 +69,8 @@ def tidy(results: pd.DataFrame) -> pd.DataFrame:
     Columns: pattern, method, sparsity (NaN if unknown), seeds, speedup (median), speedup_low, speedup_high (the
     extremes), accuracy (mean), low, high: its 95% interval by Student's t, NaN with one seed.
     """
+    from scipy.special import stdtrit  # here: it takes longer to import than most tables to report
+
     by = ["pattern", "method", "sparsity" if "sparsity" in results.columns else "speedup"]
     rows = []
     for key, own in results.groupby(by, dropna=False, sort=True):
@@ -77,37 +89,87 @@ def tidy(results: pd.DataFrame) -> pd.DataFrame:
 
 
 def section(points: pd.DataFrame) -> Section:
-    """The chart, a choice a method, and all points as a table."""
+    """The chart, a choice a method and a choice a pattern; what keeps the accuracy; and all points as a table."""
     dense = points[points["pattern"] == DENSE]
     sparse = points[points["pattern"] != DENSE]
     share = bool(points["accuracy"].between(0, 1).all())
+    base = float(dense["accuracy"].max()) if len(dense) else math.nan
     sentences = [
         "Accuracy on the test data over the speedup that was measured against the fastest dense engine, each point "
         "the mean of its seeds with the 95% interval of that mean (Student's t; none where there is one seed). The "
-        "dashed line is the dense model."
+        "dashed line is the dense model. Further right is faster, further up more accurate."
     ]
+    tables = []
     if len(dense) and len(sparse):
-        base = float(dense["accuracy"].max())
-        kept = sparse[sparse["accuracy"] >= base - (0.01 if share else 0.01 * abs(base))]
-        if len(kept):
-            best = kept.loc[kept["speedup"].idxmax()]
-            loss = "one percentage point" if share else "one percent"
-            sentences.append(
-                f"The fastest that loses no more than {loss} on average is {best['pattern']} with {best['method']}: "
-                f"{units.ratio(best['speedup'])} at {said(best['accuracy'], share)}, {said(base, share)} dense."
-            )
-    methods = sorted(sparse["method"].unique())
-    choices = [(method, {"accuracy": figure(sparse[sparse["method"] == method], dense, share)}) for method in methods]
-    chart = Chart("accuracy", "Accuracy over measured speedup", choices=choices, label="Method")
+        loss = "one percentage point" if share else "one percent"
+        best = _fastest(sparse, base, share)
+        sentences.append(
+            f"Nothing loses less than {loss} on average."
+            if best is None
+            else f"The fastest that loses no more than {loss} on average is {best['pattern']} with {best['method']}: "
+            f"{units.ratio(best['speedup'])} at {said(best['accuracy'], share)}, {said(base, share)} dense."
+        )
+        tables.append((f"The highest speedup that loses no more than {loss}", _kept(sparse, base, share)))
     cells = [
         [row["pattern"], row["method"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
          Cell(units.ratio(row["speedup"]), row["speedup"]),
-         Cell(said(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]), count_cell(row["seeds"])]
+         Cell(said(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]),
+         _difference(row["accuracy"] - base, share), count_cell(row["seeds"])]
         for row in points.to_dict("records")
     ]  # fmt: skip
-    heads = ["pattern", "method", "#sparsity", "#measured speedup", "#accuracy", "#seeds"]
-    charts = [chart] if choices else []
-    return Section("accuracy", "Accuracy against speedup", sentences, charts, [("Every point", table(heads, cells))])
+    against = "#against dense, percentage points" if share else "#against dense"
+    heads = ["pattern", "method", "#sparsity", "#measured speedup", "#accuracy", against, "#seeds"]
+    tables.append(("Every point", table(heads, cells)))
+    charts = []
+    if len(sparse):
+        chosen = choices(sparse, dense, share)
+        charts.append(Chart("accuracy", "Accuracy over measured speedup", choices=chosen, label="Show"))
+    return Section("accuracy", "Accuracy against speedup", sentences, charts, tables)
+
+
+def choices(sparse: pd.DataFrame, dense: pd.DataFrame, share: bool) -> list[tuple[str, dict[str, Figure]]]:
+    """A figure a method with a line a pattern; where there are several methods, also a figure a pattern."""
+    by_method = [
+        (f"{method}, every pattern", {"accuracy": figure(own, dense, share, "pattern")})
+        for method, own in sparse.groupby("method", sort=True)
+    ]
+    if len(by_method) == 1:
+        return by_method
+    return by_method + [
+        (f"{pattern}, every method", {"accuracy": figure(own, dense, share, "method")})
+        for pattern, own in sparse.groupby("pattern", sort=True)
+    ]
+
+
+def _fastest(points: pd.DataFrame, base: float, share: bool) -> dict[Any, Any] | None:
+    """The point with the highest speedup of those that lose one percentage point at most, or one percent."""
+    kept = points[points["accuracy"] >= base - (0.01 if share else 0.01 * abs(base))]
+    return kept.loc[kept["speedup"].idxmax()].to_dict() if len(kept) else None
+
+
+def _kept(sparse: pd.DataFrame, base: float, share: bool) -> Table:
+    """A row a pattern, a column a method: the fastest that keeps the accuracy."""
+    methods = sorted(sparse["method"].unique())
+    rows: list[list[Cell | str]] = []
+    for pattern, own in sparse.groupby("pattern", sort=True):
+        cells = []
+        for method in methods:
+            tried = own[own["method"] == method]
+            best = _fastest(tried, base, share)
+            if best is None:
+                cells.append(Cell("none", 0.0) if len(tried) else Cell(units.NOTHING))
+            else:
+                at = "" if math.isnan(best["sparsity"]) else f" at {units.percent(best['sparsity'])}"
+                cells.append(Cell(units.ratio(best["speedup"]), best["speedup"], said(best["accuracy"], share) + at))
+        rows.append([str(pattern), *cells])
+    return table(["pattern", *(f"#{method}" for method in methods)], rows)
+
+
+def _difference(value: float, share: bool) -> Cell:
+    """How much better or worse than dense, in percentage points of a share."""
+    if math.isnan(value):
+        return Cell(units.NOTHING)
+    return Cell(f"{100 * value:+.2f}" if share else f"{value:+.3g}", value)
 
 
 def said(value: float, share: bool, low: float = math.nan, high: float = math.nan) -> str:
@@ -118,36 +180,37 @@ def said(value: float, share: bool, low: float = math.nan, high: float = math.na
     return f"{scale * value:{form}}{unit} ({scale * low:{form}}–{scale * high:{form}})"
 
 
-def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool) -> Figure:
-    """One line a pattern, of the points of one method; the dense accuracy dashed."""
+def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> Figure:
+    """One line for each value of the column `by`, pattern or method; the dense accuracy dashed."""
     scale = 100 if share else 1
-    traces = []
-    seen: dict[str, int] = {}
-    for pattern, own in points.groupby("pattern", sort=True):
-        family = str(pattern).split(":")[0]
-        index = seen[family] = seen.get(family, -1) + 1
+    traces: list[Figure] = []
+    look_of = looks(points["pattern"])
+    for index, (name, own) in enumerate(points.groupby(by, sort=True)):
         half = (own["high"] - own["accuracy"]).fillna(0.0) * scale
+        other = Look(*(kinds[index % len(kinds)] for kinds in (OTHER_COLOURS, OTHER_SYMBOLS, DASHES)))
         traces.append({
-            "type": "scatter", "mode": "lines+markers", "name": plain(pattern),
+            "type": "scatter", "mode": "lines+markers", "name": plain(name),
             "x": short(own["speedup"]), "y": [round(scale * value, 4) for value in own["accuracy"]],
             "error_y": {"type": "data", "array": short(half), "thickness": 1, "width": 3},
-            "line": {"color": colour(family), "width": 2, "dash": DASHES[index % len(DASHES)]},
-            "marker": {"color": colour(family), "size": 9, "symbol": SYMBOLS[index % len(SYMBOLS)]},
+            **line_and_marker(look_of[str(name)] if by == "pattern" else other, 9),
             "text": [_hover(row, share) for row in own.to_dict("records")],
             "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
-    base = None if dense.empty else scale * float(dense["accuracy"].max())
+    lowest, highest = min(1.0, float(points["speedup"].min())), max(1.0, float(points["speedup"].max()))
     layout: Figure = {
-        "xaxis": {"title": {"text": "measured speedup"}, "ticksuffix": "×"},
+        "xaxis": {
+            "title": {"text": "measured speedup over the fastest dense engine"}, "type": "log",
+            "range": [math.log10(lowest) - 0.03, math.log10(highest) + 0.03], **log_ticks(lowest, highest, "×"),
+        },
         "yaxis": {"title": {"text": "accuracy"}, "ticksuffix": "%" if share else ""},
         "height": 440,
-    }
-    if base is not None:
+    }  # fmt: skip
+    if len(dense):
+        base = scale * float(dense["accuracy"].max())
         # A line of the figure's, not of the layout: so the axis always reaches it.
-        ends = [min(1.0, float(points["speedup"].min())), float(points["speedup"].max())]
         traces.append({
-            "type": "scatter", "mode": "lines", "name": "dense", "x": short(ends), "y": [round(base, 4)] * 2,
-            "line": {"color": "@ink", "width": 1.5, "dash": "dash"},
+            "type": "scatter", "mode": "lines", "name": "dense", "x": short([lowest, highest]),
+            "y": [round(base, 4)] * 2, "line": {"color": "@ink", "width": 1.5, "dash": "dash"},
             "hovertemplate": f"dense: {base:.4g}{'%' if share else ''}<extra></extra>",
         })  # fmt: skip
     return {"data": traces, "layout": layout}
@@ -157,6 +220,6 @@ def _hover(row: Mapping[Any, Any], share: bool) -> str:
     sparsity = "" if math.isnan(row["sparsity"]) else f" at {units.percent(row['sparsity'])}"
     seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
     return (
-        f"<b>{plain(row['pattern'])}</b>{sparsity}<br>{units.ratio(row['speedup'])}<br>"
+        f"<b>{plain(row['pattern'])}</b>{sparsity}, {plain(row['method'])}<br>{units.ratio(row['speedup'])}<br>"
         f"{said(row['accuracy'], share, row['low'], row['high'])}, {seeds}"
     )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench import bundled
 from latbench.compare import KINDS, Change
 from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR
 from latbench.errors import BadData
@@ -63,8 +64,8 @@ def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
 def paired(first: Side, second: Side) -> pd.DataFrame:
     """One row a shape, pattern and sparsity that both have, the most gained first.
 
-    Columns: setting, shape, pattern, format, sparsity; first, second (seconds), first_engine, second_engine; ratio,
-    low, high (both intervals at their worst and at their best). Raises BadData where there is none.
+    Columns: setting, shape, pattern, format, sparsity; first, second (seconds) with _low, _high and _engine of each;
+    ratio, low, high (both intervals at their worst and at their best). Raises BadData where there is none.
     """
     by = [*data.PLACE, "pattern", "sparsity"]
     best = [data.fastest(side.points, by) for side in (first, second)]
@@ -76,7 +77,8 @@ def paired(first: Side, second: Side) -> pd.DataFrame:
         )
     tidy = both[[*by, "format"]].assign(
         first=both["seconds"], second=both["seconds_second"],
-        first_engine=both["engine"], second_engine=both["engine_second"],
+        first_low=both["low"], first_high=both["high"], first_engine=both["engine"],
+        second_low=both["low_second"], second_high=both["high_second"], second_engine=both["engine_second"],
         ratio=both["seconds_second"] / both["seconds"],
         low=both["low_second"] / both["high"], high=both["high_second"] / both["low"],
     )  # fmt: skip
@@ -105,23 +107,15 @@ def build(first: Side, second: Side, changes: Sequence[Change] | None, command: 
 
 def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[Change] | None) -> overview.Headline:
     dense, sparse = pairs[pairs["pattern"] == "dense"], pairs[pairs["pattern"] != "dense"]
-    middle = float(pairs["ratio"].median())
     counts = Counter(change.kind for change in changes or ())
     if changes is not None:
         compared = sum(counts[kind] for kind in (SLOWER, SAME, FASTER, UNCLEAR))
         title = f"{counts[SLOWER]} of {compared} points became slower, {counts[FASTER]} faster"
-    elif middle >= 1:
-        title = f"{first.name} is {units.ratio(middle)} as fast as {second.name}"
     else:
-        title = f"{second.name} is {units.ratio(1 / middle)} as fast as {first.name}"
-    certain = int(((pairs["low"] > 1) | (pairs["high"] < 1)).sum())
-    kinds = (("dense layers", dense), ("sparse ones", sparse))
-    runs = [f"{kind} {_spread_of(own)}" for kind, own in kinds if len(own)]
-    lead = (
-        f"Each shape, pattern and sparsity with the fastest kernel of either side: {first.name} runs "
-        f"{' and '.join(runs)} as fast as {second.name} (median, and least to most). {certain} of "
-        f"{units.count(len(pairs))} differences lie outside both 95% intervals."
-    )
+        title = _who_is_faster(first, second, dense, sparse)
+    kinds = (("Dense", "shapes", dense), ("Sparse", "points", sparse))
+    who = [_sure(kind, things, own, first, second) for kind, things, own in kinds if len(own)]
+    lead = f"{' '.join(who)} Compared is the fastest kernel of either side at each shape, pattern and sparsity."
     if counts[UNCLEAR]:
         lead += f" {units.count(counts[UNCLEAR])} points are too noisy, or too near the noise, to be judged."
     starts = [_start(side) for side in (first, second)]
@@ -133,12 +127,36 @@ def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[
     return overview.Headline(title, lead, tiles)
 
 
+def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.DataFrame) -> str:
+    """Which side is faster and by how much, dense and sparse told apart: one may be faster at only one of them."""
+    found = []
+    for kind, own in (("dense", dense), ("sparse", sparse)):
+        if len(own):
+            middle = float(own["ratio"].median())
+            winner, loser = (first, second) if middle >= 1 else (second, first)
+            found.append((winner.name, loser.name, units.ratio(max(middle, 1 / middle)), kind))
+    winner_name, loser_name, ratio, kind = found[0]
+    title = f"{winner_name} is {ratio} as fast as {loser_name}, {kind}"
+    if len(found) == 1:
+        return title
+    if found[1][0] == winner_name:
+        return f"{title}, and {found[1][2]}, sparse"
+    return f"{title}; {found[1][0]} is {found[1][2]} as fast, sparse"
+
+
+def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) -> str:
+    """At how many shapes or points which side is faster beyond both intervals, in a sentence."""
+    ours, theirs = int((own["low"] > 1).sum()), int((own["high"] < 1).sum())
+    unsure = len(own) - ours - theirs
+    return (
+        f"{kind}, {first.name} is faster at {units.count(ours)} of {units.count(len(own))} {things}, {second.name} "
+        f"at {units.count(theirs)}"
+        + (f"; at {units.count(unsure)} the difference is within the noise." if unsure else ".")
+    )
+
+
 def _middle(pairs: pd.DataFrame) -> str:
     return units.ratio(float(pairs["ratio"].median())) if len(pairs) else units.NOTHING
-
-
-def _spread_of(pairs: pd.DataFrame) -> str:
-    return units.ratio(*(float(pairs["ratio"].agg(how)) for how in ("median", "min", "max")))
 
 
 def _start(side: Side) -> str:
@@ -149,9 +167,10 @@ def _start(side: Side) -> str:
 
 
 def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
-    """Shape by shape: dense times, and what to use on either side."""
+    """Shape by shape: dense times, what to use on either side, and from which sparsity on it pays there."""
     dense = pairs[pairs["pattern"] == "dense"].sort_values("second", ascending=False, kind="stable")
     uses = [_uses(side) for side in (first, second)]
+    sparse = {(row["setting"], row["shape"]): row for row in best_of(pairs, LEVEL).to_dict("records")}
     rows: list[list[Cell | str]] = []
     moved = 0
     for row in dense.to_dict("records"):
@@ -163,17 +182,97 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
                 Cell(data.place_label(*place)),
                 Cell(units.seconds(row["first"]), row["first"], str(row["first_engine"])),
                 Cell(units.seconds(row["second"]), row["second"], str(row["second_engine"])),
-                _ratio_cell(row), ours, theirs,
+                _ratio_cell(row),
+                _ratio_cell(sparse[place]) if place in sparse else Cell(units.NOTHING),
+                ours, theirs,
             ])  # fmt: skip
-    heads = ["layer shape", f"#dense, {first.name}", f"#dense, {second.name}", "#ratio",
+    at = units.percent(LEVEL)
+    heads = ["layer shape", f"#dense, {first.name}", f"#dense, {second.name}", "#ratio, dense", f"#ratio at {at}",
              f"use on {first.name}", f"use on {second.name}"]  # fmt: skip
     sentences = [
-        f"A ratio above 1× says that {first.name} is faster. Which pattern to use differs at {moved} of {len(dense)} "
-        "shapes." if len(dense) else "No shape has a dense time on both sides."
-    ]  # fmt: skip
-    found = replace(table(heads, rows), cards=True)
-    tables = [("Dense times, and the pattern that is fastest most often", found)] if rows else []
+        f"A ratio above 1× says that {first.name} is faster; at {at} it is that of the fastest patterns of both. "
+        f"Which pattern to use differs at {moved} of {len(dense)} shapes."
+        if len(dense)
+        else "No shape has a dense time on both sides."
+    ]
+    tables = []
+    if rows:
+        tables.append(
+            ("Dense times, and the pattern that is fastest most often", replace(table(heads, rows), cards=True))
+        )
+    starts = earliest_starts(first, second)
+    if len(starts):
+        earlier, later = (
+            int((starts[name] < starts[other]).sum()) for name, other in (("first", "second"), ("second", "first"))
+        )
+        sentences.append(
+            f"Sparsity pays earlier on {first.name} at {earlier} of {len(starts)} shapes and on {second.name} at "
+            f"{later}; at the others from the same sparsity on, the lowest measured or never."
+        )
+        tables.append(("From which sparsity on the earliest pattern pays", _start_table(starts, first, second)))
     return Section("pays", "What to use where", sentences, tables=tables)
+
+
+def best_of(pairs: pd.DataFrame, sparsity: float) -> pd.DataFrame:
+    """Of each setting and shape the fastest pattern of either side at one sparsity; columns as `paired`.
+
+    Only patterns that both sides have count; engines and pattern are those of the first side.
+    """
+    return _fastest_of_either(pairs[(pairs["sparsity"] - sparsity).abs() < 0.01], data.PLACE)
+
+
+def _fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    ours = pairs.loc[pairs.groupby(by, sort=False)["first"].idxmin()].set_index(by)
+    theirs = pairs.loc[pairs.groupby(by, sort=False)["second"].idxmin()].set_index(by).loc[ours.index]
+    ratio = theirs["second"] / ours["first"]
+    return ours.assign(
+        second=theirs["second"], second_engine=theirs["second_engine"], second_pattern=theirs["pattern"], ratio=ratio,
+        low=theirs["second_low"] / ours["first_high"], high=theirs["second_high"] / ours["first_low"],
+    ).reset_index()  # fmt: skip
+
+
+def earliest_starts(first: Side, second: Side) -> pd.DataFrame:
+    """The break-even of the earliest pattern at each setting and shape of both sides, the widest apart first.
+
+    Columns: setting, shape; first, second (sparsity, inf for never); first_pattern, second_pattern (any for never);
+    first_lowest, second_lowest: whether it pays already at the lowest sparsity measured.
+    """
+    found = []
+    for side in (first, second):
+        own = side.break_evens.assign(break_even=side.break_evens["break_even"].fillna(math.inf))
+        found.append(own.loc[own.groupby(data.PLACE)["break_even"].idxmin()])
+    columns = {"break_even": "", "pattern": "_pattern", "at_lowest": "_lowest"}
+    ours, theirs = (
+        own[[*data.PLACE, *columns]].rename(columns={name: side + end for name, end in columns.items()})
+        for side, own in zip(("first", "second"), found, strict=True)
+    )
+    both = ours.merge(theirs, on=data.PLACE)
+    apart = (both["first"].clip(upper=2.0) - both["second"].clip(upper=2.0)).abs()
+    return both.loc[apart.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
+
+
+def _start_table(starts: pd.DataFrame, first: Side, second: Side) -> Table:
+    rows: list[list[Cell | str]] = []
+    for row in starts.head(SHAPES).to_dict("records"):
+        cells = []
+        for side in ("first", "second"):
+            if row[side] == math.inf:
+                cells.append(Cell("never", 2.0))
+            else:
+                text = ("≤ " if row[f"{side}_lowest"] else "") + units.percent(round(row[side], 3))
+                cells.append(Cell(text, row[side], str(row[f"{side}_pattern"])))
+        apart = row["second"] - row["first"]
+        if row["first"] == row["second"]:
+            difference = Cell("none", 0.0)
+        elif math.isinf(apart):
+            only = first if apart > 0 else second
+            difference = Cell(f"only on {only.name}", math.copysign(2.0, apart), "", math.copysign(0.6, apart))
+        else:
+            difference = Cell(f"{100 * apart:+.1f}", apart, "", max(-1.0, min(1.0, 3 * apart)))
+        rows.append([Cell(data.place_label(row["setting"], row["shape"])), *cells, difference])
+    heads = ["layer shape", f"#pays from, {first.name}", f"#pays from, {second.name}",
+             f"#percentage points earlier on {first.name}"]  # fmt: skip
+    return table(heads, rows)
 
 
 def _uses(side: Side) -> dict[Place, Cell]:
@@ -205,9 +304,11 @@ def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     labels = [plain(data.place_label(*place)) for place in places]
     here = data.at(pairs, places)
     limit = max(0.1, float(np.abs(np.log2(here["ratio"])).max()))
-    choices = []
+    kinds = {maps.FASTEST: _fastest_of_either(here, [*data.PLACE, "sparsity"])}
     by_pattern = dict(list(here.groupby("pattern", sort=True)))
-    for pattern, own in sorted(by_pattern.items(), key=lambda item: -len(item[1])):  # what was measured most first
+    kinds |= dict(sorted(by_pattern.items(), key=lambda item: -len(item[1])))  # what was measured most first
+    choices = []
+    for pattern, own in kinds.items():
         columns = maps.spread(np.sort(own["sparsity"].unique()))
         found = {
             (row["setting"], row["shape"], row["sparsity"]): (float(row["ratio"]), _hover(row, first, second))
@@ -220,8 +321,14 @@ def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     if len(places) < len(order):
         sentences.append(f"The map has the {len(places)} shapes that take longest, of {len(order)}.")
     charts = [
-        Chart("map", f"How much faster {first.name} is, by shape and sparsity", choices=choices, label="Pattern"),
-        Chart("pairs", "Every shared point by its time", _scatter(thinned(pairs, POINTS), first, second)),
+        Chart(
+            "map", f"How many times as fast {first.name} is, by shape and sparsity", choices=choices, label="Pattern"
+        ),
+        Chart(
+            "pairs",
+            f"Every shared point by its time; above 1× {first.name} is faster",
+            _scatter(thinned(pairs, POINTS), first, second),
+        ),
     ]
     return Section("map", "Where which is faster", sentences, charts)
 
@@ -234,7 +341,10 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
         if len(own):
             traces.append({
                 "type": "scatter", "mode": "markers", "name": plain(name), "x": short(own["second"]),
-                "y": short(own["ratio"]), "marker": {"color": colour(str(name)), "size": 7, "opacity": 0.8},
+                "y": short(own["ratio"]),
+                "marker": {
+                    "color": colour(str(name)), "symbol": figures.symbol(str(name)), "size": 7, "opacity": 0.8,
+                },
                 "text": [_hover(row, first, second) for row in own.to_dict("records")],
                 "hovertemplate": "%{text}<extra></extra>",
             })  # fmt: skip
@@ -243,7 +353,7 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
     layout = {
         "xaxis": time_axis(f"time on {plain(second.name)}", shortest, longest),
         "yaxis": {
-            "title": {"text": "ratio of times"}, "type": "log",
+            "title": {"text": "times as fast"}, "type": "log",
             "range": [math.log10(low) - 0.03, math.log10(high) + 0.03], **figures.log_ticks(low, high, "×"),
         },
         "shapes": [line_at(y=1)], "height": 420,
@@ -252,7 +362,8 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
 
 
 def _hover(row: Mapping[Any, Any], first: Side, second: Side) -> str:
-    what = row["pattern"] + (f" at {units.percent(row['sparsity'])}" if row["sparsity"] else "")
+    names = dict.fromkeys([row["pattern"], row.get("second_pattern", row["pattern"])])
+    what = " and ".join(names) + (f" at {units.percent(row['sparsity'])}" if row["sparsity"] else "")
     return (
         f"<b>{plain(row['shape'])}</b><br>{plain(what)}<br>{units.ratio(row['ratio'], row['low'], row['high'])}<br>"
         f"{units.seconds(row['first'])}, {plain(row['first_engine'])} ({plain(first.name)})<br>"
@@ -288,7 +399,8 @@ def _pattern_start(side: Side, pattern: str) -> Cell:
     start, at_lowest = overview.typical_start(own)
     if start == math.inf:
         return Cell("never", 2.0)
-    return Cell(("≤ " if at_lowest else "") + units.percent(round(start, 2)), start)
+    sign = "at " if (own["sparsities"] == 1).all() else "≤ " if at_lowest else ""
+    return Cell(sign + units.percent(round(start, 2)), start)
 
 
 def _changes(changes: Sequence[Change]) -> Section:
@@ -345,12 +457,12 @@ def _facts(side: Side) -> dict[str, str]:
                 if text not in values:
                     values.append(text)
     facts = {name: ", ".join(values) for name, values in found.items()}
-    return data.settings(side.inputs.table) | {name.removesuffix("_bytes"): text for name, text in facts.items()}
+    return {name.removesuffix("_bytes"): text for name, text in facts.items()} | data.settings(side.inputs.table)
 
 
 def _provenance(first: Side, second: Side, command: Sequence[str]) -> Section:
     files = [
-        [side.name, source.role, str(source.path), source.digest[:16]]
+        [side.name, source.role, bundled.said(source.path), source.digest[:16]]
         for side in (first, second)
         for source in side.inputs.sources
     ]

@@ -28,6 +28,9 @@ Label = Callable[[Mapping[Any, Any]], str]
 
 LAYERS = ("linear", "conv2d")
 PLACE = ["setting", "shape"]
+NOT_SHOWN = [
+    "op", "m", "k", "n", "sparsity_actual", "backend", "flop", "bytes", "roofline_seconds", "dense_low", "dense_high",
+]  # fmt: skip  # columns that no chart or table of single rows has: leaving them out takes a third off its time
 
 
 def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
@@ -61,16 +64,18 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     tidy["seconds"] = rows["median_seconds"]
     tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
     tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
-    tidy["shape"] = _labels(rows, SHAPE, shape_label)
-    tidy["setting"] = _labels(rows, SETTING, _setting_label(differing(rows) if apart is None else apart))
+    known = ["op", *(name for name in SHAPE[1:] if rows[name].notna().any())]
+    tidy["shape"] = _labels(rows, known, shape_label)
+    named = differing(rows) if apart is None else apart
+    tidy["setting"] = _labels(rows, named, _setting_label(named)) if named else pd.Series("", rows.index, object)
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
 
 
 def differing(*tables: pd.DataFrame) -> list[str]:
     """The columns of SETTING in which rows of these tables differ."""
-    columns = {name: pd.concat([table[name].astype(object) for table in tables]) for name in SETTING}
-    return [name for name, values in columns.items() if values.nunique(dropna=False) > 1]
+    found = {name: pd.concat([pd.Series(table[name].unique(), dtype=object) for table in tables]) for name in SETTING}
+    return [name for name, values in found.items() if values.nunique(dropna=False) > 1]
 
 
 def engine_name(backend: str, kernel_requested: str) -> str:
@@ -113,7 +118,7 @@ def speedup(points: pd.DataFrame) -> pd.DataFrame:
 def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     """From which sparsity on each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossing`), certain (the same of the lower
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossings`), certain (the same of the lower
     ends of the speedups' intervals), at_lowest (it pays already at the lowest sparsity measured, so the true value is
     that or less), best (the highest speedup), best_sparsity, sparsities (how many).
     """
@@ -122,29 +127,31 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     starts = np.flatnonzero(first)
     sparsity, gain, lower = (ordered[name].to_numpy(float) for name in ("sparsity", "speedup", "speedup_low"))
     ends = np.append(starts[1:], len(ordered))[: len(starts)]  # none where there is no row
-    groups = [slice(start, end) for start, end in zip(starts, ends, strict=True)]
-    best = [group.start + gain[group].argmax() for group in groups]
+    best = [start + gain[start:end].argmax() for start, end in zip(starts, ends, strict=True)]
     tidy = ordered.loc[first, [*PLACE, "pattern", "format"]].reset_index(drop=True)
-    tidy["break_even"] = [crossing(sparsity[group], gain[group]) for group in groups]
-    tidy["certain"] = [crossing(sparsity[group], lower[group]) for group in groups]
+    tidy["break_even"] = crossings(sparsity, gain, starts)
+    tidy["certain"] = crossings(sparsity, lower, starts)
     tidy["at_lowest"] = (gain[starts] >= 1) & (tidy["break_even"] == sparsity[starts])
-    return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=[g.stop - g.start for g in groups])
+    return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=ends - starts)
 
 
-def crossing(sparsity: np.ndarray, gain: np.ndarray) -> float:
-    """The sparsity from which `gain` stays at 1 or above up to the highest sparsity measured; NaN if it does not.
+def crossings(sparsity: np.ndarray, gain: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Of each curve the sparsity from which `gain` stays at 1 or above up to the highest measured; NaN: it does not.
 
-    `sparsity` (p,) rises. Between two points log(gain) is taken as linear. Speedups are not monotone (a kernel may
-    switch), so the last crossing counts: below it there may be isolated gains, above it there are no losses.
+    `sparsity` and `gain` (p,) hold one curve after the other, whose first points are `starts` (c,); in each, sparsity
+    rises. Between two points log(gain) is taken as linear. Speedups are not monotone (a kernel may switch), so the
+    last crossing counts: below it there may be isolated gains, above it there are no losses.
     """
-    losses = np.flatnonzero(gain < 1)
-    if losses.size == 0:
-        return float(sparsity[0])
-    last = losses[-1]
-    if last == len(gain) - 1:
-        return float("nan")
-    below, above = np.log(gain[last]), np.log(gain[last + 1])
-    return float(sparsity[last] + (sparsity[last + 1] - sparsity[last]) * below / (below - above))
+    if not len(starts):
+        return np.array([])
+    ends = np.append(starts[1:], len(gain))
+    last = np.maximum.reduceat(np.where(gain < 1, np.arange(len(gain)), -1), starts)
+    found = np.where(last < starts, sparsity[starts], np.nan)
+    inside = np.flatnonzero((last >= starts) & (last < ends - 1))
+    lower, upper = last[inside], last[inside] + 1
+    below, above = np.log(gain[lower]), np.log(gain[upper])
+    found[inside] = sparsity[lower] + (sparsity[upper] - sparsity[lower]) * below / (below - above)
+    return found
 
 
 def fastest_pattern(speedups: pd.DataFrame) -> pd.DataFrame:
@@ -172,10 +179,11 @@ def plain(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_place(frame: pd.DataFrame) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The rows of `frame` as dicts, by setting and shape, in their order: thousands of small frames would be slow."""
+    """The rows of `frame`, less NOT_SHOWN, as dicts by setting and shape: thousands of small frames would be slow."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in frame.to_dict("records"):
-        found.setdefault((row["setting"], row["shape"]), []).append({str(key): value for key, value in row.items()})
+    rows: list[dict[Any, Any]] = frame.drop(columns=NOT_SHOWN, errors="ignore").to_dict("records")
+    for row in rows:
+        found.setdefault((row["setting"], row["shape"]), []).append(row)
     return found
 
 
@@ -269,9 +277,9 @@ def _with_width(table: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(width=width).dropna(subset="width")
 
 
-def _labels(rows: pd.DataFrame, columns: list[str], label: Label) -> pd.Series:
+def _labels(rows: pd.DataFrame, columns: Sequence[str], label: Label) -> pd.Series:
     """`label(row)` of each distinct combination of `columns`, spread over the rows."""
-    group = rows.groupby(columns, dropna=False, sort=False).ngroup()
+    group = rows.groupby(list(columns), dropna=False, sort=False).ngroup()
     first = rows[~group.duplicated()]
     names = {group.loc[key]: label(row) for key, row in zip(first.index, first.to_dict("records"), strict=True)}
     return group.map(names).astype(object)

@@ -1,8 +1,9 @@
 """The charts, as plain plotly figures (dicts of `data` and `layout`), built without plotly.
 
-Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols and dashes repeat what the
-colour says. A colour that depends on the reader's light or dark theme is a token (`@ink`, `@muted`, `@panel`) that
-report.js replaces. Plotly reads a little HTML in its texts, so every name from outside goes through `plain`.
+Colours are those of Okabe and Ito 2008, which stay apart for colour-blind readers; symbols repeat what the colour
+says, and tell apart the patterns of one format with the dashes. A colour that depends on the reader's light or dark
+theme is a token (`@ink`, `@muted`, `@panel`, `@gain-cell`, `@loss-cell`) that report.js replaces. Plotly reads a
+little HTML in its texts, so every name from outside goes through `plain`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import html
 import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from latbench.report import units
+from sparse_kernels.patterns import VectorNM
 
 Figure = dict[str, Any]
 Record = Mapping[str, Any]
@@ -29,10 +32,37 @@ COLOURS = {
     "dense": "#8C8C8C",
 }
 OTHER_COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "star", "hexagon")
+SYMBOLS = {
+    "unstructured": "circle", "nm": "square", "vector": "diamond", "shflbw": "triangle-up", "block": "cross",
+    "dense": "hexagon",
+}  # fmt: skip
+OTHER_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+FILLS = ("", "-open", "-dot", "-open-dot")
 DASHES = ("solid", "dash", "dot", "dashdot")
-WHITE_ON = ("unstructured", "vector", "block")  # where white text reads better than black
+WHITE_ON = ("unstructured",)  # black text has a contrast of 4.5 or more on all others
 LOSS, GAIN = "#D55E00", "#0072B2"
+CELLS = [[0, "@loss-cell"], [0.5, "@panel"], [1, "@gain-cell"]]  # `@ink` can be read on all of it
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a pattern is drawn: `symbol` and `dash` as plotly names them."""
+
+    colour: str
+    symbol: str
+    dash: str
+
+
+def looks(patterns: Iterable[object]) -> dict[str, Look]:
+    """How to draw each pattern: its format has a colour and a symbol, patterns of one differ in filling and dash."""
+    seen: dict[str, int] = {}
+    found = {}
+    for pattern in sorted(set(map(str, patterns))):
+        kind = family(pattern)
+        index = seen[kind] = seen.get(kind, -1) + 1
+        fill, dash = FILLS[index % len(FILLS)], DASHES[index % len(DASHES)]
+        found[pattern] = Look(colour(kind), symbol(kind) + fill, dash)
+    return found
 
 
 def shape_view(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
@@ -45,12 +75,10 @@ def shape_view(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Fig
 
 def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
     data: list[Figure] = []
-    seen: dict[str, int] = {}
+    look_of = looks(start["pattern"] for start in break_evens)
     for start in sorted(break_evens, key=lambda row: str(row["pattern"])):
         rows = [row for row in speedups if row["pattern"] == start["pattern"]]
-        index = seen[start["format"]] = seen.get(start["format"], -1) + 1
-        colour = COLOURS.get(start["format"], OTHER_COLOURS[0])
-        name = plain(start["pattern"])
+        look, name = look_of[str(start["pattern"])], plain(start["pattern"])
         data.append({
             "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
             "x": short(100 * row["sparsity"] for row in rows), "y": short(row["speedup"] for row in rows),
@@ -58,8 +86,7 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
                 "type": "data", "array": short(row["speedup_high"] - row["speedup"] for row in rows),
                 "arrayminus": short(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
             },
-            "line": {"color": colour, "width": 2, "dash": DASHES[index % len(DASHES)]},
-            "marker": {"color": colour, "size": 8, "symbol": SYMBOLS[index % len(SYMBOLS)]},
+            **line_and_marker(look, 8),
             "text": [_point_text(row) for row in rows],
             "hovertemplate": f"<b>{name}</b> at %{{x:.3~f}}%<br>%{{y:.3~r}}× dense<br>%{{text}}<extra></extra>",
         })  # fmt: skip
@@ -67,7 +94,7 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
             data.append({
                 "type": "scatter", "mode": "markers", "name": f"{name} break-even", "legendgroup": name,
                 "showlegend": False, "x": [round(100 * float(start["break_even"]), 2)], "y": [1],
-                "marker": {"symbol": "circle-open", "size": 13, "color": colour, "line": {"width": 3}},
+                "marker": {"symbol": "circle-open", "size": 13, "color": look.colour, "line": {"width": 3}},
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
     engine, seconds = plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
@@ -102,15 +129,14 @@ def _heat(speedups: Sequence[Record]) -> Figure:
         "z": [[None if gain is None else round(math.log2(gain), 2) for gain in row] for row in grid],
         "text": [["" if gain is None else units.ratio(gain) for gain in row] for row in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
-        "colorscale": [[0, LOSS], [0.5, "@panel"], [1, GAIN]],
-        "texttemplate": "%{text}", "textfont": {"size": 12},
+        "colorscale": CELLS, "texttemplate": "%{text}", "textfont": {"size": 12, "color": "@ink"},
         "hovertemplate": "<b>%{y}</b> at %{x}<br>%{text} dense<extra></extra>",
     }  # fmt: skip
     layout = {
-        "xaxis": {"type": "category", "showgrid": False},
+        "xaxis": {"type": "category", "showgrid": False, "title": {"text": "sparsity"}},
         "yaxis": {"type": "category", "showgrid": False},
-        "height": 60 + 34 * len(patterns),
-        "margin": {"t": 12, "b": 30},
+        "height": 90 + 34 * len(patterns),
+        "margin": {"t": 12, "b": 48},
     }
     return {"data": [heat], "layout": layout}
 
@@ -130,7 +156,7 @@ def noise(curve: pd.DataFrame) -> Figure:
     layout = {
         "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
                   **log_ticks(low, high, "%")},
-        "yaxis": {"title": {"text": "rows"}, "ticksuffix": "%", "range": [0, 102]},
+        "yaxis": {"title": {"text": "points"}, "ticksuffix": "%", "range": [0, 102]},
         "height": 340,
     }  # fmt: skip
     return {"data": data, "layout": layout}
@@ -177,7 +203,7 @@ def profile(layers: pd.DataFrame) -> Figure:
     data = []
     for pattern, rows in layers.groupby("pattern", sort=True):
         name = plain(pattern)
-        family = str(pattern).split(":")[0]
+        kind = family(pattern)
         data.append({
             "type": "bar", "orientation": "h", "name": name, "y": [plain(layer) for layer in rows["name"]],
             "x": short(rows["seconds"] / scale),
@@ -186,10 +212,10 @@ def profile(layers: pd.DataFrame) -> Figure:
                 "arrayminus": short((rows["seconds"] - rows["low"]) / scale),
                 "color": "@ink", "thickness": 1, "width": 3,
             },
-            "marker": {"color": COLOURS.get(family, OTHER_COLOURS[0])},
+            "marker": {"color": colour(kind)},
             "text": [units.percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
             "textposition": "inside", "insidetextanchor": "start",
-            "textfont": {"color": "#ffffff" if family in WHITE_ON else "#000000"},
+            "textfont": {"color": "#ffffff" if kind in WHITE_ON else "#000000"},
             "hovertemplate": f"<b>%{{y}}</b><br>{name}, %{{text}}<br>%{{x:.3~r}} {unit}<extra></extra>",
         })  # fmt: skip
     layout = {
@@ -247,9 +273,11 @@ def line_at(x: float | None = None, y: float | None = None) -> Figure:
 
 
 def log_ticks(low: float, high: float, suffix: str) -> Figure:
-    """1, 2, 5 in every decade that an axis from `low` to `high` shows, or 1 alone where there are many decades."""
+    """1, 2, 5 in every decade that an axis from `low` to `high` shows, more on a short one, 1 alone on a long one."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    digits: tuple[float, ...] = (1, 2, 5) if last - first <= 3 else (1,)
+    if high < 6 * low:
+        digits = (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
     ticks = [digit * 10.0**decade for decade in range(first, last + 1) for digit in digits]
     return {"tickvals": ticks, "ticktext": [f"{tick:g}{suffix}" for tick in ticks]}
 
@@ -264,9 +292,28 @@ def time_axis(title: str, low: float, high: float) -> Figure:
     }  # fmt: skip
 
 
+def family(pattern: object) -> str:
+    """The format of a pattern, by its name."""
+    name = str(pattern).split(":")[0]
+    return VectorNM.format if name == "vectornm" else name
+
+
 def colour(pattern_format: str) -> str:
     """The colour of a format, one for all that have none of their own."""
     return COLOURS.get(pattern_format, OTHER_COLOURS[0])
+
+
+def symbol(pattern_format: str) -> str:
+    """The symbol of a format, one for all that have none of their own."""
+    return SYMBOLS.get(pattern_format, "star")
+
+
+def line_and_marker(look: Look, size: int) -> Figure:
+    """`line` and `marker` of a trace; an open marker has a line that is seen."""
+    marker = {"color": look.colour, "size": size, "symbol": look.symbol}
+    if "open" in look.symbol:
+        marker["line"] = {"width": 2}
+    return {"line": {"color": look.colour, "width": 2, "dash": look.dash}, "marker": marker}
 
 
 def thinned(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:

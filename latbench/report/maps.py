@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.report import data, units
-from latbench.report.figures import GAIN, LOSS, Figure, plain
+from latbench.report.figures import CELLS, Figure, plain
 from latbench.report.views import Chart, Section
 
 SHAPES = 40  # rows of a map: with more, no label can be read
@@ -25,8 +25,8 @@ def section(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[
     """Every slice of the map at the first of `places`."""
     shown = list(places[:SHAPES])
     sentences = [
-        "Colour and number are the speedup over the fastest dense engine: blue is faster, orange slower, and what is "
-        "near to white makes no difference. To the right of the line sparse is faster up to the highest sparsity "
+        "Colour and number are the speedup over the fastest dense engine: blue is faster, orange slower, and the "
+        "fainter, the smaller the difference. To the right of the line sparse is faster up to the highest sparsity "
         "measured; where it runs along the right edge, nothing there pays. Its tooltip tells the break-even sparsity."
     ]
     if len(shown) < len(places):
@@ -66,7 +66,9 @@ def slices(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[P
         found = {(*place_of(row), row["pattern"]): row for row in here[here["sparsity"] == level].to_dict("records")}
         own = [pattern for pattern in patterns if any(key[-1] == pattern for key in found)]
         grid = [[found.get((*place, pattern)) for pattern in own] for place in places]
-        figures.append((f"all patterns at {units.percent(level)}", _map(grid, list(map(plain, own)), labels, limit)))
+        figures.append(
+            (f"all patterns at {units.percent(level)}", _map(grid, list(map(plain, own)), labels, limit, "pattern"))
+        )
     return figures
 
 
@@ -84,9 +86,14 @@ def spread(sparsities: np.ndarray) -> list[float]:
 
 
 def heat_map(
-    grid: Sequence[Sequence[tuple[float, str] | None]], columns: Sequence[str], rows: Sequence[str], limit: float
+    grid: Sequence[Sequence[tuple[float, str] | None]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    limit: float,
+    title: str = "sparsity",
 ) -> Figure:
-    """A map of ratios, each with what its tooltip says; `limit`: log2 of the one that has the deepest colour.
+    """A map of ratios, each with what its tooltip says; `limit`: log2 of the one that has the deepest colour; `title`
+    says what the columns are.
 
     Axes count rows and columns from 0, so that lines can be drawn between them.
     """
@@ -96,19 +103,19 @@ def heat_map(
         "text": [["" if cell is None else _brief(cell[0]) for cell in line] for line in grid],
         "hovertext": [["" if cell is None else cell[1] for cell in line] for line in grid],
         "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
-        "colorscale": [[0, LOSS], [0.5, "@panel"], [1, GAIN]],
-        "texttemplate": "%{text}", "textfont": {"size": 12}, "hovertemplate": "%{hovertext}<extra></extra>",
+        "colorscale": CELLS, "texttemplate": "%{text}", "textfont": {"size": 12, "color": "@ink"},
+        "hovertemplate": "%{hovertext}<extra></extra>",
     }  # fmt: skip
     layout = {
         "xaxis": {
             "tickvals": list(range(len(columns))), "ticktext": list(columns), "showgrid": False, "side": "top",
-            "range": [-0.5, len(columns) - 0.5],
+            "range": [-0.5, len(columns) - 0.5], "title": {"text": title},
         },
         "yaxis": {
             "tickvals": list(range(len(rows))), "ticktext": list(rows), "showgrid": False,
             "range": [len(rows) - 0.5, -0.5],
         },
-        "showlegend": False, "margin": {"t": 34, "b": 10}, "height": 50 + 30 * len(rows),
+        "showlegend": False, "margin": {"t": 58, "b": 10}, "height": 74 + 30 * len(rows),
     }  # fmt: skip
     return {"data": [heat], "layout": layout}
 
@@ -119,10 +126,14 @@ def _brief(ratio: float) -> str:
 
 
 def _map(
-    grid: Iterable[Sequence[Record | None]], columns: Sequence[str], rows: Sequence[str], limit: float
+    grid: Iterable[Sequence[Record | None]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    limit: float,
+    title: str = "sparsity",
 ) -> Figure:
     cells = [[None if row is None else (float(row["speedup"]), _hover(row)) for row in line] for line in grid]
-    return heat_map(cells, columns, rows, limit)
+    return heat_map(cells, columns, rows, limit, title)
 
 
 def _hover(row: Record) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,20 @@ import pandas as pd
 from latbench.report import data, units
 from latbench.report.content import Content
 from latbench.report.views import Cell, Section, Table, Tile, table
+from sparse_kernels import patterns
 
 if TYPE_CHECKING:
     from search.profile import Profile
     from search.verify import Verdict
 
+MEANINGS = {
+    patterns.Unstructured: "each weight on its own",
+    patterns.NM: "{keep} of {of} neighbours in a row are kept",
+    patterns.VectorWise: "{v} rows of a column at once",
+    patterns.VectorNM: "{v} rows of a column at once, {keep} of {of} neighbours are kept",
+    patterns.ShflBW: "{v} rows of a column at once, after rows were put in a new order",
+    patterns.BlockWise: "blocks of {rows} rows and {cols} columns",
+}
 MOST_TOLD = 100.0  # a ceiling beyond it says no more than that next to nothing is fixed
 
 Record = Mapping[str, Any]
@@ -54,6 +63,7 @@ def what_pays(content: Content, device: str) -> Headline:
         f"On {device}: {_uses(uses, shapes)} Every speedup is over the fastest dense engine at the same shape. "
         f"At {at}, {gains} of {_things(len(at_level), 'shape')} gain"
         + (f", {certain} of them beyond doubt: the whole 95% interval lies above 1×." if gains else ".")
+        + (" Only time is compared: what accuracy a pattern costs is another matter." if gains else "")
     )  # fmt: skip
     noise = content.noise
     width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
@@ -196,9 +206,22 @@ def section(content: Content, places: Sequence[tuple[str, str]], headline: Headl
         notes=[
             "≈ marks a difference within the 95% intervals of the two times. At one sparsity the patterns do not "
             "cost the same accuracy: unstructured costs least, then N:M, shuffled and plain vectors, then blocks. A "
-            "layer a → b has a inputs and b outputs; n counts the tokens of a call."
+            "layer a → b has a inputs and b outputs; n counts the tokens of a call.",
+            *filter(None, [glossary(content.speedups["pattern"].unique())]),
         ],
     )  # fmt: skip
+
+
+def glossary(names: Iterable[str]) -> str:
+    """What the names of patterns mean, in a sentence; empty where none is known."""
+    texts = []
+    for name in sorted(names):
+        try:
+            pattern = patterns.parse(name)
+        except ValueError:  # of a table from elsewhere
+            continue
+        texts.append(f"{name}: {MEANINGS[type(pattern)].format(**vars(pattern))}")
+    return f"What is pruned together: {'; '.join(texts)}." if texts else ""
 
 
 def _gain(row: Record, strongest: float) -> Cell:

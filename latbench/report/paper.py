@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from latbench.errors import EnvironmentUnusable
 from latbench.files import write_bytes_atomically, write_text_atomically
 from latbench.report import data, maps, trade_off, units
 from latbench.report.content import Content
-from latbench.report.figures import COLOURS, GAIN, LOSS, OTHER_COLOURS, colour
+from latbench.report.figures import COLOURS, DASHES, GAIN, LOSS, OTHER_COLOURS, Look, colour, family, looks, symbol
 from latbench.report.inputs import Inputs
 
 COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
@@ -30,7 +30,11 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 PANELS = 6  # shapes of the figure of speedups
 MAP_ROWS = 24
-MARKERS = "osD^vP*X"
+MARKERS = {
+    "circle": "o", "square": "s", "diamond": "D", "triangle-up": "^", "cross": "P", "hexagon": "h", "star": "*",
+}  # fmt: skip
+LINES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
+FILLS = {"": "full", "-open": "none", "-dot": "left", "-open-dot": "bottom"}
 
 Draw = Callable[[Any, pd.DataFrame], None]
 
@@ -84,17 +88,17 @@ def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
     if content.trade_offs is not None and inputs.profile is not None:
         chosen = inputs.profile
         point = (chosen.predicted_seconds, chosen.predicted_low, chosen.predicted_high, chosen.error)
-        found["frontier"] = Drawing(content.trade_offs, lambda figure, rows: _frontier(figure, rows, point), 2.6)
+        found["frontier"] = Drawing(content.trade_offs, lambda figure, rows: _frontier(figure, rows, point), 3.0)
     if content.accuracy is not None:
         methods = content.accuracy.loc[content.accuracy["pattern"] != "dense", "method"].nunique()
-        found["accuracy"] = Drawing(content.accuracy, _accuracy, 2.2 * max(1, methods))
+        found["accuracy"] = Drawing(content.accuracy, _accuracy, 0.4 + 2.0 * max(1, methods))
     shown = data.at(content.speedups, content.places[:PANELS])
     found["speedup"] = Drawing(shown, _speedups, 0.7 + 1.5 * math.ceil(min(PANELS, len(content.places)) / 3), PAGE)
     places = content.places[:MAP_ROWS]
     best = data.at(data.fastest_pattern(content.speedups), places)
     starts = data.at(content.break_evens, places).groupby(data.PLACE)["break_even"].min().rename("break_even")
     rows = best.merge(starts.reset_index(), on=data.PLACE)
-    found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.6 + 0.22 * len(places), PAGE)
+    found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.8 + 0.22 * len(places), PAGE)
     if len(content.roofline):
         found["roofline"] = Drawing(content.roofline, _roofline, 2.6)
     if content.held_out is not None:
@@ -120,7 +124,7 @@ def _profile(figure: Any, rows: pd.DataFrame) -> None:
         f"{row.name_} {row.pattern}" + (f" {units.percent(row.sparsity)}" if row.sparsity else "")
         for row in rows.rename(columns={"name": "name_"}).itertuples()
     ]
-    _bars(axes, rows, scale, [colour(str(spec).split(":")[0]) for spec in rows["pattern"]], names)
+    _bars(axes, rows, scale, [colour(family(pattern)) for pattern in rows["pattern"]], names)
     axes.set_xlabel(f"predicted time, {unit}")
 
 
@@ -136,43 +140,67 @@ def _frontier(figure: Any, rows: pd.DataFrame, chosen: tuple[float, float, float
     rows = rows[rows["error"] > 0]
     line = rows[rows["kind"] == trade_off.EFFICIENT]
     axes.step(line["seconds"] * 1e3, line["error"], where="post", color="black", label="least error")
-    for pattern, own in rows[rows["kind"] == trade_off.UNIFORM].groupby("pattern", sort=True):
-        axes.plot(
-            own["seconds"] * 1e3, own["error"], "o", color=colour(str(pattern).split(":")[0]), label=f"all {pattern}"
-        )
+    uniform = rows[rows["kind"] == trade_off.UNIFORM]
+    look_of = looks(uniform["pattern"])
+    for pattern, own in uniform.groupby("pattern", sort=True):
+        style = _style(look_of[str(pattern)]) | {"linestyle": ""}
+        axes.plot(own["seconds"] * 1e3, own["error"], label=f"all {pattern}", **style)
     *ends, error = chosen
     seconds, low, high = (1e3 * end for end in ends)
     axes.errorbar(
-        [seconds],
-        [error],
-        xerr=[[seconds - low], [high - seconds]],
-        fmt="*",
-        markersize=9,
-        color=GAIN,
-        label="chosen",
-    )
-    axes.set(xlabel="whole model, ms", ylabel="total error of layers", yscale="log")
-    axes.legend(frameon=False)
+        [seconds], [error], xerr=[[seconds - low], [high - seconds]], fmt="*", markersize=9, color=GAIN,
+        markeredgecolor="black", markeredgewidth=0.5, label="chosen",
+    )  # fmt: skip
+    axes.set(xlabel="whole model, ms", ylabel="total error of layers", xscale="log", yscale="log")
+    _plain_ticks(axes.xaxis)
+    _legend_above(figure, [axes], columns=3)
 
 
 def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
     sparse, dense = rows[rows["pattern"] != "dense"], rows[rows["pattern"] == "dense"]
     scale = 100 if rows["accuracy"].between(0, 1).all() else 1
     methods = sorted(sparse["method"].unique())
-    panels = np.atleast_1d(figure.subplots(max(1, len(methods)), 1, sharex=True))
+    panels = np.atleast_1d(figure.subplots(max(1, len(methods)), 1, sharex=True, sharey=True))
+    look_of = looks(sparse["pattern"])
     for axes, method in zip(panels, methods, strict=False):
-        own = sparse[sparse["method"] == method]
-        for index, (pattern, line) in enumerate(own.groupby("pattern", sort=True)):
+        for pattern, line in sparse[sparse["method"] == method].groupby("pattern", sort=True):
             half = (line["high"] - line["accuracy"]).fillna(0.0) * scale
             axes.errorbar(
-                line["speedup"], line["accuracy"] * scale, yerr=half, label=str(pattern),
-                color=colour(str(pattern).split(":")[0]), marker=MARKERS[index % len(MARKERS)],
+                line["speedup"], line["accuracy"] * scale, yerr=half, label=str(pattern), elinewidth=0.6,
+                **_style(look_of[str(pattern)]),
             )  # fmt: skip
         if len(dense):
-            axes.axhline(scale * dense["accuracy"].max(), color="black", linestyle="--", linewidth=0.8)
-        axes.set(title=method, ylabel="accuracy, %" if scale == 100 else "accuracy")
-        axes.legend(frameon=False)
-    panels[-1].set_xlabel("measured speedup over the fastest dense engine")
+            axes.axhline(scale * dense["accuracy"].max(), color="black", linestyle="--", linewidth=0.8, label="dense")
+        axes.set(title=method, ylabel="accuracy, %" if scale == 100 else "accuracy", xscale="log")
+        _plain_ticks(axes.xaxis)
+    panels[-1].set_xlabel("measured speedup over the fastest dense engine (×)")
+    _legend_above(figure, panels, columns=3)
+
+
+def _style(look: Look) -> dict[str, Any]:
+    """How matplotlib draws what the page draws so."""
+    shape = look.symbol.removesuffix("-dot").removesuffix("-open")
+    fill = FILLS[look.symbol.removeprefix(shape)]
+    return {"color": look.colour, "linestyle": LINES[look.dash], "marker": MARKERS[shape], "fillstyle": fill}
+
+
+def _plain_ticks(axis: Any) -> None:
+    """1, 2, 5, 10 on a logarithmic axis, 1 and 10 alone on a long one, and not powers of ten."""
+
+    def between(value: float, _: Any) -> str:
+        low, high = axis.get_view_interval()
+        return f"{value:g}" if f"{value:e}"[0] in "25" and high < 500 * low else ""
+
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(between)
+
+
+def _legend_above(figure: Any, panels: Iterable[Any], columns: int) -> None:
+    """One legend for all panels, where it covers nothing."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False)
 
 
 def _speedups(figure: Any, rows: pd.DataFrame) -> None:
@@ -180,10 +208,10 @@ def _speedups(figure: Any, rows: pd.DataFrame) -> None:
     columns = min(3, len(places))
     grid = figure.subplots(math.ceil(len(places) / columns), columns, sharex=True, sharey=True, squeeze=False)
     panels = grid.ravel()
-    patterns = sorted(rows["pattern"].unique())
+    look_of = looks(rows["pattern"])
     for axes, (setting, shape) in zip(panels, places, strict=False):
         own = rows[(rows["setting"] == setting) & (rows["shape"] == shape)]
-        for index, pattern in enumerate(patterns):
+        for pattern, look in look_of.items():
             line = own[own["pattern"] == pattern].sort_values("sparsity")
             if len(line):
                 ends = np.abs(
@@ -191,22 +219,18 @@ def _speedups(figure: Any, rows: pd.DataFrame) -> None:
                 )
                 axes.errorbar(
                     100 * line["sparsity"], line["speedup"], yerr=ends, label=pattern, elinewidth=0.6,
-                    color=colour(str(line["format"].iloc[0])), marker=MARKERS[index % len(MARKERS)],
+                    **_style(look),
                 )  # fmt: skip
         axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "25" else "")
+        _plain_ticks(axes.yaxis)
         axes.set_title(data.place_label(setting, shape), fontsize=6)
     for empty in range(len(places), len(panels)):  # the panel above one is the last of its column
         panels[empty].set_visible(False)
         panels[empty - columns].xaxis.set_tick_params(labelbottom=True)
     figure.supxlabel("sparsity, %", fontsize=8)
     figure.supylabel("speedup over the fastest dense engine", fontsize=8)
-    handles: dict[str, Any] = {}
-    for axes in panels[: len(places)]:
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, frameon=False)
+    _legend_above(figure, panels[: len(places)], columns=4)
 
 
 def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None:
@@ -224,13 +248,20 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
         if not math.isnan(gain):
             dark = abs(math.log2(gain)) > 0.7 * limit
             axes.text(
-                column, row, f"{gain:.2g}", ha="center", va="center", fontsize=6, color="white" if dark else "black"
+                column,
+                row,
+                f"{gain:.1f}" if gain < 9.95 else f"{gain:.0f}",
+                ha="center",
+                va="center",
+                fontsize=6,
+                color="white" if dark else "black",
             )
     x = np.array([_position(starts[place], columns) for place in places])
     axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
     axes.set_xticks(range(len(columns)), [units.percent(sparsity) for sparsity in columns])
     axes.set_yticks(range(len(places)), [data.place_label(*place) for place in places])
-    axes.set_xlabel("sparsity; line: break-even")
+    axes.set_title("speedup of the fastest pattern over the fastest dense engine")
+    axes.set_xlabel("sparsity (line: break-even)")
 
 
 def _position(start: float, columns: list[float]) -> float:
@@ -246,12 +277,13 @@ def _roofline(figure: Any, rows: pd.DataFrame) -> None:
         axes.plot(
             own["flop_per_byte"],
             own["flop_per_second"] / 1e9,
-            ".",
+            MARKERS[symbol(str(name))],
             color=colour(str(name)),
             label=str(name),
+            markersize=2.5,
             alpha=0.7,
         )
-    axes.set(xscale="log", yscale="log", xlabel="operations on kept weights a byte", ylabel="GFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="operations on kept weights per byte", ylabel="GFLOP/s")
     axes.legend(frameon=False)
 
 
@@ -262,12 +294,13 @@ def _predictions(figure: Any, rows: pd.DataFrame) -> None:
             "measured"
         ].to_numpy(float)
         axes.errorbar(
-            own["measured"] * 1e6, own["ratio"], yerr=np.nan_to_num(ends), fmt=".", color=colour(str(name)),
-            label=str(name), elinewidth=0.5,
+            own["measured"] * 1e6, own["ratio"], yerr=np.nan_to_num(ends), fmt=MARKERS[symbol(str(name))],
+            color=colour(str(name)), label=str(name), elinewidth=0.5, markersize=2.5,
         )  # fmt: skip
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
     axes.set(xscale="log", xlabel="measured, µs", ylabel="predicted / measured")
-    axes.legend(frameon=False)
+    _plain_ticks(axes.xaxis)
+    _legend_above(figure, [axes], columns=3)
 
 
 def _noise(figure: Any, rows: pd.DataFrame) -> None:
@@ -275,7 +308,8 @@ def _noise(figure: Any, rows: pd.DataFrame) -> None:
     for index, (backend, own) in enumerate(rows.groupby("backend", sort=True)):
         axes.plot(
             100 * own["width"].clip(lower=1e-5), 100 * own["share"], label=str(backend),
-            color=OTHER_COLOURS[index % len(OTHER_COLOURS)],
+            color=OTHER_COLOURS[index % len(OTHER_COLOURS)], linestyle=LINES[DASHES[index % len(DASHES)]],
         )  # fmt: skip
     axes.set(xscale="log", xlabel="width of the 95% interval, % of the median", ylabel="points, %")
+    _plain_ticks(axes.xaxis)
     axes.legend(frameon=False)

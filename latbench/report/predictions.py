@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.report import data, units
-from latbench.report.figures import COLOURS, Figure, colour, line_at, plain, short, thinned, time_axis
+from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
@@ -83,7 +83,7 @@ def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray)
     names = zip(rows["backend"], rows["kernel_requested"].fillna(""), strict=True)
     return pd.DataFrame({
         "shape": [data.shape_label(row) for row in rows.to_dict("records")],
-        "pattern": rows["pattern"].to_numpy(), "format": [str(spec).split(":")[0] for spec in rows["pattern"]],
+        "pattern": rows["pattern"].to_numpy(), "format": list(map(family, rows["pattern"])),
         "engine": [data.engine_name(*pair) for pair in names], "sparsity": rows["sparsity_target"].to_numpy(),
         "measured": seconds, "measured_low": rows["low_seconds"].to_numpy(float),
         "measured_high": rows["high_seconds"].to_numpy(float), "predicted": predicted, "low": low, "high": high,
@@ -123,7 +123,8 @@ def figure(rows: pd.DataFrame) -> Figure:
                 "arrayminus": _widths(ends["ratio"] - ends["low"]), "thickness": 1, "width": 0,
             },
             "marker": {
-                "color": colour(str(name)), "size": 8, "symbol": ["x" if wrong else "circle" for wrong in missed],
+                "color": colour(str(name)), "size": 8,
+                "symbol": ["x" if wrong else symbol(str(name)) for wrong in missed],
             },
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip

@@ -22,10 +22,11 @@
   });
 
   // The numbers in the cells of a map are left to the tooltip where they would run into each other.
-  const fitting = (trace, width) => {
+  const longest = (texts) => Math.max(...texts.flatMap((text) => String(text).split("<br>")).map((line) => line.length));
+  const fitting = (trace, width, labels) => {
     if (!trace.texttemplate) return trace;
-    const longest = Math.max(...trace.text.flat().map((text) => text.length));
-    return (width - (narrow.matches ? 110 : 220)) / trace.x.length < 7 * longest + 6 ? { ...trace, texttemplate: "" } : trace;
+    const room = (width - 40 - 7 * longest(labels ?? trace.y)) / trace.x.length;
+    return room < 7 * longest(trace.text.flat()) + 4 ? { ...trace, texttemplate: "" } : trace;
   };
 
   // A long label is broken in two at the comma nearest to its middle.
@@ -67,7 +68,7 @@
       width: printing.matches ? 640 : undefined, // A4 less its margins and the frame
       height: figure.layout.height * (narrow.matches && figure.layout.yaxis.ticktext?.some((l) => l.includes(", ")) ? 1.25 : 1),
     };
-    const data = figure.data.map((trace) => fitting(trace, layout.width ?? place.clientWidth));
+    const data = figure.data.map((trace) => fitting(trace, layout.width ?? place.clientWidth, layout.yaxis.ticktext));
     const config = { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover",
       modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] };
     return Plotly.react(place, themed(data, style), themed(layout, style), config);
@@ -75,6 +76,14 @@
 
   const places = [...document.querySelectorAll("[data-chart]")];
   const drawAll = () => Promise.all(places.map(draw));
+
+  // The keyboard stops at a table only where it scrolls.
+  const regions = [...document.querySelectorAll(".scroll")];
+  const fit = () => regions.forEach((region) => {
+    region.tabIndex = region.scrollWidth > region.clientWidth || region.scrollHeight > region.clientHeight ? 0 : -1;
+  });
+  fit();
+  addEventListener("resize", fit);
   for (const select of document.querySelectorAll("select[data-choose]")) {
     select.addEventListener("change", () => places.filter((p) => p.dataset.chart === select.dataset.choose).forEach(draw));
   }

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from latbench.report import units
-from latbench.report.figures import COLOURS, Figure, colour, log_ticks, plain, short, thinned
+from latbench.report.figures import COLOURS, Figure, colour, log_ticks, plain, short, symbol, thinned
 from latbench.report.views import Chart, Section, count_cell, share_cell, table
 
 POINTS = 4000  # that the chart carries, some 150 bytes each
@@ -91,15 +91,15 @@ def figure(rows: pd.DataFrame) -> Figure:
             "y": short(own["flop_per_second"] / 1e9),
             "marker": {
                 "color": colour(str(name)), "size": 7, "opacity": 0.9,
-                "symbol": "circle-open" if name == "dense" else "circle",
-            },
+                "symbol": symbol(str(name)) + ("-open" if name == "dense" else ""),
+            } | ({"color": "@ink", "line": {"width": 1.5}} if name == "dense" else {}),
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
     highest = max(rows["flop_per_second"].max(), roofs["roof_flop_per_second"].max() if len(roofs) else 0) / 1e9
     y = (float(rows["flop_per_second"].min() / 1e9), float(highest))
     x = (float(rows["flop_per_byte"].min()), float(rows["flop_per_byte"].max()))
     layout = {
-        "xaxis": {"title": {"text": "operations on kept weights a byte"}, **_axis(x)},
+        "xaxis": {"title": {"text": "operations on kept weights per byte"}, **_axis(x)},
         "yaxis": {"title": {"text": "GFLOP/s"}, **_axis(y)},
         "height": 460,
     }

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
+from latbench import bundled
 from latbench.report import data, figures, overview, predictions, ranking, units
 from latbench.report.content import Content
 from latbench.report.inputs import Inputs
@@ -29,13 +31,11 @@ FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover al
 def shapes(content: Content, places: Sequence[Place]) -> Section:
     """Of each of `places`: speedup over sparsity, the same as a map, and all kernels ranked; break-evens of all."""
     choices: list[tuple[str, Mapping[str, figures.Figure]]] = []
-    points = 0
-    gains, starts = (data.by_place(data.at(frame, places)) for frame in (content.speedups, content.break_evens))
-    ranked = data.by_place(data.at(ranking.at_levels(content.ranked, content.speedups), places))
-    for place in places:
-        points += len(gains[place]) + len(ranked[place])
-        if choices and points > CHART_POINTS:
-            break
+    ordered = ranking.at_levels(content.ranked, content.speedups)
+    drawn = _that_fit(places, content.speedups, ordered)
+    gains, ranked = (data.by_place(data.at(frame, drawn)) for frame in (content.speedups, ordered))
+    starts = data.by_place(data.at(content.break_evens, places))
+    for place in drawn:
         rank = ranking.figure(ranked[place], gains[place][0]["dense_seconds"])
         choices.append((data.place_label(*place), {**figures.shape_view(gains[place], starts[place]), "rank": rank}))
     sentences = [
@@ -52,14 +52,28 @@ def shapes(content: Content, places: Sequence[Place]) -> Section:
             f"{units.count(left_out)} sparse points have no dense time at their shape and setting, "
             "so no speedup: sweep a dense engine at these shapes to see them."
         )
-    overall = ranking.summary(ranking.at_levels(content.ranked, content.speedups))
-    chart = Chart("shapes", "Speedup over sparsity, the same as a map, and all kernels in order", choices=choices,
-                  label="Layer shape")  # fmt: skip
+    overall = ranking.summary(ordered)
+    titles = {
+        "lines": "Speedup over sparsity",
+        "heat": "The same as a map",
+        "rank": "Every engine and pattern in order",
+    }
+    chart = Chart("shapes", "One shape: speedups and kernels", choices=choices, label="Layer shape", titles=titles)
     tables = [
-        ("Break-even sparsity: from there on the pattern is faster than dense", _break_even(starts, places)),
+        (
+            "Break-even sparsity: from there on the pattern is faster than dense (≈: not beyond the noise)",
+            _break_even(starts, places),
+        ),
         ("Kernels over all shapes: how often each is the fastest at its sparsity", ranking.summary_table(overall)),
     ]
     return Section("shapes", "Shape by shape, kernel by kernel", sentences, [chart], tables)
+
+
+def _that_fit(places: Sequence[Place], *frames: pd.DataFrame) -> Sequence[Place]:
+    """The first of `places`, one at least, that have no more than CHART_POINTS rows in these frames."""
+    counts = [frame.groupby(data.PLACE, sort=False).size().to_dict() for frame in frames]
+    points = np.cumsum([sum(count.get(place, 0) for count in counts) for place in places])
+    return places[: max(1, int(np.searchsorted(points, CHART_POINTS, side="right")))]
 
 
 def _listed(levels: Sequence[float]) -> str:
@@ -82,7 +96,12 @@ def _start_cell(start: Mapping[str, Any]) -> Cell:
     if math.isnan(start["break_even"]):
         return Cell("never", 2.0, best, -0.35)  # sorts after every sparsity
     text = units.percent(round(start["break_even"], 3))
-    return Cell(f"≤ {text}" if start["at_lowest"] else text, start["break_even"], best, 1 - start["break_even"])
+    if start["sparsities"] == 1:
+        text = f"at {text}"
+    elif start["at_lowest"]:
+        text = f"≤ {text}"
+    unsure = math.isnan(start["certain"])
+    return Cell("≈ " * unsure + text, start["break_even"], best, 0.0 if unsure else 1 - start["break_even"])
 
 
 def environment(inputs: Inputs) -> Section:
@@ -159,7 +178,7 @@ def noise(inputs: Inputs, content: Content) -> Section:
         for row in widths.to_dict("records")
     ]  # fmt: skip
     ended = [[row.pop("backend"), *(count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
-    heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#noisy points"]
+    heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#still noisy"]
     tables = [
         ("Noise by engine and format", table(heads, spread)),
         (
@@ -250,11 +269,11 @@ def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Se
         sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
     rows = [
-        [row["name"], row["kind"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
+        [row["name"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
          Cell(units.ratio(verdict.dense_seconds / row["seconds"]), verdict.dense_seconds / row["seconds"])]
         for row in times.to_dict("records")
     ]  # fmt: skip
-    heads = ["what", "kind", "#time", "#speedup"]
+    heads = ["what", "#time", "#speedup"]
     return Section(
         "promise",
         "Promised and measured",
@@ -266,7 +285,7 @@ def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Se
 
 def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
     """Where it all comes from: files with their hashes, versions, the command; whether the files belong together."""
-    files = [[source.role, str(source.path), source.digest[:16]] for source in inputs.sources]
+    files = [[source.role, bundled.said(source.path), source.digest[:16]] for source in inputs.sources]
     tables = [("Files", table(["what", "file", "hash"], files)), *made_with(command)]
     return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
 

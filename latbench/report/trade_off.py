@@ -17,7 +17,18 @@ import pandas as pd
 from latbench import workloads
 from latbench.errors import BadData
 from latbench.report import data, units
-from latbench.report.figures import GAIN, LOSS, Figure, colour, line_at, plain, short, time_axis
+from latbench.report.figures import (
+    GAIN,
+    LOSS,
+    Figure,
+    line_and_marker,
+    line_at,
+    log_ticks,
+    looks,
+    plain,
+    short,
+    time_axis,
+)
 from latbench.report.views import Cell, Chart, Section, table
 from search import layer_errors
 from search.frontier import frontier
@@ -136,15 +147,19 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget
         "text": [units.ratio(value) for value in efficient["speedup"]],
         "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra>least error</extra>",
     }]  # fmt: skip
-    for pattern, own in shown[shown["kind"] == UNIFORM].groupby("pattern", sort=True):
+    uniform = shown[shown["kind"] == UNIFORM]
+    look_of = looks(uniform["pattern"])
+    for pattern, own in uniform.groupby("pattern", sort=True):
         traces.append({
             "type": "scatter", "mode": "markers", "name": f"all {plain(pattern)}",
             "x": short(own["seconds"]), "y": short(own["error"]),
-            "marker": {"color": colour(str(pattern).split(":")[0]), "size": 8},
+            "marker": line_and_marker(look_of[str(pattern)], 8)["marker"],
             "text": [f"all {plain(row['name'])}: {units.ratio(row['speedup'])}" for row in own.to_dict("records")],
             "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra></extra>",
         })  # fmt: skip
     times = [float(shown["seconds"].min()), float(shown["seconds"].max()), budget]
+    lost = [*shown["error"], profile.error or math.inf]
+    errors = float(min(lost)), float(shown["error"].max())
     promised = profile.predicted_seconds, profile.predicted_low, profile.predicted_high
     if profile.error > 0:
         traces.append(_point("chosen", *promised, profile.error, "star", GAIN))
@@ -154,7 +169,7 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget
         times.append(verdict.measured_seconds)
     layout = {
         "xaxis": time_axis("whole model", min(times), max(times)),
-        "yaxis": {"title": {"text": "total error of layers"}, "type": "log", "exponentformat": "power", "dtick": 1},
+        "yaxis": {"title": {"text": "total error of layers"}, "type": "log", **log_ticks(*errors, "")},
         "shapes": [line_at(x=budget)],
         "annotations": [{
             "text": "target", "x": math.log10(budget), "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",

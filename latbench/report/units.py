@@ -73,6 +73,9 @@ def _digits(value: float) -> str:
     """Three significant digits without an exponent."""
     if value == 0:
         return "0"
+    text = f"{value:#.3g}"
+    if "e" not in text:
+        return text.removesuffix(".")
     decimals = max(0, 2 - math.floor(math.log10(abs(float(f"{value:.2e}")))))
     return f"{value:.{decimals}f}"
 

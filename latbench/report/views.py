@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from latbench.report import units
@@ -66,7 +66,7 @@ class Section:
 @dataclass(frozen=True)
 class Chart:
     """A chart and its caption. With `choices` it shows one of several, chosen by the reader: each is one figure or
-    more by the name of the part of the chart that they are.
+    more by the name of the part of the chart that they are; `titles` head the parts.
     """
 
     name: str
@@ -74,6 +74,7 @@ class Chart:
     figure: dict[str, Any] | None = None
     choices: Sequence[tuple[str, Mapping[str, dict[str, Any]]]] = ()
     label: str = ""
+    titles: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parts(self) -> list[str]:

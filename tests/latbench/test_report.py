@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -22,10 +23,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from latbench import tables
+from latbench import bundled, places, tables
 from latbench.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import data, html, inputs, summary
+from latbench.report import content as contents
+from latbench.report import data, figures, html, inputs, paper, summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
@@ -121,14 +123,61 @@ def test_the_page_loads_nothing_and_runs_only_its_own_scripts(page: str) -> None
     assert policy
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy.split(";")[1]
-    figures, *scripts = found.scripts
+    charts, *scripts = found.scripts
     allowed = set(re.findall(r"'sha256-([^']+)'", policy))
     assert {base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts} == allowed
-    assert json.loads(figures).keys() == {
+    assert json.loads(charts).keys() == {
         "promise", "profile", "frontier", "accuracy", "map", "shapes", "roofline", "predictions", "model", "noise",
     }  # fmt: skip
     assert page.count("plotly.js v") == 1
     assert "\r" not in page  # a parser would read another text than was hashed
+
+
+def test_headings_follow_each_other_and_charts_and_tables_have_names(page: str) -> None:
+    found = Structure(page)
+    levels = [int(tag[1]) for tag, _ in found.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    charts = [attributes for _, attributes in found.tags if "data-chart" in attributes]
+    assert charts
+    assert all(chart["role"] == "img" and chart["aria-label"] for chart in charts)
+    assert all(attributes["aria-label"] for _, attributes in found.tags if attributes.get("role") == "region")
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours as #rrggbb: WCAG 2.2, relative luminance."""
+
+    def luminance(colour: str) -> float:
+        channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def themes() -> dict[str, dict[str, str]]:
+    """The colours of the style sheet by theme and name, those of a theme over the light ones."""
+    light, dark, printed = re.findall(r":root \{(.*?)\}", html._asset("report.css"), re.DOTALL)
+    named = [re.findall(r"--([a-z-]+): (#[0-9a-f]{3,6});", text) for text in (light, dark, printed)]
+    whole = [{name: f"#{c[1] * 2}{c[2] * 2}{c[3] * 2}" if len(c) == 4 else c for name, c in own} for own in named]
+    return {"light": whole[0], "dark": whole[0] | whole[1], "print": whole[0] | whole[2]}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", "print"])
+def test_texts_have_the_contrast_of_wcag_aa(theme: str) -> None:
+    colours = themes()[theme]
+    for text, ground in itertools.product(("ink", "muted"), ("paper", "panel")):
+        assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+    assert contrast(colours["accent"], colours["paper"]) >= 4.5
+    for end in ("gain-cell", "loss-cell"):  # of maps, whose colours run from here to the panel's
+        assert contrast(colours["ink"], colours[end]) >= 4.5, end
+
+
+def test_texts_on_bars_have_the_contrast_of_wcag_aa() -> None:
+    for name, colour in figures.COLOURS.items():
+        assert contrast("#ffffff" if name in figures.WHITE_ON else "#000000", colour) >= 4.5, name
 
 
 def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -153,7 +202,7 @@ def test_hostile_names_stay_text(tmp_path: Path, rng: np.random.Generator) -> No
 def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
     import plotly.graph_objects as graph
 
-    colours = {"@ink": "#000000", "@muted": "#777777", "@panel": "#eeeeee"}
+    colours = {f"@{name}": colour for name, colour in themes()["light"].items()}
     checked = 0
 
     def themed(value: Any) -> Any:
@@ -164,10 +213,10 @@ def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
         return colours.get(value, value) if isinstance(value, str) else value
 
     for entry in json.loads(Structure(page).scripts[0]).values():
-        figures = (
+        drawn = (
             [entry["figure"]] if "figure" in entry else [f for choice in entry["choices"] for f in choice.values()]
         )
-        for figure in figures:
+        for figure in drawn:
             graph.Figure(themed(figure))  # raises ValueError for an unknown property or value
             checked += 1
     assert checked > 30
@@ -280,9 +329,11 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
     code = "import sys, latbench.commands.report; "
-    code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules))"
+    code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"
+    code += "import latbench.report.html, latbench.report.inputs;"
+    code += "print({'scipy', 'sklearn', 'torch', 'matplotlib'} & set(sys.modules))"  # nor for a table alone
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    assert found.stdout.split() == ["set()", "set()"]
 
 
 def test_a_database_without_its_workload_is_refused(files: Any, tmp_path: Path) -> None:
@@ -326,6 +377,15 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
     assert f"{count} SLOWER" in text
 
 
+def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: Path) -> None:
+    two, one = "bundled://amd-epyc-zen5-2-threads", "bundled://amd-epyc-zen5-1-thread"
+    assert bundled.said(places.at(two)) == two
+    assert bundled.said(tmp_path) == str(tmp_path)
+    result = run(two, "--against", one, "-o", tmp_path / "report.html")
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception).startswith(f"unlike modes: threads is 1 in {one}, and 2 in {two}")
+
+
 def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
     result = run(files.table, "--against", files.table, "--model", files.model, "-o", tmp_path / "report.html")
     assert isinstance(result.exception, UsageError)
@@ -347,6 +407,23 @@ def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) 
         assert content.startswith({"pdf": b"%PDF", "svg": b"<?xml"}.get(name[-3:], b""))
     drawn = pd.read_csv(tmp_path / "one" / "speedup.csv")
     assert {"pattern", "sparsity", "speedup", "speedup_low", "speedup_high"} <= set(drawn.columns)
+
+
+def test_nothing_of_a_figure_for_papers_is_cut_off(files: Any) -> None:
+    mpl = pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    read = inputs.read(files.table, profile=files.profile, verify=files.verify)
+    for name, drawing in paper.drawings(contents.of(read), read).items():
+        with mpl.rc_context(paper.STYLE):
+            figure = Figure(figsize=(drawing.width, drawing.height))
+            FigureCanvasAgg(figure)
+            drawing.draw(figure, drawing.rows)
+            figure.draw_without_rendering()
+            box = figure.get_tightbbox()  # inches
+        assert box.x0 >= 0 and box.y0 >= 0, name
+        assert box.x1 <= drawing.width and box.y1 <= drawing.height, name
 
 
 def test_a_missing_matplotlib_is_said_before_anything_is_written(

@@ -118,13 +118,16 @@ def test_break_even_is_interpolated_and_never_is_said() -> None:
 )
 def test_crossing_is_the_last_one(gains: list[float], expected: float) -> None:
     sparsity = 0.5 + 0.2 * np.arange(len(gains))
-    assert data.crossing(sparsity, np.array(gains)) == pytest.approx(expected, nan_ok=True)
+    other = (np.array([0.1, 0.9]), np.array([0.5, 2.0]))  # before and after it, and of no influence on it
+    sparsity, both = (np.concatenate([*ends]) for ends in zip(other, (sparsity, gains), other, strict=True))
+    found = data.crossings(sparsity, both, np.array([0, 2, 2 + len(gains)]))
+    assert found == pytest.approx([0.5, expected, 0.5], nan_ok=True)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_above_the_break_even_no_measured_sparsity_loses(gains: list[float]) -> None:
     sparsity = np.linspace(0.3, 0.99, len(gains))
-    start = data.crossing(sparsity, np.array(gains))
+    [start] = data.crossings(sparsity, np.array(gains), np.array([0]))
     if math.isnan(start):
         assert gains[-1] < 1
     else:

@@ -22,11 +22,13 @@ from latbench.report import (
     comparison,
     content,
     data,
+    figures,
     maps,
     overview,
     predictions,
     ranking,
     roofline,
+    sections,
     trade_off,
 )
 from latbench.report import inputs as reading
@@ -71,6 +73,50 @@ def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
 def test_what_never_pays_has_its_line_at_the_right_edge() -> None:
     found = map_of(row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 9.0))
     assert found["unstructured, by sparsity"]["data"][1]["x"] == [1.5, 1.5]
+
+
+# How patterns are drawn ---------------------------------------------------------------------------------------------
+
+
+def test_patterns_differ_without_colour() -> None:
+    names = [
+        "unstructured",
+        "nm:1:4",
+        "nm:2:4",
+        "vector:16",
+        "vector:32",
+        "vectornm:16:2:4",
+        "shflbw:32",
+        "block:8x8",
+    ]
+    found = figures.looks(names)
+    assert len({(look.symbol, look.dash) for look in found.values()}) == len(names)
+    assert len({found[name].symbol.split("-open")[0] for name in ("unstructured", "nm:1:4", "block:8x8")}) == 3
+    assert found["vectornm:16:2:4"].colour == found["vector:16"].colour  # a vector pattern, run by the same kernels
+
+
+def test_a_short_axis_has_more_ticks_than_one() -> None:
+    assert figures.log_ticks(0.9, 1.3, "×")["ticktext"].count("1.2×") == 1
+    assert [tick for tick in figures.log_ticks(0.02, 5, "")["tickvals"] if 0.05 < tick < 0.5] == [0.1, 0.2]
+
+
+def test_one_sparsity_is_no_beginning_and_a_gain_within_the_noise_is_marked() -> None:
+    starts = data.break_even(
+        speedups(row("nm:2:4", 0.5, 4.0), row("unstructured", 0.5, 9.0), row("unstructured", 0.7, 7.9))
+    )
+    cells = {start["pattern"]: sections._start_cell(start) for start in starts.to_dict("records")}
+    assert cells["nm:2:4"].text == "at 50%"
+    assert cells["nm:2:4"].tint > 0
+    assert cells["unstructured"].text.startswith("≈ ")  # 1.01 times as fast, and intervals of 10% and 20%
+    assert cells["unstructured"].tint == 0
+
+
+def test_patterns_are_explained_by_name() -> None:
+    said = overview.glossary(["nm:2:4", "vectornm:8:1:4", "block:32x16", "somebody's own"])
+    assert "nm:2:4: 2 of 4 neighbours in a row are kept" in said
+    assert "vectornm:8:1:4: 8 rows of a column at once, 1 of 4" in said
+    assert "block:32x16: blocks of 32 rows and 16 columns" in said
+    assert overview.glossary(["somebody's own"]) == ""
 
 
 # Ranking -----------------------------------------------------------------------------------------------------------
@@ -234,6 +280,27 @@ def test_the_fastest_that_keeps_the_accuracy_is_named() -> None:
     )
 
 
+def test_methods_and_patterns_can_each_be_set_side_by_side() -> None:
+    points = accuracy.tidy(results(
+        pattern=["dense", *["vector:2"] * 3, "unstructured"], method=["gmp", "gmp", "gmp", "acdc", "gmp"],
+        speedup=[1.0, 2.0, 3.0, 4.0, 1.5], accuracy=[0.92, 0.915, 0.80, 0.75, 0.925],
+        sparsity=[0.0, 0.5, 0.9, 0.5, 0.5],
+    ))  # fmt: skip
+    found = accuracy.section(points)
+    assert [name for name, _ in found.charts[0].choices] == [
+        "acdc, every pattern", "gmp, every pattern", "unstructured, every method", "vector:2, every method",
+    ]  # fmt: skip
+    lines = [trace["name"] for trace in found.charts[0].choices[3][1]["accuracy"]["data"]]
+    assert lines == ["acdc", "gmp", "dense"]
+    kept, every = (content for _, content in found.tables)
+    assert [column.title for column in kept.columns] == ["pattern", "acdc", "gmp"]
+    assert [[cell.text for cell in row] for row in kept.rows] == [
+        ["unstructured", "–", "1.50×"], ["vector:2", "none", "2.00×"]
+    ]  # fmt: skip
+    against = [column.title for column in every.columns].index("against dense, percentage points")
+    assert {row[0].text + row[3].text: row[against].text for row in every.rows}["vector:23.00×"] == "-12.00"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -304,6 +371,45 @@ def test_two_devices_are_compared_by_the_fastest_kernel_of_each() -> None:
     assert (pair["low"], pair["high"]) == pytest.approx((0.9 * 6 / (1.2 * 2), 1.2 * 6 / (0.9 * 2)))
 
 
+def test_the_title_tells_dense_and_sparse_apart() -> None:
+    sides = two(
+        [row("dense", 0.0, 4.0, "torch"), row("vector:2", 0.75, 1.0)],
+        [row("dense", 0.0, 2.0, "cublas", device="gpu"), row("vector:2", 0.75, 3.0, device="gpu")],
+    )
+    page = comparison.build(*sides, None, [])
+    assert page["headline"].title == "gpu is 2.00× as fast as cpu, dense; cpu is 3.00× as fast, sparse"
+    assert "Sparse, cpu is faster at 1 of 1 points, gpu at 0." in page["headline"].lead
+
+
+def test_the_fastest_pattern_of_either_device_may_be_another() -> None:
+    first, second = two(
+        [row("dense", 0.0, 4.0), row("vector:2", 0.75, 1.0), row("unstructured", 0.75, 2.0)],
+        [row("dense", 0.0, 4.0, device="gpu"), row("vector:2", 0.75, 9.0, device="gpu"),
+         row("unstructured", 0.75, 3.0, device="gpu")],
+    )  # fmt: skip
+    [found] = comparison.best_of(comparison.paired(first, second), 0.75).to_dict("records")
+    assert (found["pattern"], found["second_pattern"], found["ratio"]) == ("vector:2", "unstructured", 3.0)
+    assert (found["low"], found["high"]) == pytest.approx((0.9 * 3 / 1.2, 1.2 * 3 / 0.9))
+
+
+def test_break_evens_of_two_devices_are_set_side_by_side() -> None:
+    def device(name: str, *gains: tuple[int, float, float]) -> list[dict[str, Any]]:
+        dense = [row("dense", 0.0, 4.0, m=m, device=name) for m in (4, 5, 6)]
+        return dense + [row("vector:2", sparsity, 4.0 / gain, m=m, device=name) for m, sparsity, gain in gains]
+
+    first, second = two(
+        device("cpu", (4, 0.5, 2.0), (4, 0.9, 4.0), (5, 0.5, 0.5), (5, 0.9, 2.0), (6, 0.5, 0.5), (6, 0.9, 0.7)),
+        device("gpu", (4, 0.5, 2.0), (4, 0.9, 4.0), (5, 0.5, 2.0), (5, 0.9, 2.0), (6, 0.5, 0.5), (6, 0.9, 2.0)),
+    )
+    found = comparison.earliest_starts(first, second).set_index("shape")
+    ends = {shape.split(" → ")[1][0]: (one, other) for shape, one, other in found[["first", "second"]].itertuples()}
+    assert ends == {"4": (0.5, 0.5), "5": (pytest.approx(0.7), 0.5), "6": (math.inf, pytest.approx(0.7))}
+    [said] = [
+        text for text in comparison.build(first, second, None, [])["sections"][0].sentences if "earlier" in text
+    ]
+    assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2;")
+
+
 def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
     first, second = two(
         [row("dense", 0.0, 4.0, "torch", threads=1), row("dense", 0.0, 2.0, "torch", threads=2)],
@@ -311,6 +417,14 @@ def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
     )
     assert (first.name, second.name) == ("first", "second")
     assert comparison.paired(first, second)["ratio"].tolist() == [1.0]
+
+
+def test_tables_of_dense_times_alone_are_compared() -> None:
+    page = comparison.build(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 8.0, device="gpu")]), None, [])
+    assert page["headline"].title == "cpu is 2.00× as fast as gpu, dense"
+    assert [caption for caption, _ in page["sections"][0].tables] == [
+        "Dense times, and the pattern that is fastest most often"
+    ]
 
 
 def test_tables_with_nothing_in_common_are_refused() -> None:

@@ -6,6 +6,7 @@ Needs /usr/bin/chromium: apt-get update && apt-get install -y --no-install-recom
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -217,6 +218,42 @@ def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page]) -> Non
     button.click()
     assert dense_seconds() == sorted(dense_seconds(), reverse=True)
     assert table.locator("th").last.get_attribute("aria-sort") == "descending"
+
+
+def test_the_keyboard_sorts_and_stops_at_tables_only_where_they_scroll(opened: Callable[..., Page]) -> None:
+    page = opened()
+    scrolling = page.evaluate(
+        "[...document.querySelectorAll('.scroll')].map((region) => ["
+        "region.scrollWidth > region.clientWidth || region.scrollHeight > region.clientHeight, region.tabIndex])"
+    )
+    assert {stops for scrolls, stops in scrolling if not scrolls} == {-1}
+    assert {stops for scrolls, stops in scrolling if scrolls} == {0}
+    heading = page.locator("#pays th button").first
+    page.locator("nav a").last.focus()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if heading.evaluate("(button) => button === document.activeElement"):
+            break
+    page.keyboard.press("Enter")
+    assert page.locator("#pays th").first.get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Space")
+    assert page.locator("#pays th").first.get_attribute("aria-sort") == "descending"
+
+
+@pytest.mark.parametrize("how", [{}, {"viewport": PHONE}, {"print": True}])
+def test_numbers_in_a_map_never_run_into_each_other(opened: Callable[..., Page], whole: Path, how: Any) -> None:
+    page = opened(whole, **{name: value for name, value in how.items() if name != "print"})
+    if "print" in how:
+        page.emulate_media(media="print")
+        page.wait_for_function("() => document.querySelector('[data-chart=map] .main-svg').clientWidth === 640")
+    page.wait_for_timeout(300)  # drawing texts in cells takes plotly another frame
+    boxes = page.evaluate(
+        "[...document.querySelectorAll('[data-chart=map] .heatmap-label text')].map((text) => {"
+        "const box = text.getBoundingClientRect(); return [Math.round(box.top), box.left, box.right]; })"
+    )
+    assert boxes or how
+    for (top, _, right), (below, left, _) in itertools.pairwise(sorted(boxes)):
+        assert top != below or right <= left
 
 
 def test_hostile_names_are_shown_and_never_run(opened: Callable[..., Page], compared: Path) -> None:
