@@ -255,11 +255,12 @@ def show(results: Path, file: Path | None) -> None:
     for refused in sorted((results / "finetuning").glob("*.refused")):
         print(f"{refused.stem}: {refused.read_text().strip()}")
     if file is not None:
+        columns = ("pattern", "method", "speedup", "accuracy", "seed")
+        dense = dict(zip(columns, ("dense", "dense", 1.0, rows[0]["dense_accuracy"], 0), strict=True))
         with file.open("w", newline="") as opened:
-            columns = ("profile", "pattern", "method", "speedup", "accuracy", "seed")
             writer = csv.DictWriter(opened, columns, extrasaction="ignore")
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows([dense, *({**row, "pattern": row["profile"].split()[0]} for row in rows)])
 
 
 def against_uniform(rows: Sequence[Row], method: str) -> list[float]:
