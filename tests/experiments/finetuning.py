@@ -108,11 +108,13 @@ def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, 
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + 60 * minutes
 
+    def refused(kind: str, speedup: float) -> Path:
+        return profile_path(results, kind, speedup).with_suffix(".refused")
+
     def searched(kind: str, speedup: float) -> bool | None:
         """Whether there is a profile; None when time is up."""
         path = profile_path(results, kind, speedup)
-        refused = path.with_suffix(".refused")
-        if path.exists() or refused.exists():
+        if path.exists() or refused(kind, speedup).exists():
             return path.exists()
         if time.monotonic() > until:
             return None
@@ -125,7 +127,7 @@ def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, 
         try:
             found = job.search(inputs, settings)
         except PromiseMissed as error:  # Infeasible is one of them
-            refused.write_text(f"{error}\n")
+            refused(kind, speedup).write_text(f"{error}\n")
             print(f"{path.stem}: {error} ({time.monotonic() - started:.0f} s)", flush=True)
             return False
         found.save(path)
@@ -136,10 +138,12 @@ def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, 
         return True
 
     for speedup in SPEEDUPS:
-        there = [searched(kind, speedup) for kind in COMPARED]
-        if all(there) or None in there:
+        there = searched("searched", speedup) and searched("uniform", speedup)
+        if there or there is None:
             break
-    if None in [searched(kind, speedup) for kind in ALONE for speedup in SPEEDUPS]:
+    # What all patterns together do not reach, none does alone.
+    reached = [speedup for speedup in SPEEDUPS if not refused("searched", speedup).exists()]
+    if None in [searched(kind, speedup) for kind in ALONE for speedup in reached]:
         print("time is up: the same command goes on from here")
 
 
@@ -252,8 +256,8 @@ def show(results: Path, file: Path | None) -> None:
                 error = f" +- {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1%}" if len(gaps) > 1 else ""
                 print(f"{method}: searched over uniform {statistics.fmean(gaps):+.1%}{error} ({len(gaps)} paired)")
         print()
-    for refused in sorted((results / "finetuning").glob("*.refused")):
-        print(f"{refused.stem}: {refused.read_text().strip()}")
+    for path in sorted((results / "finetuning").glob("*.refused")):
+        print(f"{path.stem}: {path.read_text().strip()}")
     if file is not None:
         columns = ("pattern", "method", "speedup", "accuracy", "seed")
         dense = dict(zip(columns, ("dense", "dense", 1.0, rows[0]["dense_accuracy"], 0), strict=True))

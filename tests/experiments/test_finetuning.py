@@ -33,13 +33,13 @@ def example(settings: Any) -> Profile:
 
 @pytest.fixture
 def searches(experiment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """What was searched for, (strategy or pattern, speedup); 1.5x is the most but where patterns are mixed."""
+    """What was searched for, (strategy or pattern, speedup): mixed patterns reach 1.75x, others 1.5x."""
     asked: list[tuple[str, float]] = []
 
     def search(inputs: Any, settings: Any) -> Profile:
         kind = settings.patterns[1] if settings.patterns else settings.strategy
         asked.append((kind, settings.target))
-        if settings.target > 1.5 and kind != "staged":
+        if settings.target > (1.75 if kind == "staged" else 1.5):
             raise PromiseMissed("out of reach")
         return example(settings)
 
@@ -51,7 +51,8 @@ def test_searched_and_uniform_are_compared_at_the_first_speedup_that_both_keep(
     experiment: ModuleType, searches: list[tuple[str, float]], tmp_path: Path
 ) -> None:
     experiment.search_all(None, tmp_path, 2, 60.0, 60)
-    assert [kind for kind, speedup in searches if kind in ("staged", "uniform")] == ["staged", "uniform"] * 3
+    assert searches[:5] == [("staged", 2.0), ("staged", 1.75), ("uniform", 1.75), ("staged", 1.5), ("uniform", 1.5)]
+    assert all(speedup < 2 for _, speedup in searches[5:])  # which even mixed patterns do not reach
     names = list(experiment.found(tmp_path))
     assert names[:2] == ["searched 1.5x", "uniform 1.5x"]
     assert sorted(names[2:]) == sorted(f"{kind} {speedup}x" for kind in experiment.ALONE for speedup in (1.5, 1.25))
@@ -95,6 +96,6 @@ def test_results_are_trained_once_and_shown_in_pairs(
     experiment.show(tmp_path, tmp_path / "accuracy.csv")
     shown = capsys.readouterr().out
     assert "AC/DC: searched over uniform +2.0% +- 0.0% (3 paired)" in shown
-    assert "uniform_2x: out of reach" in shown
+    assert "searched_2x: out of reach" in shown
     points = accuracy.tidy(accuracy.read(tmp_path / "accuracy.csv"))
     assert set(points["pattern"]) == {"dense", "searched", "uniform", *experiment.ALONE}
