@@ -52,10 +52,11 @@ def test_the_loss_and_its_gradients_are_those_of_cross_entropy(
 
 
 def test_a_sentence_decoded_word_by_word_is_what_the_whole_gives(
-    experiment: ModuleType, rng: np.random.Generator
+    experiment: ModuleType, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(experiment, "LONGEST", 8)
     torch.manual_seed(0)
-    data = made_up(experiment, rng, 6)
+    data = made_up(experiment, rng, 2)
     model = experiment.Translator(30, 30)
     found = experiment.translations(model, data)
     for (source, _), words in zip(data.pairs["test"], found, strict=True):
