@@ -1,155 +1,232 @@
 """What accuracy is left at a measured speedup: ResNet20 on CIFAR-10, one-shot and after equal training.
 
-    python tests/experiments/finetuning.py search FOLDER --table TABLE --model MODEL [--threads N]
-    python tests/experiments/finetuning.py run FOLDER [--hours 6] [--only "searched 2x"]
-    python tests/experiments/finetuning.py show FOLDER
+    python tests/experiments/finetuning.py build --table TABLE --model MODEL --database FOLDER
+    python tests/experiments/finetuning.py time --table TABLE --model MODEL --database FOLDER [--minutes 60]
+    python tests/experiments/finetuning.py train [--hours 6] [--threads 1]
+    python tests/experiments/finetuning.py show [--csv accuracy.csv]
 
-`search` (on a quiet machine; TABLE and MODEL are those of `latbench sweep` and `latbench fit` for this task) writes
-profiles whose speedups were measured end to end on this CPU: the searched one and the uniform one at 2x, which share
-the layer database, and for each of the patterns by itself at several speedups. A speedup that a pattern cannot reach
-is a line that says so. `run` prunes each 2x profile by every one-shot method (layer by layer, then batch norms), and
-trains every profile by every gradual method from the dense weights: STEPS steps of BATCH images out of 20,000, with
-the same rates for all. `show` prints the tables and writes FOLDER/accuracy.csv: pattern, method, speedup (as
-measured), accuracy, seed; that file is what `latbench report` charts.
+TABLE and MODEL are those of `latbench sweep` and `latbench fit` for this task. `build` prunes every layer to every
+option of the table into the database; only `time` needs a quiet machine. It searches profiles whose speedups are
+measured end to end: of all patterns together and of one pattern and sparsity for all layers ("searched" and
+"uniform": the first of SPEEDUPS, from 2x down, that both keep), and for each pattern by itself at all of SPEEDUPS. A
+speedup that is out of reach is a line that says so. `train` prunes the searched and the uniform profile by every
+one-shot method (layer by layer, then batch norms), and trains every profile by the gradual methods from the dense
+weights: STEPS steps of 128 of 20,000 images, with the same rates for all. It times nothing, and several of it may run
+at once. `show` prints the tables; its file is what `latbench report --accuracy` charts.
 
-Each result is one line of FOLDER/results.jsonl; what is there is not run again, so that every command may be stopped
-at any time. The accuracies are of 1,000 test images: a standard error of about one percent.
+Everything goes into `--results`, by default results/ beside this file: profiles into finetuning/, the rest into
+finetuning.jsonl, a line a result. What is there is not made again, so that every command may be stopped at any time.
+The accuracies are of 1,000 test images: a standard error of about one percent.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
-import json
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import runs
+import torch
+from runs import Row
 from torch import nn
 
 from latbench import devices, places
 from latbench.errors import PromiseMissed
 from search import job, profile
 from search import task as tasks
+from search.database import Database
 from search.profile import Profile
 from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.build import METHODS
+from search.pruning.build import METHODS, build_database
+from search.pruning.global_adaprune import global_adaprune
 from search.pruning.hessian import input_hessians
 from search.pruning.recipe import Recipe
 from search.pruning.train import train
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, parse
 
+RESULTS = Path(__file__).parent / "results"
 RESNET20 = Path(__file__).parents[1] / "tasks" / "resnet20.py"
-# Name: (strategy, patterns beside dense (None: all in the table), the speedup to promise).
-PROFILES: dict[str, tuple[str, tuple[str, ...] | None, float]] = {
-    "searched 2x": ("staged", None, 2.0),
-    "uniform 2x": ("uniform", None, 2.0),
-    **{
-        f"{pattern} {speedup:g}x": ("staged", (pattern,), speedup)
-        for pattern in ("unstructured", "block:8x4", "vector:8", "shflbw:32")
-        for speedup in (1.25, 1.5, 2.0, 2.5)
-    },
+DATABASE_METHOD = "obs"
+SPEEDUPS = (2.0, 1.75, 1.5, 1.25)
+# Of both strategies, whatever the pattern; then of one pattern each: (strategy, patterns beside dense, None: all).
+COMPARED: dict[str, tuple[str, tuple[str, ...] | None]] = {"searched": ("staged", None), "uniform": ("uniform", None)}
+ALONE: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    pattern: ("staged", (pattern,)) for pattern in ("unstructured", "block:8x4", "vector:8", "shflbw:32")
 }
-COMPARED = ("searched 2x", "uniform 2x")  # by every one-shot method, and by every gradual one with several seeds
+JOINT = "obs, then all together"
+ONE_SHOT = (*(method for method in METHODS if method != "auto"), JOINT)
 # What trains: (the recipe's method, its settings).
 GRADUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "GMP": ("gmp", {"end": 0.6}),
     "AC/DC": ("acdc", {}),
     "M-FAC": ("gmp", {"end": 0.6, "score": "mfac"}),
 }
-STEPS = 780  # of 128 images: five times through 20,000
+STEPS = 312  # of 128 images: twice through 20,000
 SEEDS = 3
 
 
-def recipe(method: str, seed: int) -> Recipe:
+def recipe(method: str, seed: int, steps: int) -> Recipe:
     name, settings = GRADUAL[method]
     return Recipe(
-        method=name, settings=settings, steps=STEPS, learning_rate=0.02, optimizer="sgd", momentum=0.9,
+        method=name, settings=settings, steps=steps, learning_rate=0.02, optimizer="sgd", momentum=0.9,
         weight_decay=1e-4, warmup=20, seed=seed,
     )  # fmt: skip
 
 
-def search(folder: Path, table: str, model: Path, threads: int) -> None:
-    """Write the profiles that are not there yet."""
-    inputs = job.read_inputs(tasks.load(str(RESNET20)), places.at(table), model, folder / "database", method="obs")
-    for name, (strategy, patterns, target) in PROFILES.items():
-        path = folder / f"{name.replace(' ', '_').replace(':', '-')}.json"
-        refused = path.with_suffix(".refused")
-        if path.exists() or refused.exists():
-            continue
-        patterns = patterns and ("dense", *patterns)
+def read_inputs(arguments: argparse.Namespace) -> job.Inputs:
+    task = tasks.load(str(RESNET20))
+    return job.read_inputs(
+        task, places.at(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
+    )
+
+
+def build(inputs: job.Inputs, threads: int) -> None:
+    """Prune all layers to all options of the table, so that `time` need not."""
+    shapes = job.prunable_layers(inputs.task, inputs.model)
+    layers = job.timed_layers(inputs, job.Settings(2.0, threads), shapes)
+    options = {layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in layers}
+    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+
+    def progress(done: int, total: int) -> None:
+        print(f"\r{done} of {total} options", end="", flush=True)
+
+    build_database(inputs.task, inputs.model, options, database, progress, method=inputs.method)
+    print()
+
+
+def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, evaluations: int) -> None:
+    """Write the profiles that are not there yet, and begin none when the minutes are over."""
+    folder = results / "finetuning"
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + 60 * minutes
+
+    def refused(kind: str, speedup: float) -> Path:
+        return profile_path(results, kind, speedup).with_suffix(".refused")
+
+    def searched(kind: str, speedup: float) -> bool | None:
+        """Whether there is a profile; None when time is up."""
+        path = profile_path(results, kind, speedup)
+        if path.exists() or refused(kind, speedup).exists():
+            return path.exists()
+        if time.monotonic() > until:
+            return None
+        strategy, patterns = {**COMPARED, **ALONE}[kind]
         settings = job.Settings(
-            target, threads, patterns=patterns, strategy=strategy, evaluations=100, batches=4, processes=threads
-        )
+            speedup, threads, patterns=patterns and ("dense", *patterns), strategy=strategy,
+            evaluations=evaluations, batches=4, processes=threads,
+        )  # fmt: skip
+        started = time.monotonic()
         try:
             found = job.search(inputs, settings)
         except PromiseMissed as error:  # Infeasible is one of them
-            refused.write_text(f"{error}\n")
-            print(f"{name}: {error}", flush=True)
-            continue
+            refused(kind, speedup).write_text(f"{error}\n")
+            print(f"{path.stem}: {error} ({time.monotonic() - started:.0f} s)", flush=True)
+            return False
         found.save(path)
-        print(f"{name}: {found.speedup[0]:.2f}x, loss {found.loss:.3f}", flush=True)
+        print(
+            f"{path.stem}: {found.speedup[0]:.2f}x, loss {found.loss:.3f} ({time.monotonic() - started:.0f} s)",
+            flush=True,
+        )
+        return True
+
+    for speedup in SPEEDUPS:
+        there = searched("searched", speedup) and searched("uniform", speedup)
+        if there or there is None:
+            break
+    # What all patterns together do not reach, none does alone.
+    reached = [speedup for speedup in SPEEDUPS if not refused("searched", speedup).exists()]
+    if None in [searched(kind, speedup) for kind in ALONE for speedup in reached]:
+        print("time is up: the same command goes on from here")
 
 
-def found(folder: Path) -> dict[str, Profile]:
-    """The profiles that are there, by name."""
-    files = {name: folder / f"{name.replace(' ', '_').replace(':', '-')}.json" for name in PROFILES}
+def profile_path(results: Path, kind: str, speedup: float) -> Path:
+    return results / "finetuning" / f"{kind.replace(':', '-')}_{speedup:g}x.json"
+
+
+def found(results: Path) -> dict[str, Profile]:
+    """The profiles that are there, by name: the compared ones, then those of one pattern."""
+    files = {f"{kind} {speedup:g}x": profile_path(results, kind, speedup) for kind in ALONE for speedup in SPEEDUPS}
+    for speedup in SPEEDUPS:
+        both = {f"{kind} {speedup:g}x": profile_path(results, kind, speedup) for kind in COMPARED}
+        if all(path.exists() for path in both.values()):
+            files = {**both, **files}
+            break
     return {name: profile.load(path) for name, path in files.items() if path.exists()}
 
 
-def plan(names: list[str]) -> Iterator[dict[str, Any]]:
-    """Keys of all results, what the issue of one-shot against gradual needs first."""
-    compared = [name for name in names if name in COMPARED]
-    yield from ({"profile": name, "method": method, "seed": 0} for name in compared for method in METHODS)
-    for seed in range(SEEDS):
-        yield from ({"profile": name, "method": method, "seed": seed} for name in compared for method in GRADUAL)
-    yield from ({"profile": name, "method": "GMP", "seed": 0} for name in names if name not in COMPARED)
+def plan(names: Sequence[str], steps: int) -> list[Row]:
+    """Keys of all results: one-shot methods, then training; a seed of everything before the next."""
+    compared = [name for name in names if name.split()[0] in COMPARED]
+    keys: list[Row] = [
+        {"profile": name, "method": method, "seed": 0, "steps": 0} for name in compared for method in ONE_SHOT
+    ]
+
+    def trained(of: Sequence[str], methods: Sequence[str], seed: int) -> list[Row]:
+        return [
+            {"profile": name, "method": method, "seed": seed, "steps": steps} for name in of for method in methods
+        ]
+
+    keys += trained(compared, list(GRADUAL), 0)
+    keys += trained([name for name in names if name not in compared], ["GMP"], 0)
+    for seed in range(1, SEEDS):
+        keys += trained(compared, list(GRADUAL), seed)
+    return keys
 
 
 def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
-    """Every layer by itself, then the batch norms."""
+    """Every layer by itself, then, of one method, all together; then the batch norms."""
     model = task.model()
+    dense = copy.deepcopy(model)
     modules = dict(model.named_modules())
     sparse = {name: choice for name, choice in chosen.layers.items() if not isinstance(parse(choice.pattern), Dense)}
-    weights = {}
+    pruned = {}
     for name, hessian in input_hessians(task, model, list(sparse), task.calibration()):
-        problem = METHODS[method](weight_matrix(modules[name]).contiguous(), hessian)
-        weights[name] = problem.prune(parse(sparse[name].pattern), sparse[name].sparsity).weight
-    for name, weight in weights.items():
-        set_weight_matrix(modules[name], weight)
+        problem = METHODS["obs" if method == JOINT else method](weight_matrix(modules[name]).contiguous(), hessian)
+        pruned[name] = problem.prune(parse(sparse[name].pattern), sparse[name].sparsity)
+    for name, layer in pruned.items():
+        set_weight_matrix(modules[name], layer.weight)
+    if method == JOINT:
+        masks = {name: layer.mask for name, layer in pruned.items()}
+        global_adaprune(task, model, dense, masks, task.calibration(), rng=np.random.default_rng(0))
     tune_batchnorm(task, model, task.calibration())
     return model
 
 
-def run(folder: Path, hours: float, only: str | None) -> None:
+def train_all(results: Path, hours: float, steps: int) -> None:
     """Add the results that are missing, while there is time."""
-    path = folder / "results.jsonl"
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    task, profiles = tasks.load(str(RESNET20)), found(folder)
+    task, profiles = tasks.load(str(RESNET20)), found(results)
     dense = task.score(task.model())
-    end = time.monotonic() + 3600 * hours
-    for key in plan(list(profiles)):
-        if any(key.items() <= row.items() for row in done) or only not in (None, key["profile"]):
-            continue
-        if time.monotonic() > end:
-            print(f"{hours:g} hours are over; the same command goes on")
-            return
-        chosen, started, facts = profiles[key["profile"]], time.monotonic(), {}
-        if key["method"] in METHODS:
+
+    def one(key: Row, rows: list[Row]) -> Row:
+        chosen, started, facts = profiles[key["profile"]], time.process_time(), {}
+        if key["method"] in ONE_SHOT:
             model = one_shot(task, chosen, key["method"])
         else:
             model = task.model()
-            facts = train(task, model, chosen, recipe(key["method"], key["seed"])).facts()
+            facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).facts()
+        low, high = chosen.speedup[1:]
         row = {
-            **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": chosen.speedup[1],
-            "accuracy": task.score(model), "dense_accuracy": dense, "seconds": time.monotonic() - started, **facts,
+            **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": low,
+            "speedup_high": high, "accuracy": task.score(model), "dense_accuracy": dense,
+            "cpu_seconds": time.process_time() - started, "timed_on": chosen.device, "cpu": devices.cpu_device(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__, **facts,
         }  # fmt: skip
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{key['profile']:20} {key['method']:10} seed {key['seed']}: {row['accuracy']:.3f}", flush=True)
+        print(
+            f"{key['profile']:20} {key['method']:22} seed {key['seed']}: {row['accuracy']:.3f} in "
+            f"{row['cpu_seconds']:.0f} s of CPU", flush=True,
+        )  # fmt: skip
+        return row
+
+    if not runs.run_missing(results / "finetuning.jsonl", plan(list(profiles), steps), one, hours):
+        print("time is up: the same command goes on from here")
 
 
 def pattern_of(chosen: Profile) -> str:
@@ -158,26 +235,53 @@ def pattern_of(chosen: Profile) -> str:
     return patterns.pop() if len(patterns) == 1 else "mixed"
 
 
-def show(folder: Path) -> None:
-    rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    print(f"dense {rows[0]['dense_accuracy']:.1%}; {STEPS} steps of training; means of seeds with their range")
-    methods = [*METHODS, *GRADUAL]
-    print(f"{'profile':20} {'measured':>8} " + " ".join(f"{method:>18}" for method in methods))
-    for name in PROFILES:
-        own = [row for row in rows if row["profile"] == name]
-        if own:
-            cells = (range_of([row["accuracy"] for row in own if row["method"] == method]) for method in methods)
-            print(f"{name:20} {own[0]['speedup']:7.2f}x " + " ".join(f"{cell:>18}" for cell in cells))
-    for refused in sorted(folder.glob("*.refused")):
-        print(f"{refused.stem}: {refused.read_text().strip()}")
-    with (folder / "accuracy.csv").open("w", newline="") as file:
-        names = ("profile", "pattern", "method", "speedup", "accuracy", "seed")
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+def show(results: Path, file: Path | None) -> None:
+    rows = runs.read_rows(results / "finetuning.jsonl")
+    names = list(dict.fromkeys(row["profile"] for row in rows))
+    for methods in (ONE_SHOT, tuple(GRADUAL)):
+        chosen = [row for row in rows if row["method"] in methods]
+        if not chosen:
+            continue
+        steps = max(row["steps"] for row in chosen)
+        print(f"{f'after {steps} steps' if steps else 'one-shot'}; dense {chosen[0]['dense_accuracy']:.1%}; "
+              "means of seeds with their range")  # fmt: skip
+        print(f"{'profile':20} {'measured':>8} " + " ".join(f"{method:>22}" for method in methods))
+        for name in names:
+            own = [row for row in chosen if row["profile"] == name]
+            if own:
+                cells = (range_of([row["accuracy"] for row in own if row["method"] == method]) for method in methods)
+                print(f"{name:20} {own[0]['speedup']:7.2f}x " + " ".join(f"{cell:>22}" for cell in cells))
+        for method in methods:
+            if gaps := against_uniform(chosen, method):
+                error = f" +- {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1%}" if len(gaps) > 1 else ""
+                print(f"{method}: searched over uniform {statistics.fmean(gaps):+.1%}{error} ({len(gaps)} paired)")
+        print()
+    for path in sorted((results / "finetuning").glob("*.refused")):
+        print(f"{path.stem}: {path.read_text().strip()}")
+    if file is not None:
+        columns = ("pattern", "method", "speedup", "accuracy", "seed")
+        dense = dict(zip(columns, ("dense", "dense", 1.0, rows[0]["dense_accuracy"], 0), strict=True))
+        with file.open("w", newline="") as opened:
+            writer = csv.DictWriter(opened, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows([dense, *({**row, "pattern": row["profile"].split()[0]} for row in rows)])
 
 
-def range_of(values: list[float]) -> str:
+def against_uniform(rows: Sequence[Row], method: str) -> list[float]:
+    """By how much the searched profile's accuracy is above the uniform one's, seed by seed."""
+    accuracy = {
+        (row["profile"].split()[0], row["profile"].split()[1], row["seed"]): row["accuracy"]
+        for row in rows
+        if row["method"] == method
+    }
+    return [
+        value - accuracy["uniform", speedup, seed]
+        for (kind, speedup, seed), value in accuracy.items()
+        if kind == "searched" and ("uniform", speedup, seed) in accuracy
+    ]
+
+
+def range_of(values: Sequence[float]) -> str:
     if not values:
         return ""
     mean = f"{statistics.fmean(values):.1%}"
@@ -187,23 +291,33 @@ def range_of(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("search", "run", "show"):
-        commands.add_parser(name).add_argument("folder", type=Path)
-    searching, running = commands.choices["search"], commands.choices["run"]
-    searching.add_argument("--table", required=True)
-    searching.add_argument("--model", type=Path, required=True)
-    searching.add_argument("--threads", type=int, default=devices.cores())
-    running.add_argument("--hours", type=float, default=6.0)
-    running.add_argument("--only", choices=list(PROFILES))
+    for name in ("build", "time", "train", "show"):
+        command = commands.add_parser(name)
+        command.add_argument("--results", type=Path, default=RESULTS)
+        if name in ("build", "time"):
+            command.add_argument("--table", required=True)
+            command.add_argument("--model", type=Path, required=True)
+            command.add_argument("--database", type=Path, required=True)
+            command.add_argument("--threads", type=int, default=devices.cores(), help="of the table")
+    commands.choices["time"].add_argument("--minutes", type=float, default=60.0)
+    commands.choices["time"].add_argument("--evaluations", type=int, default=60)
+    commands.choices["train"].add_argument("--hours", type=float, default=6.0)
+    commands.choices["train"].add_argument("--threads", type=int, default=1)
+    commands.choices["train"].add_argument("--steps", type=int, default=STEPS)
+    commands.choices["show"].add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     match arguments.command:
-        case "search":
-            arguments.folder.mkdir(parents=True, exist_ok=True)
-            search(arguments.folder, arguments.table, arguments.model, arguments.threads)
-        case "run":
-            run(arguments.folder, arguments.hours, arguments.only)
+        case "build":
+            build(read_inputs(arguments), arguments.threads)
+        case "time":
+            search_all(
+                read_inputs(arguments), arguments.results, arguments.threads, arguments.minutes, arguments.evaluations
+            )
+        case "train":
+            torch.set_num_threads(arguments.threads)
+            train_all(arguments.results, arguments.hours, arguments.steps)
         case "show":
-            show(arguments.folder)
+            show(arguments.results, arguments.csv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""What the fine-tuning experiment times, what it trains and what it says, with searches and training made up."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from latbench.errors import PromiseMissed
+from latbench.report import accuracy
+from search.profile import LayerChoice, Profile
+
+
+@pytest.fixture
+def experiment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    return importlib.import_module("finetuning")
+
+
+def example(settings: Any) -> Profile:
+    pattern = (settings.patterns or ("dense", "vector:8"))[1]
+    return Profile(
+        task="resnet20", layers={"conv": LayerChoice(pattern, 0.9, 1e-3, 9e-4, 1.1e-3, 0.1)}, backend="numba",
+        threads=2, batch=16, device="some-cpu", target=settings.target, risk=0.9, dense_engine="torch",
+        dense_seconds=4e-3, dense_seconds_low=4e-3, dense_seconds_high=4e-3, fixed_seconds=1e-3,
+        fixed_seconds_low=1e-3, fixed_seconds_high=1e-3, predicted_seconds=4e-3 / settings.target,
+        predicted_low=1e-3, predicted_high=4e-3, loss=0.1, error=0.1, bound=0.1, ceiling=None,
+        additivity_before=0.1, additivity_after=0.1, strategy=settings.strategy, seed=0, table_hash="aa",
+        model_hash="bb", inputs="cc",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def searches(experiment: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    """What was searched for, (strategy or pattern, speedup): mixed patterns reach 1.75x, others 1.5x."""
+    asked: list[tuple[str, float]] = []
+
+    def search(inputs: Any, settings: Any) -> Profile:
+        kind = settings.patterns[1] if settings.patterns else settings.strategy
+        asked.append((kind, settings.target))
+        if settings.target > (1.75 if kind == "staged" else 1.5):
+            raise PromiseMissed("out of reach")
+        return example(settings)
+
+    monkeypatch.setattr(experiment.job, "search", search)
+    return asked
+
+
+def test_searched_and_uniform_are_compared_at_the_first_speedup_that_both_keep(
+    experiment: ModuleType, searches: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    experiment.search_all(None, tmp_path, 2, 60.0, 60)
+    assert searches[:5] == [("staged", 2.0), ("staged", 1.75), ("uniform", 1.75), ("staged", 1.5), ("uniform", 1.5)]
+    assert all(speedup < 2 for _, speedup in searches[5:])  # which even mixed patterns do not reach
+    names = list(experiment.found(tmp_path))
+    assert names[:2] == ["searched 1.5x", "uniform 1.5x"]
+    assert sorted(names[2:]) == sorted(f"{kind} {speedup}x" for kind in experiment.ALONE for speedup in (1.5, 1.25))
+
+
+def test_what_was_found_or_refused_is_not_searched_again(
+    experiment: ModuleType, searches: list[tuple[str, float]], tmp_path: Path
+) -> None:
+    experiment.search_all(None, tmp_path, 2, 0.0, 60)
+    assert not searches  # no minutes, no search
+    experiment.search_all(None, tmp_path, 2, 60.0, 60)
+    before = len(searches)
+    experiment.search_all(None, tmp_path, 2, 60.0, 60)
+    assert len(searches) == before
+
+
+def test_results_are_trained_once_and_shown_in_pairs(
+    experiment: ModuleType,
+    searches: list[tuple[str, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    experiment.search_all(None, tmp_path, 2, 60.0, 60)
+    scores = {"searched": 0.9, "uniform": 0.88}
+    trained: list[str] = []
+    task = SimpleNamespace(model=SimpleNamespace, score=lambda model: getattr(model, "score", 0.92))
+
+    def train(task: Any, model: Any, chosen: Profile, recipe: Any) -> Any:
+        trained.append(recipe.method)
+        model.score = scores["uniform" if chosen.strategy == "uniform" else "searched"] + recipe.seed / 100
+        return SimpleNamespace(facts=lambda: {"total": 1.0})
+
+    monkeypatch.setattr(experiment.tasks, "load", lambda name: task)
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(experiment, "one_shot", lambda task, chosen, method: SimpleNamespace(score=0.5))
+    experiment.train_all(tmp_path, 1.0, 10)
+    experiment.train_all(tmp_path, 1.0, 10)
+    assert len(trained) == 2 * len(experiment.GRADUAL) * experiment.SEEDS + 2 * len(experiment.ALONE)
+    capsys.readouterr()
+    experiment.show(tmp_path, tmp_path / "accuracy.csv")
+    shown = capsys.readouterr().out
+    assert "AC/DC: searched over uniform +2.0% +- 0.0% (3 paired)" in shown
+    assert "searched_2x: out of reach" in shown
+    points = accuracy.tidy(accuracy.read(tmp_path / "accuracy.csv"))
+    assert set(points["pattern"]) == {"dense", "searched", "uniform", *experiment.ALONE}
