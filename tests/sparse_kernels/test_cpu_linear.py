@@ -440,6 +440,21 @@ def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
     assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
 
 
+def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():
+    intel = target.Target("avx512", 16, 32, fused=True, shared=True)
+    assert [rows.even((8, 2), together, intel) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
+    assert [rows.even((4, 4), together, intel) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize("m", [32, 3200])
+def test_weights_start_at_a_cache_line_also_in_copies(rng, m):
+    packed = packed_of(VectorWise(32), rng.standard_normal((m, 40)).astype(np.float32))
+    cut = panels.panels(panels.groups(packed), 32)
+    for some in (cut, cut.copy(), cut.narrowed(), cut.narrowed().copy()):
+        assert some.values.ctypes.data % 64 == 0
+    np.testing.assert_array_equal(cut.copy().values, cut.values)
+
+
 def test_blocks_are_even_and_no_larger_than_the_cache():
     for total in range(1, 60):
         for tile in (1, 2, 4):
