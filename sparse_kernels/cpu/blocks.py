@@ -25,6 +25,11 @@ from sparse_kernels.cpu.target import VERSION, Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
 from sparse_kernels.plan import Array
 
+# Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
+# second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
+# Where rows are permuted, all of them have to be there first.
+RUN = 256
+
 COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks
 
 
@@ -62,7 +67,9 @@ def multiply(
         # What a register tile reads of a column lies side by side, or every other cache line would stay unused.
         rows, tile = weights.width, vectors
         block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // vectors) * vectors)
-    here = in_tiles(block * lanes, tile, lanes, k, m)
+    # Rows of y that are put in their places together.
+    run = m if isinstance(weights, SingleRows) or not weights.in_order else min(m, max(RUN, rows))
+    here = in_tiles(block * lanes, tile, lanes, k, run)
     there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
     x_layout, y_layout = layouts
     if x_layout == "token_blocked" and not single and block * threads * lanes < n:
@@ -70,10 +77,10 @@ def multiply(
     x_starts = there.x_starts if x_layout == "token_blocked" else here.x_starts
     y_starts = there.y_starts if y_layout == "token_blocked" else here.y_starts
     tokens = -(-block // tile) * tile * lanes
-    laid_out = (k if x_layout != "token_blocked" else 0) + (m if y_layout != "token_blocked" else 0)
+    laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     scratch = pool.take(threads * tokens * laid_out)
-    run = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
-    run(
+    multiply_blocks = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
+    multiply_blocks(
         weights.arrays,
         x,
         y,
@@ -88,6 +95,7 @@ def multiply(
         there.x_starts,
         block,
         tokens,
+        run,
         there.x_stride if x_layout == "token_blocked" else here.x_stride,
         there.y_stride if y_layout == "token_blocked" else here.y_stride,
         threads,
@@ -103,8 +111,9 @@ def kernel(
 
     Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where the vectors start in x and
     in y (int64; in those of a block, unless x or y is blocked), where they start in blocked x, vectors of a block,
-    tokens that there is room for in one, elements from one column of x to the next, from one row of y to the next,
-    parts). scratch: (parts, x and y of a block, less what is blocked). x_layout: also COPIED.
+    tokens that there is room for in one, rows of y put in their places together, elements from one column of x to the
+    next, from one row of y to the next, parts). scratch: (parts, x and such rows of y of a block, less what is
+    blocked). x_layout: also COPIED.
     """
     version = VERSION
     fuse = int(fused)
@@ -117,10 +126,23 @@ def kernel(
     # A thread's blocks end at whole tiles, except for the last.
     grain = unit if single else vectors
 
+    @njit(inline="always")
+    def put_back(y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end):  # type: ignore[no-untyped-def]
+        for v in range(width):
+            source = y_here + y_starts[v] * 4
+            if y_by_token:
+                target = y_at + (token * m + begin) * 4
+                lanes_to_tokens(lanes, version, source, y_stride, n - token, end - begin, target, m)
+            else:
+                for r in range(begin, end):
+                    target = y_at + (r * n + token) * 4
+                    copy_run(lanes, version, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+            token += lanes
+
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def multiply(  # type: ignore[no-untyped-def]
         weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, x_from,
-        most, tokens, x_stride, y_stride, parts
+        most, tokens, run, x_stride, y_stride, parts
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
@@ -171,7 +193,7 @@ def kernel(
                         )
                 else:
                     table, values, columns, _, row_ids = weights
-                    panels = table.shape[0]
+                    panels, done = table.shape[0], 0
                     for panel in range(panels):
                         v = 0
                         while v < width:
@@ -190,7 +212,7 @@ def kernel(
                                 x_here,
                                 x_stride,
                                 x_starts_at + (x_first + v) * 8,
-                                y_here,
+                                y_here - done * y_stride * 4,
                                 y_stride,
                                 y_starts_at + (y_first + v) * 8,
                                 unframed,
@@ -200,15 +222,11 @@ def kernel(
                                 activation,
                             )
                             v += step
-                if not y_blocked:
-                    for v in range(width):
-                        token, there = (first + v) * lanes, y_here + y_starts[v] * 4
-                        if y_by_token:
-                            target = y_at + token * m * 4
-                            lanes_to_tokens(lanes, version, there, y_stride, n - token, m, target, m)
-                        else:
-                            for r in range(m):
-                                target = y_at + (r * n + token) * 4
-                                copy_run(lanes, version, there + r * y_stride * 4, target, min(lanes, n - token))
+                        behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
+                        if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
+                            put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, done, behind)
+                            done = behind
+                if single and not y_blocked:
+                    put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
 
     return multiply

@@ -14,6 +14,7 @@ row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,12 @@ class Panels:
     def arrays(self) -> tuple[np.ndarray, ...]:
         """(table, values, columns, work, row_ids), as the compiled loops take them."""
         return self.table, self.values, self.columns, self.work, self.row_ids
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the rows that exist are those of the matrix in their order."""
+        exist = self.row_ids[self.row_ids >= 0]
+        return np.array_equal(exist, np.arange(exist.size))
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import linear, panels, rows, single, target, transpose, vectors
+from sparse_kernels.cpu import blocks, linear, panels, rows, single, target, transpose, vectors
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
@@ -444,6 +444,22 @@ def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multipl
     intel = target.Target("avx512", 16, 32, fused=True, shared=True)
     assert [rows.even((8, 2), together, intel) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
     assert [rows.even((4, 4), together, intel) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept"), [(VectorWise(3), True), (BlockWise(16, 4), True), (ShflBW(4), False)], ids=str
+)
+def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, pattern, kept):
+    m, k, n = 3 * blocks.RUN - 48, 40, 100
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    # Rows with equal columns lie apart, so that Shfl-BW has to permute them.
+    packed = packed_of(pattern, weight * (np.arange(k) % 3 == np.arange(m)[:, None] % 3))
+    assert panels.panels(panels.groups(packed), 4).in_order == kept
+    expected = unpack(packed).astype(float) @ x
+    for layout in ("token_major", "out_of_blocks"):
+        for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            numba.set_num_threads(threads)
+            np.testing.assert_array_equal(run(packed, x, layout), expected)
 
 
 @pytest.mark.parametrize("m", [32, 3200])
