@@ -462,6 +462,18 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
             np.testing.assert_array_equal(run(packed, x, layout), expected)
 
 
+@pytest.mark.parametrize(
+    ("shared", "k", "kernel"), [(True, 3072, "rows"), (True, 768, "tokens"), (False, 3072, "tokens")]
+)
+def test_long_x_is_laid_out_where_it_would_come_slowly_from_the_second_level(monkeypatch, rng, shared, k, kernel):
+    unit = target.Target("avx512", 16, 32, fused=True, shared=shared)
+    monkeypatch.setattr(linear, "host", lambda: unit)
+    numba.set_num_threads(1)
+    packed = packed_of(VectorWise(32), rng.standard_normal((32, k)).astype(np.float32))
+    assert linear.default(packed, "token_major", 128).kernel == kernel
+    assert linear.default(packed, "token_major", 8).kernel == "tokens"
+
+
 @pytest.mark.parametrize("m", [32, 3200])
 def test_weights_start_at_a_cache_line_also_in_copies(rng, m):
     packed = packed_of(VectorWise(32), rng.standard_normal((m, 40)).astype(np.float32))
