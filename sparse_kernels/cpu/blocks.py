@@ -25,6 +25,11 @@ from sparse_kernels.cpu.target import VERSION, Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
 from sparse_kernels.plan import Array
 
+# Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
+# second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
+# Where rows are permuted, all of them have to be there first.
+RUN = 256
+
 COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks
 
 
@@ -59,9 +64,12 @@ def multiply(
         rows, tile = 1, weights.stride // lanes
         block = tile
     else:
-        rows, tile = weights.width, TILE
-        block = min(-(-n // lanes), max(vectors, CACHED // ((k + m) * lanes)))
-    here = in_tiles(block * lanes, tile, lanes, k, m)
+        # What a register tile reads of a column lies side by side, or every other cache line would stay unused.
+        rows, tile = weights.width, vectors
+        block = min(-(-n // lanes), max(1, CACHED // ((k + m) * lanes) // vectors) * vectors)
+    # Rows of y that are put in their places together.
+    run = m if isinstance(weights, SingleRows) or not weights.in_order else min(m, max(RUN, rows))
+    here = in_tiles(block * lanes, tile, lanes, k, run)
     there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
     x_layout, y_layout = layouts
     if x_layout == "token_blocked" and not single and block * threads * lanes < n:
@@ -69,10 +77,10 @@ def multiply(
     x_starts = there.x_starts if x_layout == "token_blocked" else here.x_starts
     y_starts = there.y_starts if y_layout == "token_blocked" else here.y_starts
     tokens = -(-block // tile) * tile * lanes
-    laid_out = (k if x_layout != "token_blocked" else 0) + (m if y_layout != "token_blocked" else 0)
+    laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     scratch = pool.take(threads * tokens * laid_out)
-    run = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
-    run(
+    multiply_blocks = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
+    multiply_blocks(
         weights.arrays,
         x,
         y,
@@ -87,7 +95,9 @@ def multiply(
         there.x_starts,
         block,
         tokens,
-        here.x_stride,
+        run,
+        there.x_stride if x_layout == "token_blocked" else here.x_stride,
+        there.y_stride if y_layout == "token_blocked" else here.y_stride,
         threads,
     )
     pool.give_back(scratch)
@@ -101,8 +111,9 @@ def kernel(
 
     Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where the vectors start in x and
     in y (int64; in those of a block, unless x or y is blocked), where they start in blocked x, vectors of a block,
-    tokens that there is room for in one, elements from one column to the next, parts). scratch: (parts, x and y of a
-    block, less what is blocked). x_layout: also COPIED.
+    tokens that there is room for in one, rows of y put in their places together, elements from one column of x to the
+    next, from one row of y to the next, parts). scratch: (parts, x and such rows of y of a block, less what is
+    blocked). x_layout: also COPIED.
     """
     version = VERSION
     fuse = int(fused)
@@ -112,10 +123,26 @@ def kernel(
     x_copied, x_tile = x_layout == COPIED, TILE * lanes
     # Vectors that blocks are shared by: single rows take whole tiles.
     unit = TILE if single and (x_blocked or y_blocked) else 1
+    # A thread's blocks end at whole tiles, except for the last.
+    grain = unit if single else vectors
+
+    @njit(inline="always")
+    def put_back(y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end):  # type: ignore[no-untyped-def]
+        for v in range(width):
+            source = y_here + y_starts[v] * 4
+            if y_by_token:
+                target = y_at + (token * m + begin) * 4
+                lanes_to_tokens(lanes, version, source, y_stride, n - token, end - begin, target, m)
+            else:
+                for r in range(begin, end):
+                    target = y_at + (r * n + token) * 4
+                    copy_run(lanes, version, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+            token += lanes
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, x_from, most, tokens, stride, parts
+        weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, x_from,
+        most, tokens, run, x_stride, y_stride, parts
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
@@ -126,26 +153,26 @@ def kernel(
             here = scratch_at + part * (scratch.size // parts) * 4
             x_here = x_at if x_blocked else here
             y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
-            blocks = ((end - begin) * unit + most - 1) // most
+            begin, each = begin * unit, min(end * unit, total) - begin * unit
+            blocks, grains = (each + most - 1) // most, (each + grain - 1) // grain
             for block in range(blocks):
-                first = (begin + (end - begin) * block // blocks) * unit
-                stop = min(total, (begin + (end - begin) * (block + 1) // blocks) * unit)
-                width = stop - first
+                first = begin + grains * block // blocks * grain
+                width = begin + min(grains * (block + 1) // blocks * grain, each) - first
                 x_first, y_first = first if x_blocked else 0, first if y_blocked else 0
                 if not x_blocked:
                     for v in range(width):
                         token, there = (first + v) * lanes, x_here + x_starts[v] * 4
                         if x_by_token:
                             source = x_at + token * k * 4
-                            tokens_to_lanes(lanes, version, source, k, n - token, k, there, stride)
+                            tokens_to_lanes(lanes, version, source, k, n - token, k, there, x_stride)
                         elif x_copied:
                             for c in range(k):
                                 source = x_at + (x_from[first + v] + c * x_tile) * 4
-                                copy_run(lanes, version, source, there + c * stride * 4, lanes)
+                                copy_run(lanes, version, source, there + c * x_stride * 4, lanes)
                         else:
                             for c in range(k):
                                 source = x_at + (c * n + token) * 4
-                                copy_run(lanes, version, source, there + c * stride * 4, min(lanes, n - token))
+                                copy_run(lanes, version, source, there + c * x_stride * 4, min(lanes, n - token))
                 if single:
                     stream, table, _, bounds = weights
                     stages = table.shape[0]
@@ -158,7 +185,7 @@ def kernel(
                             width,
                             stream.ctypes.data + table[stage, 0] * 4,
                             m,
-                            x_here + (x_starts[x_first] + bounds[stage] * stride) * 4,
+                            x_here + (x_starts[x_first] + bounds[stage] * x_stride) * 4,
                             y_here + y_starts[y_first] * 4,
                             bias_at,
                             min(stage, 1),
@@ -166,11 +193,11 @@ def kernel(
                         )
                 else:
                     table, values, columns, _, row_ids = weights
-                    panels = table.shape[0]
+                    panels, done = table.shape[0], 0
                     for panel in range(panels):
                         v = 0
                         while v < width:
-                            together = vectors if v + vectors <= width else 1
+                            step = vectors if v + vectors <= width else 1
                             row_tile(
                                 rows,
                                 vectors,
@@ -178,15 +205,15 @@ def kernel(
                                 fuse,
                                 unframed,
                                 version,
-                                together,
+                                step,
                                 values.ctypes.data + table[panel, 0] * 4,
                                 columns.ctypes.data + table[panel, 1] * 4,
                                 table[panel, 2],
                                 x_here,
-                                stride,
+                                x_stride,
                                 x_starts_at + (x_first + v) * 8,
-                                y_here,
-                                stride,
+                                y_here - done * y_stride * 4,
+                                y_stride,
                                 y_starts_at + (y_first + v) * 8,
                                 unframed,
                                 unframed,
@@ -194,16 +221,12 @@ def kernel(
                                 bias_at,
                                 activation,
                             )
-                            v += together
-                if not y_blocked:
-                    for v in range(width):
-                        token, there = (first + v) * lanes, y_here + y_starts[v] * 4
-                        if y_by_token:
-                            target = y_at + token * m * 4
-                            lanes_to_tokens(lanes, version, there, stride, n - token, m, target, m)
-                        else:
-                            for r in range(m):
-                                target = y_at + (r * n + token) * 4
-                                copy_run(lanes, version, there + r * stride * 4, target, min(lanes, n - token))
+                            v += step
+                        behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
+                        if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
+                            put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, done, behind)
+                            done = behind
+                if single and not y_blocked:
+                    put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
 
     return multiply

@@ -30,6 +30,9 @@ from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 WEIGHTS = ("float32", "bfloat16")
 
+# Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
+FIRST_LEVEL = 12_288
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -202,12 +205,14 @@ def default(packed: Packed, layout: str, n: int) -> Choice:
 
 def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
     """Whether blocks of tokens beat this tile of kernel tokens."""
-    _, vectors, lanes = tile
+    size, vectors, lanes = tile
     if permuted(packed):
         return n > lanes  # each token's rows are put in their places one by one; from a block that costs nothing
-    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens.
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. The x of a tile's
+    # tokens is read for every panel: from twice a first-level cache on, Intel's second level slows that down.
+    slow = vectors == 1 or (host().shared and size * packed.shape[1] >= 2 * FIRST_LEVEL)
     total, threads = -(-n // lanes), numba.get_num_threads()
-    return vectors == 1 and total >= 2 * threads and blocks.enough(n, lanes, threads)
+    return slow and total >= 2 * threads and blocks.enough(n, lanes, threads)
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:

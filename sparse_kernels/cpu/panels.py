@@ -14,11 +14,13 @@ row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.scratch import aligned
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
@@ -55,6 +57,12 @@ class Panels:
         """(table, values, columns, work, row_ids), as the compiled loops take them."""
         return self.table, self.values, self.columns, self.work, self.row_ids
 
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the rows that exist are those of the matrix in their order."""
+        exist = self.row_ids[self.row_ids >= 0]
+        return np.array_equal(exist, np.arange(exist.size))
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
@@ -62,12 +70,12 @@ class Panels:
 
     def copy(self) -> Panels:
         """The same panels in memory of their own."""
-        table, values, columns, work, row_ids = (array.copy() for array in self.arrays)
-        return Panels(self.width, values, columns, table, work, row_ids)
+        table, _, columns, work, row_ids = (array.copy() for array in self.arrays)
+        return Panels(self.width, _aligned(self.values), columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
         """The same panels with the nearest bfloat16 of each float32."""
-        return replace(self, values=bfloat16.bits(self.values))
+        return replace(self, values=_aligned(bfloat16.bits(self.values)))
 
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
         """The same panels with offsets[c] in place of each column c."""
@@ -117,7 +125,7 @@ def panels(groups: Groups, width: int) -> Panels:
     padded = np.zeros((groups.columns.size, filled), np.float32)
     padded[:, : groups.height] = groups.values
     # From (column, row) to (cut, column, row in cut), a group at a time: panels of a group lie one after the other.
-    values = np.empty(padded.size, np.float32)
+    values = aligned(padded.size)
     for start, stop in zip(groups.indptr, groups.indptr[1:], strict=False):
         block = padded[start:stop].reshape(stop - start, cuts, width).swapaxes(0, 1)
         values[start * filled : stop * filled] = block.ravel()
@@ -135,6 +143,13 @@ def panels(groups: Groups, width: int) -> Panels:
         width, values, groups.columns.copy(), table.reshape(-1, 3)[:exist].copy(), work[: exist + 1].copy(),
         row_ids.ravel()[: exist * width].copy(),
     )  # fmt: skip
+
+
+def _aligned(values: NDArray[Any]) -> NDArray[Any]:
+    """A copy that starts at a cache line: else every vector of weights lies in two, and takes two loads."""
+    copied = aligned(values.size, values.dtype)
+    copied[:] = values
+    return copied
 
 
 def _of_nm(packed: NMWeight) -> Groups:

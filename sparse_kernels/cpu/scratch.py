@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,9 @@ class Pool:
         self._free.append((key, buffer))
 
 
-def aligned(size: int) -> NDArray[np.float32]:
-    """Zeros, float32 (size), that start at a cache line."""
-    raw = np.zeros(size + ALIGNMENT // 4, np.float32)
-    skip = -raw.ctypes.data % ALIGNMENT // 4
+def aligned(size: int, dtype: Any = np.float32) -> NDArray[Any]:
+    """Zeros (size) that start at a cache line."""
+    each = np.dtype(dtype).itemsize
+    raw = np.zeros(size + ALIGNMENT // each, dtype)
+    skip = -raw.ctypes.data % ALIGNMENT // each
     return raw[skip : skip + size]

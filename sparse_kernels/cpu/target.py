@@ -20,7 +20,8 @@ class Target:
     """A vector unit.
 
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
-    multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half.
+    multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
+    adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Target:
     registers: int
     fused: bool
     halves: bool = False
+    shared: bool = False
 
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -55,7 +57,8 @@ def host() -> Target:
     if triple.startswith(("aarch64", "arm64")):
         return Target("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
-        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4")
+        # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
+        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not cpu.startswith("znver"))
     if "avx2" in has and "fma" in has:
         return Target("avx2", 8, 16, fused=True)
     if "avx" in has:

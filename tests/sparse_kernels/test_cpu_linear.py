@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import linear, panels, rows, single, target, transpose, vectors
+from sparse_kernels.cpu import blocks, linear, panels, rows, single, target, transpose, vectors
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
@@ -438,6 +438,49 @@ def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
     assert [rows.even((8, 2), together, wide) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
     assert [rows.even((4, 4), together, wide) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
     assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
+
+
+def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():
+    intel = target.Target("avx512", 16, 32, fused=True, shared=True)
+    assert [rows.even((8, 2), together, intel) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
+    assert [rows.even((4, 4), together, intel) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept"), [(VectorWise(3), True), (BlockWise(16, 4), True), (ShflBW(4), False)], ids=str
+)
+def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, pattern, kept):
+    m, k, n = 3 * blocks.RUN - 48, 40, 100
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    # Rows with equal columns lie apart, so that Shfl-BW has to permute them.
+    packed = packed_of(pattern, weight * (np.arange(k) % 3 == np.arange(m)[:, None] % 3))
+    assert panels.panels(panels.groups(packed), 4).in_order == kept
+    expected = unpack(packed).astype(float) @ x
+    for layout in ("token_major", "out_of_blocks"):
+        for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            numba.set_num_threads(threads)
+            np.testing.assert_array_equal(run(packed, x, layout), expected)
+
+
+@pytest.mark.parametrize(
+    ("shared", "k", "kernel"), [(True, 3072, "rows"), (True, 768, "tokens"), (False, 3072, "tokens")]
+)
+def test_long_x_is_laid_out_where_it_would_come_slowly_from_the_second_level(monkeypatch, rng, shared, k, kernel):
+    unit = target.Target("avx512", 16, 32, fused=True, shared=shared)
+    monkeypatch.setattr(linear, "host", lambda: unit)
+    numba.set_num_threads(1)
+    packed = packed_of(VectorWise(32), rng.standard_normal((32, k)).astype(np.float32))
+    assert linear.default(packed, "token_major", 128).kernel == kernel
+    assert linear.default(packed, "token_major", 8).kernel == "tokens"
+
+
+@pytest.mark.parametrize("m", [32, 3200])
+def test_weights_start_at_a_cache_line_also_in_copies(rng, m):
+    packed = packed_of(VectorWise(32), rng.standard_normal((m, 40)).astype(np.float32))
+    cut = panels.panels(panels.groups(packed), 32)
+    for some in (cut, cut.copy(), cut.narrowed(), cut.narrowed().copy()):
+        assert some.values.ctypes.data % 64 == 0
+    np.testing.assert_array_equal(cut.copy().values, cut.values)
 
 
 def test_blocks_are_even_and_no_larger_than_the_cache():

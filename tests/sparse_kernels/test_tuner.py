@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numba
@@ -91,13 +92,18 @@ def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(patt
 
 
 @pytest.mark.skipif(target.host().name != "avx512", reason="the tiles of other vector units are others")
-def test_the_choices_are_those_that_may_help() -> None:
+def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(shared: bool) -> None:
+        for module in (linear, tuner):
+            monkeypatch.setattr(module, "host", lambda: replace(target.host(), shared=shared))
+
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
         numba.set_num_threads(threads)
         packed = packed_of(pattern, np.ones((96, 40), np.float32))
         plans = (linear.build(packed, layout, n, it) for it in tuner.candidates(packed, layout, n))
         return [plan.kernel.split(".", 2)[2].removesuffix(".avx512") for plan in plans]
 
+    on(shared=False)
     assert names(VectorWise(32), "token_major", 1) == ["tokens2x2"]
     assert names(VectorWise(32), "token_major", 4) == ["tokens8x2", "tokens4x2"]
     assert names(VectorWise(32), "token_major", 12) == ["tokens8x2", "tokens6x2", "rows8x2"]
@@ -116,6 +122,11 @@ def test_the_choices_are_those_that_may_help() -> None:
     if numba.config.NUMBA_NUM_THREADS > 1:
         assert names(ShflBW(32), "token_major", 32, threads=2) == ["rows8x2", "tokens8x2", "rows8x2.pass"]
         assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x2.pass"]
+    on(shared=True)
+    assert names(VectorWise(32), "token_major", 1024) == ["tokens8x2", "rows8x3"]
+    assert names(ShflBW(32), "token_major", 1024) == ["rows8x3"]
+    if numba.config.NUMBA_NUM_THREADS > 1:
+        assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x4.pass"]
 
 
 # ------------------------------------------------------------------------------------------------ the rule
