@@ -1,15 +1,14 @@
 """What learned models share: they know what they were shown, refuse the rest, and say how wrong they may be.
 
 A subclass learns; this class holds shapes out to calibrate its intervals. Inside the measured range they come from
-shapes left out at random, whole shapes at a time. Beyond it they come from the smallest or the largest fifth of the
-shapes, predicted from the others, and grow with the distance.
+shapes left out at random, whole shapes at a time. Beyond it they come from the smallest or the largest shapes,
+predicted from the others, and grow with the distance as much as they did there (`frontier`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -20,29 +19,14 @@ from sklearn.utils.validation import check_is_fitted
 
 from cost_models import frontier
 from cost_models.conformal import quantile
-from cost_models.errors import MixedModes, Unanchored, Uncalibrated
+from cost_models.errors import MixedModes, Unanchored
 from cost_models.features import SIZES, Encoder, with_structure
 from cost_models.rows import Array, checked, describe, shape_groups, sparsities, split_by_shape
 
 MODE = ("device", "backend", "dtype_w", "dtype_a", "dtype_out", "context", "cache_mode", "launch_mode")
 
-# By how much an error may grow with each octave beyond the measured range. Chosen on five GPUs with the size frontier
-# held out, where errors grew by nothing to three times as much: no calibration knows what no measurement shows.
-GROWTH = 0.5
-
 Predict = Callable[[pd.DataFrame], Array]
 """The logarithm of the seconds of every row, (rows,)."""
-
-
-@dataclass(frozen=True)
-class EdgeErrors:
-    """log(predicted / measured) of the fifth of the shapes on one side by a model of the others, (rows,); the rows'
-    shapes, and by how many octaves they lie beyond the others.
-    """
-
-    errors: Array
-    shapes: npt.NDArray[np.int64]
-    octaves: Array
 
 
 class Learned(RegressorMixin, BaseEstimator, ABC):
@@ -54,7 +38,7 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
 
     Fitted: mode_, what all rows share; encoder_, the categories and columns seen; ranges_ and sparsity_ranges_, what
     was measured; predictor_; held_out_errors_, log(predicted / measured) of every row by a model that did not see its
-    shape, with the rows' shapes_ and fold_; edge_errors_, by side.
+    shape, with the rows' shapes_ and fold_; edges_, by side.
     """
 
     folds: int
@@ -100,12 +84,7 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         for fold in range(int(self.fold_.max()) + 1 if self.fold_.any() else 0):
             held_out = self.fold_ == fold
             self.held_out_errors_[held_out] = self._errors(X, seconds, held_out)
-        self.edge_errors_ = {}
-        for side, held_out in frontier.fifths(X).items():
-            if held_out.any():
-                rest = frontier.ranges(X[~held_out], list(SIZES))
-                away = frontier.octaves(X[held_out], rest)[side]
-                self.edge_errors_[side] = EdgeErrors(self._errors(X, seconds, held_out), self.shapes_[held_out], away)
+        self.edges_ = frontier.edges(X, lambda held_out: self._errors(X, seconds, held_out))
 
     def _errors(self, X: pd.DataFrame, seconds: Array, held_out: npt.NDArray[np.bool_]) -> Array:
         """log(predicted / measured) of the rows held out, by a model of the others."""
@@ -122,8 +101,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         """Seconds (low, high) of every row that hold a measurement of a new shape with probability `coverage`.
 
         Calibrated on left-out shapes (`conformal.quantile`). Beyond the measured range (`octaves_outside`) it is
-        wider, and promises no more than that going further is as hard as it was before. Raises Unanchored as
-        `predict`, and Uncalibrated where too few shapes were measured.
+        wider (`frontier.Edge`), and promises no more than that going further is as hard as it was before. Raises
+        Unanchored as `predict`, and Uncalibrated where too few shapes were measured.
         """
         predicted = self.predict(X)
         factor = np.exp(self._half_widths(X, coverage)) if len(X) else np.empty(0)
@@ -134,19 +113,9 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         half = np.full(len(X), inside)
         for side, away in self.octaves_outside(X).items():
             if (outside := away > 0).any():
-                edge = max(inside, self._edge_width(side, coverage)) * (1 + GROWTH * away)
-                half[outside] = np.maximum(half, edge)[outside]
+                edge = self.edges_[side].half_width(away[outside], coverage)
+                half[outside] = np.maximum(half[outside], edge)
         return half
-
-    def _edge_width(self, side: str, coverage: float) -> float:
-        """Half of an interval at the edge of the measured range, in log seconds; 0 where too few shapes lie there."""
-        edge = self.edge_errors_.get(side)
-        if edge is None:
-            return 0.0
-        try:
-            return quantile(np.abs(edge.errors) / (1 + GROWTH * edge.octaves), coverage, groups=edge.shapes)
-        except Uncalibrated:
-            return 0.0
 
     def half_width(self, coverage: float, without_fold: int = -1) -> float:
         """Half of an interval inside the measured range, in log seconds; for validation, without the held-out errors
@@ -157,7 +126,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
 
     def octaves_outside(self, X: pd.DataFrame) -> dict[str, Array]:
         """How far every row of X, (rows,), lies below ("smallest") and above ("largest") the measured ranges of m,
-        k, n, threads and their work (multiplications): the most octaves, 0 inside.
+        k, n, threads, their work (multiplications), a convolution's kernel, stride and dilation, and a format's
+        block sizes and density: the most octaves, 0 inside.
         """
         check_is_fitted(self)
         return frontier.octaves(X, self.ranges_)
