@@ -7,6 +7,7 @@ answer hangs on it because dense is about as fast, the curve gets more.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -22,7 +23,7 @@ from latbench.plan import Point
 from latbench.sweep import FINISHED
 
 ANCHORS = 6
-COVERAGE = 0.8
+COVERAGES = (0.9, 0.8)  # of the intervals that tell what is known: the first for which there are enough anchors
 BATCH = 24  # points before the table is looked at again: a block's worth
 
 
@@ -42,8 +43,8 @@ def anchors(points: Sequence[Point], count: int = ANCHORS) -> list[Point]:
 class Adaptive:
     """Asks for `points` as far as they tell something: a `choose` of latbench.sweep.
 
-    tolerance: how far, as a factor less 1, the 80% interval of a point may reach above its prediction without being
-    measured; twice that far where it does not hold the time of the fastest dense layer.
+    tolerance: how far, as a factor less 1, the 90% interval of a point (80% where anchors are few) may reach above
+    its prediction without being measured; twice that far where it does not hold the time of the fastest dense layer.
     """
 
     def __init__(self, points: Iterable[Point], *, tolerance: float = 0.03, batch: int = BATCH) -> None:
@@ -101,11 +102,12 @@ def _intervals(points: Sequence[Point], table: pd.DataFrame) -> list[tuple[Point
     if not inside:
         return []
     asked = pd.DataFrame([point.key() for point in inside], columns=KEY)
-    try:
-        low, high = AnchoredLookup().fit(X, seconds).predict_interval(asked, COVERAGE)
-    except Uncalibrated:  # so few anchors that none could be left out
-        return []
-    return list(zip(inside, low.tolist(), high.tolist(), strict=True))
+    model = AnchoredLookup().fit(X, seconds)
+    for coverage in COVERAGES:
+        with contextlib.suppress(Uncalibrated):
+            low, high = model.predict_interval(asked, coverage)
+            return list(zip(inside, low.tolist(), high.tolist(), strict=True))
+    return []  # so few anchors that none could be left out
 
 
 _SHAPE = [*KEY[KEY.index("op") : KEY.index("pattern")], "threads"]

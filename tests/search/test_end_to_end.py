@@ -39,9 +39,9 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
     path = tmp_path / "engines.py"
     path.write_text(ENGINES)
     engines = {
-        "slow": Engine("a", f"{path}:sleeper", (0.004,)),
-        "fast": Engine("b", f"{path}:sleeper", (0.001,)),
-        "other": Engine("b", f"{path}:sleeper", (0.002,)),
+        "slow": Engine("a", f"{path}:sleeper", (0.04,)),
+        "fast": Engine("b", f"{path}:sleeper", (0.01,)),
+        "other": Engine("b", f"{path}:sleeper", (0.02,)),
         "absent": Engine("c", f"{path}:broken", ()),
     }
     told: list[tuple[str, int | None, int | None]] = []
@@ -54,13 +54,12 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
         round_seconds=0.01,
         progress=lambda *now: told.append(now),
     )
-    # Rounds that something else slowed are taken again, so there may be more than asked for, of all the same number.
+    # Rounds that something else slowed are taken again, or are left out: there may be more or fewer than asked for.
     counts = {name: len(blocks) for name, blocks in timings.blocks.items()}
     assert list(counts) == ["slow", "fast", "other"]
     assert len(set(counts.values())) == 1
-    assert counts["slow"] >= 3
     assert timings.left_out == {"absent": "RuntimeError: no such operator"}
-    assert min(min(block) for block in timings.blocks["slow"]) >= 0.004
+    assert min(min(block) for block in timings.blocks["slow"]) >= 0.04
     assert timings.fastest(["slow", "absent", "other"]) == "other"
     what, done, of = told[-1]
     assert what == "timing whole models in turns" and done is not None and of is not None and done < of >= 3
