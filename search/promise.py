@@ -89,52 +89,68 @@ def keep_promise(
     with their losses, are timed beside the others. Raises Infeasible where predictions alone say that nothing can,
     and PromiseMissed where the fastest profile was timed and missed, too.
     """
-    tried: dict[Choice, Tried] = {}
-    times: dict[Choice, Measured] = {}
+    rounds = _Rounds(problem, search, measure, target, dict(before or {}))
+    rounds.go_on([rounds.predicted])
+    if not rounds.held():
+        wanted = rounds.one([rounds.predicted.certain().only_fastest(target)])
+        rounds.go_on(wanted if rounds.held() else [])
+    if not rounds.held():
+        raise PromiseMissed(_missed(rounds.predicted, rounds.times, target))
+    best = min(rounds.held(), key=lambda choice: rounds.tried[choice].found.loss)
+    tried, times = rounds.tried[best], rounds.times[best]
+    return Kept(corrected(rounds.predicted, best, times), tried.found, tried.bound, times)
 
-    def held() -> list[Choice]:
-        return [choice for choice, one in times.items() if one.speedup.low >= target]
 
-    def one_round(number: int, wanted: Sequence[Problem]) -> list[Problem]:
-        """Search in the first that has a profile and time it; what to search next, nothing at the end."""
+class _Rounds:
+    """The rounds of one promise, and what they found: profiles that were `tried`, and `times` of those timed."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        search: Search,
+        measure: Callable[[Sequence[Choice]], list[Measured]],
+        target: float,
+        before: Mapping[Choice, float],
+    ) -> None:
+        # Where predictions are too uncertain to promise it, it may be so all the same: measuring will tell.
+        self.predicted = problem if _fits(problem, target) else problem.certain()
+        self.search, self.measure, self.target, self.before = search, measure, target, before
+        self.number = 0
+        self.tried: dict[Choice, Tried] = {}
+        self.times: dict[Choice, Measured] = {}
+
+    def held(self) -> list[Choice]:
+        """The profiles that were measured to keep the promise."""
+        return [choice for choice, one in self.times.items() if one.speedup.low >= self.target]
+
+    def go_on(self, wanted: Sequence[Problem]) -> None:
+        """Rounds until nothing is left to search, ROUNDS after the first one."""
+        while wanted and self.number <= ROUNDS:
+            wanted = self.one(wanted)
+
+    def one(self, wanted: Sequence[Problem]) -> Sequence[Problem]:
+        """Search in the first problem that has a profile and time it; what to search next, nothing at the end."""
+        number, self.number = self.number, self.number + 1
+        missed = self.times.keys() - set(self.held())
         try:
-            found, bound = _first_found(search, wanted, number, times.keys() - set(held()), target)
+            found, bound = _first_found(self.search, wanted, number, missed, self.target)
         except Infeasible:
-            if times or (before and number == 0):
+            if self.times or (self.before and number == 0):
                 return []
             raise
-        if found.choice in held():
-            return []
-        if found.choice in times:
-            slower = corrected(predicted, found.choice, times[found.choice])
+        if found.choice in missed:
+            slower = corrected(self.predicted, found.choice, self.times[found.choice])
             return [_aiming(slower, AIM), slower]
-        if not times:
-            for choice, loss in (before or {}).items():
-                tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), bound)
-        tried[found.choice] = Tried(found, bound)  # the bound of the budget that this round had
-        times.update(zip(tried, measure(list(tried)), strict=True))
-        if number > 0 and target <= times[found.choice].speedup.low <= target * (1 + TO_SPARE):
+        if found.choice in self.times:
             return []
-        return [_closed_in(predicted, times, target, aim) for aim in (AIM, 1.0)]
-
-    # Where predictions are too uncertain to promise it, it may be so all the same: measuring will tell.
-    predicted = problem if _fits(problem, target) else problem.certain()
-    wanted, numbers = [predicted], iter(range(1 + ROUNDS))
-
-    def rounds() -> None:
-        nonlocal wanted
-        while wanted and (number := next(numbers, None)) is not None:
-            wanted = one_round(number, wanted)
-
-    rounds()
-    if not held():
-        wanted = one_round(next(numbers, 1 + ROUNDS), [predicted.certain().only_fastest(target)])
-    if held():
-        rounds()
-    else:
-        raise PromiseMissed(_missed(predicted, times, target))
-    best = min(held(), key=lambda choice: tried[choice].found.loss)
-    return Kept(corrected(predicted, best, times[best]), tried[best].found, tried[best].bound, times[best])
+        if not self.times:
+            for choice, loss in self.before.items():
+                self.tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), bound)
+        self.tried[found.choice] = Tried(found, bound)  # the bound of the budget that this round had
+        self.times.update(zip(self.tried, self.measure(list(self.tried)), strict=True))
+        if number > 0 and self.target <= self.times[found.choice].speedup.low <= self.target * (1 + TO_SPARE):
+            return []
+        return [_closed_in(self.predicted, self.times, self.target, aim) for aim in (AIM, 1.0)]
 
 
 def _first_found(
