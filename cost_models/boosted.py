@@ -84,8 +84,12 @@ class Boosted(Learned):
             early_stopping=False,
             random_state=self.random_state,
         )
+        features = self.encoder_.matrix(X)
+        features[:, np.isnan(features).all(axis=0)] = (
+            0  # of layers that are left out here: scikit-learn cannot bin it
+        )
         with _one_thread():
-            trees.fit(self.encoder_.matrix(X), np.log(seconds) - base(X))
+            trees.fit(features, np.log(seconds) - base(X))
         return Corrected(base, self.encoder_, trees)
 
 

@@ -191,6 +191,16 @@ def test_a_table_of_convolutions_and_linear_layers_is_one_model(noisy: Noisy) ->
     assert np.median(np.abs(model.predict(both) / times - 1)) < 0.05
 
 
+def test_one_convolution_among_linear_layers_may_be_left_out(noisy: Noisy) -> None:
+    # What only convolutions have is then unknown of every row that is learned from.
+    X, y = noisy
+    convolution = {"op": "conv2d", "batch": 1, "c_in": 16, "h": 8, "w": 8, "c_out": 64, "kh": 3, "kw": 3}
+    one = (X["k"] == 320) & (X["m"] == X["m"].max()) & (X["n"] == X["n"].max())
+    both = pd.concat([X[~one], X[one].assign(**convolution)], ignore_index=True)
+    model = Boosted(max_iter=5).fit(both, np.concatenate([y[~one], y[one]]))
+    assert np.isfinite(model.predict(both)).all()
+
+
 def test_it_is_a_scikit_learn_estimator() -> None:
     model = Boosted(max_iter=7, random_state=3)
     assert clone(model).get_params() == model.get_params()
