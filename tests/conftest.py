@@ -3,6 +3,7 @@
 import functools
 import os
 import shutil
+import signal
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -11,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+# A shell's background jobs, and nohup's, ignore these, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -246,8 +246,6 @@ def point(m: int, sparsity: float, seed: int) -> Point:
 def main() -> None:
     """Sweep as ordered: folder, log, points; hurt and at, jumps, seconds, wait."""
     order = json.loads(sys.argv[1])
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as from a terminal, also where tests run under nohup
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     wanted = [point(*which) for which in order["points"]]
     quick = sweep.Settings(rel_error=0.3, max_seconds=0.01, round_seconds=0.001, block_points=1)
     sweep.run = functools.partial(sweep.run, settings=quick)
