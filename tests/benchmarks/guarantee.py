@@ -1,10 +1,12 @@
 """Whether promises are kept: random targets searched on this machine, each then pruned and verified as users do it.
 
     python tests/benchmarks/guarantee.py TASK --table T --model M --database D [--targets 10] [--risk 0.95]
+        [--method auto]
 
 Targets are uniform from 1.2x to 0.9 of the fastest profile there is. Each search tries few profiles, because what
-they cost in accuracy does not matter here. Prints a line a target, then how many were met and by how much they were
-overshot. A search that refuses to promise after measuring (exit 1 of `latbench search`) is counted by itself.
+they cost in accuracy does not matter here, nor does how layers are pruned: `--method magnitude` is done in seconds.
+Prints a line a target, then how many were met and by how much they were overshot. A search that refuses to promise
+after measuring (exit 1 of `latbench search`) is counted by itself.
 Repeated, it goes on: what was searched and verified is kept beside the database.
 
 Last it prints how speedups of the same profile scattered in all searches and verifications that were kept under the
@@ -27,6 +29,7 @@ from search.database import Database
 from search.engines import DENSE_ENGINES
 from search.profile import Profile
 from search.pruning.apply import stitch
+from search.pruning.build import METHOD, METHODS
 from search.pruning.folder import save_pruned
 from search.verify import Verdict
 
@@ -37,7 +40,7 @@ def main() -> None:
     """Parse, search, verify, print."""
     arguments = _arguments()
     inputs = job.read_inputs(
-        tasks.load(arguments.task), places.at(arguments.table), arguments.model, arguments.database
+        tasks.load(arguments.task), places.at(arguments.table), arguments.model, arguments.database, arguments.method
     )
     settings = job.Settings(
         LEAST, devices.cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,
@@ -125,6 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--patterns")
+    parser.add_argument("--method", choices=sorted(METHODS), default=METHOD)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
