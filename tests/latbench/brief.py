@@ -1,0 +1,13 @@
+"""What tests of sweeps that are cut off run in processes of their own: `latbench` as the command line has it, but a
+point has a tenth of the time, and a layer a block of its own.
+
+python brief.py COMMAND ARGUMENTS
+"""
+
+import functools
+
+from latbench import cli, sweep
+
+if __name__ == "__main__":
+    sweep.run = functools.partial(sweep.run, settings=sweep.Settings(max_seconds=0.04, block_points=1))
+    cli.main()
