@@ -27,6 +27,11 @@ def test_a_worker_process_starts_with_little_more_than_numpy_and_pyarrow() -> No
     assert not {"scipy", "pandas", "torch", "numba", "sklearn"} & set(loaded)
 
 
+def test_what_measures_starts_without_what_it_may_never_need() -> None:
+    loaded = _python("import sys, latbench.sweep, latbench.backends; print(*sys.modules)").split()
+    assert not {"scipy.special", "pandas", "torch", "sklearn"} & set(loaded)
+
+
 @pytest.mark.slow
 def test_a_wheel_brings_four_names_and_its_workloads(tmp_path: Path) -> None:
     subprocess.run(
