@@ -183,7 +183,7 @@ def draw(rng: random.Random, kinds: Sequence[Any], least: int, most: int) -> lis
 # Kernels and workers ----------------------------------------------------------------------------------------------
 
 
-PATIENCE = [20.0, 4.0]
+PATIENCE = [10.0, 2.0]
 """The seconds after which a preparation and a burst count as a hang: ten times what they take."""
 
 
