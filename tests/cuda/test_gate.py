@@ -95,8 +95,8 @@ def one_of_each():
 @pytest.mark.parametrize(
     ("one", "architecture"), one_of_each(), ids=lambda it: it if isinstance(it, str) else it.function
 )
-def test_the_disassembler_names_the_same_instructions(tmp_path, one, architecture):
-    cubin = build.compile(one, architecture, folder=tmp_path)
+def test_the_disassembler_names_the_same_instructions(one, architecture):
+    cubin = build.compile(one, architecture, folder=gate.CUBINS)
     code = gate.machine_code(cubin.path, one.function)
     text = printed("nvdisasm", "-c", "-hex", str(cubin.path))
     line = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*).*/\* 0x([0-9a-f]{16}) \*/$"
@@ -113,8 +113,8 @@ def test_the_disassembler_names_the_same_instructions(tmp_path, one, architectur
 @pytest.mark.parametrize(
     ("one", "architecture"), one_of_each(), ids=lambda it: it if isinstance(it, str) else it.function
 )
-def test_a_kernel_without_a_stack_has_no_local_memory(tmp_path, one, architecture):
-    cubin = build.compile(one, architecture, folder=tmp_path)
+def test_a_kernel_without_a_stack_has_no_local_memory(one, architecture):
+    cubin = build.compile(one, architecture, folder=gate.CUBINS)
     usage = printed("cuobjdump", "--dump-resource-usage", str(cubin.path))
     found = re.search(rf"Function {one.function}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert [int(it) for it in found.groups()] == [cubin.registers, cubin.stack_bytes, 0]

@@ -46,12 +46,16 @@ def type_of(argument):
     return types.Tuple([type_of(it) for it in argument]) if isinstance(argument, tuple) else types.intp
 
 
-def compiled(pattern, layout, dtype, n, capability):
-    """(PTX, threads of a block) of the kernel that a plan for a weight of 256 x 512 would run."""
+def packed_of(pattern):
+    """A weight of 256 x 512, and the kernels for it."""
     weight = np.ones((256, 512), np.float32)
-    mask = pattern.mask(weight, getattr(pattern, "sparsity", 0.0))
-    packed = pack(weight, mask, pattern)
-    format = plan.FORMATS[type(packed)]
+    packed = pack(weight, pattern.mask(weight, getattr(pattern, "sparsity", 0.0)), pattern)
+    return packed, plan.FORMATS[type(packed)]
+
+
+def compiled(pattern, layout, dtype, n, capability):
+    """(PTX, threads of a block) of the kernel that a plan for such a weight would run."""
+    packed, format = packed_of(pattern)
     tile = format.tile(packed, n)
     element = np.dtype(dtype)
     x = np.empty((1,) * (2 if layout is MATRIX else 4), element)
@@ -111,9 +115,11 @@ def test_convolutions_compile_and_keep_their_sums_in_registers(pattern, tmp_path
 @pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES[::3], ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS + OTHER_PATTERNS, ids=str)
 def test_kernels_of_every_tile_compile(pattern, capability, tmp_path):
+    packed, format = packed_of(pattern)
+    one_a_tile = {format.tile(packed, n): n for n in (1, 40, 1000)}.values()
     for layout in (MATRIX, IMAGES):
         for dtype in plan.DTYPES:
-            for n in (1, 40, 1000):
+            for n in one_a_tile:
                 check_kernel(pattern, layout, dtype, n, capability, tmp_path)
 
 

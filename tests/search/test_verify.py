@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from latbench import devices, tables
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from search import sessions
 from search import task as tasks
-from search.end_to_end import Timings
+from search.end_to_end import Timings, time_engines
 from search.overhead import conditions
 from search.profile import LayerChoice, Profile
 from search.pruning.folder import save_pruned
@@ -172,6 +173,8 @@ def test_a_small_model_is_verified_from_its_folder(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
+    once = partial(time_engines, processes=1, rounds=4)  # what is built again and again is test_end_to_end.py's
+    monkeypatch.setattr("search.verify.time_engines", once)
     folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met
