@@ -1,5 +1,6 @@
 """Every kernel becomes PTX without a driver, for every generation of GPUs; and where ptxas is, machine code."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -112,15 +113,14 @@ def test_convolutions_compile_and_keep_their_sums_in_registers(pattern, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES[::3], ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS + OTHER_PATTERNS, ids=str)
-def test_kernels_of_every_tile_compile(pattern, capability, tmp_path):
+def test_kernels_of_every_tile_compile(pattern, tmp_path):
+    """Each for one generation, which take turns."""
     packed, format = packed_of(pattern)
     one_a_tile = {format.tile(packed, n): n for n in (1, 40, 1000)}.values()
-    for layout in (MATRIX, IMAGES):
-        for dtype in plan.DTYPES:
-            for n in one_a_tile:
-                check_kernel(pattern, layout, dtype, n, capability, tmp_path)
+    every = itertools.product((MATRIX, IMAGES), plan.DTYPES, one_a_tile)
+    for (layout, dtype, n), capability in zip(every, itertools.cycle(COMPUTE_CAPABILITIES), strict=False):
+        check_kernel(pattern, layout, dtype, n, capability, tmp_path)
 
 
 @pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=str)
