@@ -67,7 +67,7 @@ def prune(
         "task_source": loaded.source,
         "profile_sha256": sha256(profile),
         "model_hash": searched.model_hash,
-        "one_shot": layers.recipe,
+        "one_shot": layers.made_by,
         "global": joint,
         "recipe": None if training is None else training.facts(),
         "seed": seed,

@@ -165,13 +165,13 @@ def _check(
     from latbench.errors import UsageError
     from search.engines import BACKENDS
     from search.judges import PLACES
-    from search.pruning.build import METHODS
+    from search.pruning.build import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, BACKENDS),
-        ("method", method, METHODS),
+        ("method", method, ONE_SHOT_METHODS),
         ("place of judges", judges, PLACES),
     ):
         if name not in known:

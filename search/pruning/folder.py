@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.files import sha256
 from search import profile as profiles
-from sparse_kernels.convert import Choice
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, VectorNM, parse
@@ -186,8 +186,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choice]]:
-    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: choice} for `convert`.
+def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
+    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
     The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
     model, or is one of another model.
@@ -203,7 +203,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Ch
         raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
     masks = read_masks(folder)
     return model.eval(), {
-        layer: Choice(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
+        layer: LayerPattern(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
     }
 
 

@@ -23,7 +23,7 @@ from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import write_atomically
 from search import profile as profiles
 from search.pruning.folder import PACKED, read_masks
-from sparse_kernels.convert import Choice
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
 
@@ -54,13 +54,13 @@ def write_packed(folder: Path) -> Path:
     return path
 
 
-def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choice]]:
-    """Put the weights in a packed file into `model`, in place; returns it and {layer: choice}, as `load_pruned` does.
+def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
+    """Put the weights in a packed file into `model`, in place; returns it and {layer: pattern} as `load_pruned` does.
 
     Raises BadData when the file is missing or damaged, or is one of another model.
     """
     own = model.state_dict()
-    choices: dict[str, Choice] = {}
+    choices: dict[str, LayerPattern] = {}
     try:
         with safe_open(path, "pt") as file:
             names, patterns = set(file.keys()), dict(file.metadata() or {})
@@ -77,14 +77,14 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choi
                     mask = np.unpackbits(bits, count=stored.numel()).astype(bool).reshape(stored.shape)
                     stored[torch.from_numpy(mask)] = file.get_tensor(f"{name}.values")
                     stored = as_weight(stored, tensor.shape)
-                    choices[_layer_of(name)] = Choice(parse(patterns[name]), mask)
+                    choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
                 if stored.shape != tensor.shape:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is {tuple(stored.shape)}")
                 tensor.copy_(stored)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first})") from None
-    return model.eval(), {_layer_of(name): Choice(parse(spec)) for name, spec in patterns.items()} | choices
+    return model.eval(), {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()} | choices
 
 
 def _weight_of(layer: str) -> str:

@@ -20,7 +20,7 @@ from search.job import Inputs, Settings, prunable_layers
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
 from search.promise import Kept, Measured
-from search.pruning.build import recipe
+from search.pruning.build import made_by
 from search.sessions import Session
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -73,7 +73,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
     monkeypatch.setattr(job, "_whole_model", lambda *arguments: probes)
     table = places.at(tmp_path / "table")
-    return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", recipe(task))
+    return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", made_by(task))
 
 
 def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> None:

@@ -24,8 +24,7 @@ from search.profile import LayerChoice, Profile
 from search.pruning import pipeline
 from search.pruning.apply import stitch
 from search.pruning.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.build import build_database
-from search.pruning.build import recipe as recipe_of
+from search.pruning.build import build_database, made_by
 from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.masks import apply_masks
@@ -401,7 +400,7 @@ def test_another_database_or_another_task_is_pruned_anew(
     model = task.model()
 
     def run(method: str) -> str:
-        filled = Database(tmp_path / method, model_hash(model), recipe_of(task, method))
+        filled = Database(tmp_path / method, model_hash(model), made_by(task, method))
         build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
         prune_command(str(mine), profile, filled.folder, pruned, joint=False)
         return capsys.readouterr().out
@@ -409,7 +408,7 @@ def test_another_database_or_another_task_is_pruned_anew(
     for method in ("magnitude", "obs"):
         assert "pruned is written" in run(method)
         assert f"layers pruned by {method};" in run(method)
-        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == recipe_of(task, method)
+        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == made_by(task, method)
     assert "pruned is up to date" in run("obs")
     mine.write_text(TASK.read_text().replace("rng.integers(1000)", "rng.integers(2000)"))  # other training data
     assert "pruned is written" in run("obs")
