@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,11 +122,16 @@ class Database:
 
 def model_hash(model: nn.Module) -> str:
     """A hash of every parameter and buffer, 16 hexadecimal digits."""
+    return tensors_hash(sorted(model.state_dict().items()))[:16]
+
+
+def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The SHA-256 of tensors on any device, with their names and kinds, in this order."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _check(path: Path, model: str, made_by: str) -> str:

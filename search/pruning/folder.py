@@ -4,8 +4,9 @@
                          tensors takes, such as from_pretrained of transformers with a config.json beside
     masks.safetensors    a pruned layer's mask, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
     profile.json         the profile that it was pruned to
-    manifest.json        version; what made it; scores; expected seconds; bytes of each file; each layer's pattern,
-                         sparsity, kept weights, packed bytes and mask's hash, of N:M also what it keeps along what
+    manifest.json        version; what made it; scores; expected seconds; bytes and SHA-256 of each file above; each
+                         layer's pattern, sparsity, kept weights, packed bytes and mask's hash, of N:M also what it
+                         keeps along what; `packed`: bytes and SHA-256 of packed.safetensors, where that was written
 
 Masks are saved as bits, because a kept weight may be zero too: zeros in weights cannot rebuild a mask.
 """
@@ -29,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.files import sha256
+from latbench.files import sha256, write_text_atomically
 from search import profile as profiles
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import pack
@@ -79,7 +80,7 @@ def save_pruned(
                 "bytes": {name: (temporary / name).stat().st_size for name in FILES},
                 "files": {name: sha256(temporary / name) for name in FILES},
             }
-            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            write_manifest(temporary, manifest)
             for name in FILES:  # safetensors makes its files private; these are as readable as any other
                 (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
             folder.mkdir(exist_ok=True)
@@ -184,6 +185,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         if not file.is_file() or sha256(file) != hashes.get(name):
             raise BadData(f"{file}: missing, or not as it was written; prune again")
     return dict(manifest)
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest in place of the one that is there. Raises EnvironmentUnusable when the disk refuses."""
+    write_text_atomically(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
 
 def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
