@@ -33,7 +33,7 @@ from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
 from search import chance, layer_errors, overhead, risk, sessions
-from search.also import bytes_of_model
+from search.also import all_bytes, bytes_of_model
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.evaluations import Found, Judging
@@ -457,6 +457,7 @@ def _profile(
         seed=settings.seed,
         most_bytes=settings.most_bytes,
         weight_bytes=problem.also.used(options_of(problem.layers, found.choice)) if problem.also else None,
+        dense_bytes=float(all_bytes(inputs.model)) if problem.also else None,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

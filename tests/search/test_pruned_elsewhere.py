@@ -1,6 +1,7 @@
 """What others read of a pruned model: torch, transformers, onnxruntime, and the packed file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from search.pruning.packed import load_packed, write_packed
 from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task, load
 from search.verify import manifest_hash
+from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import NM
 
@@ -247,6 +249,27 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     (folder / "manifest.json").write_text(json.dumps({**manifest, "inputs": "others"}))
     assert "is written" in run()
     assert not (folder / "packed.safetensors").exists()  # it was of the folder that this one took the place of
+
+
+def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they lie in the folder, not as the profile expects it."""
+    model, path = task.model(), tmp_path / "profile.json"
+    expected = replace(profile_of("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
+    expected.save(path)
+    database = Database(tmp_path / "database", model_hash(model))
+    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
+    taken = 8000
+    pruned, choices = load_pruned(tmp_path / "pruned", task.model())
+    for layer, choice in choices.items():
+        matrix = weight_matrix(pruned.get_submodule(layer)).numpy()
+        taken += pack(matrix, choice.mask, choice.pattern).nbytes - matrix.nbytes
+    assert f"all weights take {taken:,} of 9,000 bytes allowed, 8,000 dense; " in capsys.readouterr().out
+    replace(expected, most_bytes=None).save(path)
+    prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
+    assert "all weights" not in capsys.readouterr().out
 
 
 def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(
