@@ -310,6 +310,8 @@ def prepare(
         if settings.most_bytes is not None:
             also = bytes_of_model(inputs.model, problem.layers, shapes, settings.most_bytes)
             problem = replace(problem, also=also)
+        if given is not None:
+            problem = problem.without_infinite(given)
         if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
             problem = problem.without_hopeless()
         return problem if given is None else problem.with_errors(given)
