@@ -97,6 +97,23 @@ def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Ta
     assert tuned(True) == tuned(False)
 
 
+def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: Task) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(150, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        net.get_submodule("3").weight = net.get_submodule("2").weight
+        return net.eval()
+
+    pruned = model()
+    masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
+    apply_masks(pruned, masks)
+    global_adaprune(
+        task, pruned, model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=1, learning_rate=1e-3
+    )
+    changed = (pruned.get_parameter("2.weight") - model().get_parameter("2.weight")).abs().max()
+    assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
+
+
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
     model = task.model()
     rng = np.random.default_rng(0)
