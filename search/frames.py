@@ -57,7 +57,7 @@ def load(path: Path) -> pd.DataFrame:
     try:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
-        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str), float_precision="round_trip")
+        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str))
     except (OSError, ValueError) as error:
         raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
 

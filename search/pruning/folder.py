@@ -66,7 +66,8 @@ def save_pruned(
             save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
             bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
             shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
-            save_file(bits, temporary / "masks.safetensors", metadata=shapes)
+            # Without tensors and with empty metadata safetensors writes what it cannot read.
+            save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
             profile.save(temporary / "profile.json")
             manifest = {
                 "version": VERSION,

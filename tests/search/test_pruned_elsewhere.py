@@ -25,9 +25,10 @@ from search.pruning.packed import load_packed, write_packed
 from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task, load
 from search.verify import manifest_hash
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
-from sparse_kernels.patterns import NM
+from sparse_kernels.patterns import NM, Dense
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("nm:2:4", 0.5)}
@@ -116,6 +117,14 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model(words).last_hidden_state
         torch.testing.assert_close(found(words).last_hidden_state, expected, rtol=0, atol=0)
+
+
+def test_a_model_of_which_nothing_is_pruned_is_read_again(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
+    found, choices = load_pruned(tmp_path / "pruned", nn.Linear(4, 3))
+    assert model_hash(found) == model_hash(model)
+    assert choices == {"": LayerPattern(Dense())}
 
 
 def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task, tmp_path: Path) -> None:
