@@ -239,6 +239,8 @@ def pattern_of(chosen: Profile) -> str:
 
 def show(results: Path, file: Path | None) -> None:
     rows = runs.read_rows(results / "finetuning.jsonl")
+    if not rows:
+        print(f"{results / 'finetuning.jsonl'} holds no result yet: `train` adds them")
     names = list(dict.fromkeys(row["profile"] for row in rows))
     for methods in (ONE_SHOT, tuple(GRADUAL)):
         chosen = [row for row in rows if row["method"] in methods]
@@ -260,7 +262,7 @@ def show(results: Path, file: Path | None) -> None:
         print()
     for path in sorted((results / "finetuning").glob("*.refused")):
         print(f"{path.stem}: {path.read_text().strip()}")
-    if file is not None:
+    if file is not None and rows:
         columns = ("pattern", "method", "speedup", "accuracy", "seed")
         dense = dict(zip(columns, ("dense", "dense", 1.0, rows[0]["dense_accuracy"], 0), strict=True))
         with file.open("w", newline="") as opened:
