@@ -105,5 +105,10 @@ def bytes_of_model(
     parts = [part.name for layer in searched for part in layer.parts]
     own = bytes_of_weights(searched, {name: shapes.get(name) for name in parts}, budget)
     packed = {model.get_submodule(name).weight for name in parts}
-    rest = sum(it.nbytes for it in model.parameters() if it not in packed)
+    rest = all_bytes(model) - sum(it.nbytes for it in packed)
     return replace(own, what="bytes of all weights", fixed=own.fixed + rest)
+
+
+def all_bytes(model: nn.Module) -> int:
+    """Bytes of all weights of a dense model; one that several modules share counts once."""
+    return sum(it.nbytes for it in model.parameters())

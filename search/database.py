@@ -1,7 +1,8 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
     <folder>/database.json                          version, and what the entries come from: a hash of the model, and
-                                                    the recipe (the method, and a hash of the calibration data)
+                                                    what made them (the method, and a hash of the calibration data),
+                                                    under the name "recipe"
     <folder>/<layer>/<pattern>@<sparsity>.safetensors
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,18 +45,18 @@ class Entry:
 
 
 class Database:
-    """The entries in `folder`, all computed from the model with this `model_hash` by this `recipe`.
+    """The entries in `folder`, all computed from the model with this `model_hash`, `made_by` one method on one data.
 
-    A reader who takes the entries as they were made leaves `recipe` out, and finds in `recipe` how that was. Raises
-    BadData when the folder holds entries of another model or recipe, or of another version of latbench.
+    A reader who takes the entries as they were made leaves `made_by` out, and finds in it how that was. Raises
+    BadData when the folder holds entries of another model or made otherwise, or of another version of latbench.
     """
 
-    def __init__(self, folder: Path, model_hash: str, recipe: str = "") -> None:
+    def __init__(self, folder: Path, model_hash: str, made_by: str = "") -> None:
         self.folder = Path(folder)
         self.model_hash = model_hash
-        self.recipe = recipe
+        self.made_by = made_by
         if (path := self.folder / "database.json").exists():
-            self.recipe = _check(path, model_hash, recipe)
+            self.made_by = _check(path, model_hash, made_by)
 
     def has(self, layer: str, pattern: str, sparsity: float) -> bool:
         """Whether there is such an entry."""
@@ -89,7 +90,7 @@ class Database:
             )
         index = self.folder / "database.json"
         if not index.exists():
-            content = {"version": VERSION, "model_hash": self.model_hash, "recipe": self.recipe}
+            content = {"version": VERSION, "model_hash": self.model_hash, "recipe": self.made_by}
             write_text_atomically(index, json.dumps(content) + "\n")
         tensors = {
             "values": weight.detach()[mask].contiguous(),
@@ -121,15 +122,20 @@ class Database:
 
 def model_hash(model: nn.Module) -> str:
     """A hash of every parameter and buffer, 16 hexadecimal digits."""
+    return tensors_hash(sorted(model.state_dict().items()))[:16]
+
+
+def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The SHA-256 of tensors on any device, with their names and kinds, in this order."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
-def _check(path: Path, model: str, recipe: str) -> str:
-    """The recipe of the index at `path`, which is one of this model and, if any is asked for, of this recipe."""
+def _check(path: Path, model: str, made_by: str) -> str:
+    """What made the entries, as the index at `path` says: of this model and, if that is given, `made_by` this."""
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
@@ -143,10 +149,10 @@ def _check(path: Path, model: str, recipe: str) -> str:
             f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
         )
     built = str(index.get("recipe", ""))
-    if recipe and built != recipe:
+    if made_by and built != made_by:
         raise BadData(
             f"{path.parent}: built by another method, on other calibration data or by another version of latbench "
-            f"({built or 'nothing is said'}, this is {recipe}); {advice}"
+            f"({built or 'nothing is said'}, this is {made_by}); {advice}"
         )
     return built
 

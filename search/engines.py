@@ -28,7 +28,7 @@ from search.database import Database
 from search.onnx_export import export
 from search.pruning.folder import load_pruned
 from search.task import load
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import Dense, parse
@@ -139,7 +139,7 @@ def dense_numba(reference: str, threads: int) -> Run:
     task = load(reference)
     model, inputs = task.model(), task.example()
     traced, _ = workloads.trace(model, inputs)
-    converted = convert(model, {layer.name: Choice(Dense()) for layer in traced.layers}, inputs)
+    converted = convert(model, {layer.name: LayerPattern(Dense()) for layer in traced.layers}, inputs)
     return _inference(converted, inputs, threads)
 
 
@@ -191,7 +191,7 @@ def _once(compute: Callable[..., Any], key: Callable[..., Any]) -> Callable[...,
 
 def _with_random_masks(
     reference: str, choices: Choices
-) -> tuple[nn.Module, dict[str, Choice], tuple[torch.Tensor, ...]]:
+) -> tuple[nn.Module, dict[str, LayerPattern], tuple[torch.Tensor, ...]]:
     """The model with random masks of these patterns and sparsities, how its layers become sparse, and its inputs."""
     task = load(reference)
     model = task.model()
@@ -205,7 +205,7 @@ def _with_random_masks(
         if not isinstance(pattern, Dense):
             mask = synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
             set_weight_matrix(module, matrix * torch.from_numpy(mask))
-        swapped[name] = Choice(pattern, mask)
+        swapped[name] = LayerPattern(pattern, mask)
     return model, swapped, task.example()
 
 
@@ -219,7 +219,7 @@ def database_pruned(
     model = task.model()
     masks = stitch(model, choices, Database(Path(folder), model_hash))
     swapped = {
-        name: Choice(parse(spec), masks[name].numpy() if name in masks else None)
+        name: LayerPattern(parse(spec), masks[name].numpy() if name in masks else None)
         for name, (spec, _) in choices.items()
     }
     return _on(backend, model, swapped, task.example(), threads)
@@ -254,7 +254,7 @@ def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[flo
 def _on(
     backend: str,
     model: nn.Module,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, LayerPattern],
     inputs: tuple[torch.Tensor, ...],
     threads: int,
     exported: Path | None = None,

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from search.selection import Selection, TradeOffs
 
 REQUIRED = ("layer", "pattern", "sparsity", "seconds")
+TEXTS = ("layer", "pattern", "tied")
+"""Also where they look like numbers: layer 0.10 is not layer 0.1."""
 
 
 def from_frame(
@@ -53,7 +55,9 @@ def from_frame(
 def load(path: Path) -> pd.DataFrame:
     """The frame in a CSV or Parquet file. Raises BadData where there is none."""
     try:
-        return pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+        if path.suffix == ".parquet":
+            return pd.read_parquet(path)
+        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str))
     except (OSError, ValueError) as error:
         raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
 
@@ -63,6 +67,8 @@ def _layers(frame: pd.DataFrame) -> list[Layer]:
         raise BadData(f"the frame has no column {', '.join(missing)}: a problem has {', '.join(REQUIRED)}")
     if frame.empty:
         raise BadData("the frame has no row")
+    if frame["layer"].isna().any():
+        raise BadData("the frame has a row without a layer")
     layers: dict[str, Layer] = {}
     groups: dict[str, list[str]] = {}
     for name, own in frame.groupby("layer", sort=False):

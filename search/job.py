@@ -33,7 +33,7 @@ from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.files import sha256
 from latbench.places import Place
 from search import chance, layer_errors, overhead, risk, sessions
-from search.also import bytes_of_model
+from search.also import all_bytes, bytes_of_model
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.evaluations import Found, Judging
@@ -43,7 +43,7 @@ from search.options import in_network, measured_layers, predicted_layers, swept_
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
 from search.promise import Kept, Measured, Search, corrected, keep_promise, measured
-from search.pruning.build import METHOD, build_database, recipe
+from search.pruning.build import DEFAULT_METHOD, build_database, made_by
 from search.sessions import Chosen, Session
 from search.solve import sum_in_order
 from search.strategies import find
@@ -94,7 +94,7 @@ class Inputs:
     """The task's model and what was measured for its layers, with the hashes that say which they are.
 
     There is no cost model where the table holds the layers' own times. `method` is how layers are pruned, one of
-    `search.pruning.build.METHODS`.
+    `search.pruning.build.ONE_SHOT_METHODS`.
     """
 
     task: Task
@@ -104,12 +104,12 @@ class Inputs:
     database: Path
     model_hash: str
     table_hash: str
-    recipe: str
-    method: str = METHOD
+    made_by: str
+    method: str = DEFAULT_METHOD
 
     def judged(self, settings: Settings) -> str:
         """What losses depend on beside the profile: a hash, and where they are judged."""
-        return f"{key_of(self.task, self.model, self.model_hash, self.recipe)} {settings.judges}"
+        return f"{key_of(self.task, self.model, self.model_hash, self.made_by)} {settings.judges}"
 
     def conditions(self, settings: Settings) -> dict[str, Any]:
         """What whole-model times depend on, whatever the layers become."""
@@ -168,10 +168,12 @@ def _hash(content: Any) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def read_inputs(task: Task, table: Place, cost_model: Path | None, database: Path, method: str = METHOD) -> Inputs:
+def read_inputs(
+    task: Task, table: Place, cost_model: Path | None, database: Path, method: str = DEFAULT_METHOD
+) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    hashes = model_hash(model), tables.table_hash(table), recipe(task, method)
+    hashes = model_hash(model), tables.table_hash(table), made_by(task, method)
     return Inputs(task, model, table, cost_model, database, *hashes, method)
 
 
@@ -298,7 +300,7 @@ def prepare(
     given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
     task.limits.narrow(layers)  # what they contradict is said before anything is timed
-    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
     probes = _whole_model(inputs, settings, layers, remeasure, progress)
     whole = overhead.whole_model(layers, probes, risk.coverage(settings.risk))
     verified = inputs.verified(settings)
@@ -308,6 +310,8 @@ def prepare(
         if settings.most_bytes is not None:
             also = bytes_of_model(inputs.model, problem.layers, shapes, settings.most_bytes)
             problem = replace(problem, also=also)
+        if given is not None:
+            problem = problem.without_infinite(given)
         if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
             problem = problem.without_hopeless()
         return problem if given is None else problem.with_errors(given)
@@ -455,6 +459,7 @@ def _profile(
         seed=settings.seed,
         most_bytes=settings.most_bytes,
         weight_bytes=problem.also.used(options_of(problem.layers, found.choice)) if problem.also else None,
+        dense_bytes=float(all_bytes(inputs.model)) if problem.also else None,
         table_hash=inputs.table_hash,
         model_hash=inputs.model_hash,
         inputs=digest,

@@ -59,6 +59,8 @@ def of_frame(frame: pd.DataFrame) -> Errors:
     columns = ["layer", "pattern", "sparsity", "error"]
     if missing := [name for name in columns if name not in frame.columns]:
         raise BadData(f"errors have the columns {', '.join(columns)}: {', '.join(missing)} missing")
+    if frame["layer"].isna().any():
+        raise BadData("an error is given for no layer: its name is blank")
     errors: Errors = {}
     for name, pattern, sparsity, error in frame[columns].itertuples(index=False):
         try:

@@ -10,7 +10,7 @@ them the same way; where whole models were timed and that is known, `chance.apar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -397,12 +397,17 @@ class Problem:
                 raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
             return replace(part, errors=np.array(found))
 
-        def finite(layer: Layer) -> Layer:
-            if not np.isfinite(layer.errors).any():
-                raise BadData(f"layer {layer.name} has no option whose error is finite")
-            return layer.take(np.flatnonzero(np.isfinite(layer.errors)).tolist())
+        found = self._changed(known)
+        return replace(self, layers=tuple(_finite(it, np.isfinite(it.errors).tolist()) for it in found.layers))
 
-        return replace(self, layers=tuple(map(finite, self._changed(known).layers)))
+    def without_infinite(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
+        """Leave out the options whose error is infinite, before `without_hopeless` leaves out what they beat."""
+
+        def possible(layer: Layer) -> list[bool]:
+            own = [errors.get(part.name, {}) for part in layer.parts]
+            return [it.pattern == DENSE or all(of.get(it) != math.inf for of in own) for it in layer.options]
+
+        return replace(self, layers=tuple(_finite(layer, possible(layer)) for layer in self.layers))
 
     def with_prior(self) -> Problem:
         """The same problem with SPDY's guess for errors: the square of a sparsity's place in its layer."""
@@ -467,6 +472,13 @@ class Problem:
         from search import plots
 
         return plots.of_problem(self)
+
+
+def _finite(layer: Layer, possible: Sequence[bool]) -> Layer:
+    """The layer with its possible options. Raises BadData where there is none."""
+    if not any(possible):
+        raise BadData(f"layer {layer.name} has no option whose error is finite")
+    return layer.take(np.flatnonzero(possible).tolist())
 
 
 def _last(near: float, holds: Callable[[float], bool]) -> float:

@@ -36,6 +36,19 @@ class LayerChoice:
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Bytes of all weights of a model: dense, pruned and packed, and the most that they were allowed to take."""
+
+    dense: float
+    packed: float
+    most: float
+
+    def sentence(self) -> str:
+        """The three in words."""
+        return f"all weights take {self.packed:,.0f} of {self.most:,.0f} bytes allowed, {self.dense:,.0f} dense"
+
+
+@dataclass(frozen=True)
 class Profile:
     """The choice for every searched layer, and the promise: `predicted_seconds` <= `dense_seconds` / `target`.
 
@@ -45,7 +58,7 @@ class Profile:
     The promise is met with the probability `risk` when it is verified. `additivity_before` and `additivity_after`: by
     what share of it a sum of layers missed the whole model, without and with what was fitted around them (medians).
     `most_bytes` is what all weights of the pruned model were allowed to take, `weight_bytes` what they do, those of
-    searched layers as they are packed; both None where nothing was asked for.
+    searched layers as they are packed, `dense_bytes` those of the dense model; None where nothing was asked for.
     `table_hash`, `model_hash` and `inputs` say what it was made from.
     """
 
@@ -80,6 +93,14 @@ class Profile:
     inputs: str
     most_bytes: float | None = None
     weight_bytes: float | None = None
+    dense_bytes: float | None = None
+
+    @property
+    def weights(self) -> Weights | None:
+        """What all weights take, where that was a second budget."""
+        if self.dense_bytes is None or self.weight_bytes is None or self.most_bytes is None:
+            return None
+        return Weights(self.dense_bytes, self.weight_bytes, self.most_bytes)
 
     @property
     def speedup(self) -> tuple[float, float, float]:

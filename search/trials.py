@@ -89,7 +89,7 @@ class Trials:
             known.extend(losses)
 
 
-def key_of(task: Task, model: torch.nn.Module, model_hash: str, recipe: str) -> str:
+def key_of(task: Task, model: torch.nn.Module, model_hash: str, made_by: str) -> str:
     """A hash of what the losses of a profile depend on: weights, pruned weights, data, torch's version, and code.
 
     Of code it is the files, whole, that define the loss, the task and the classes of the model's modules: whatever
@@ -98,7 +98,7 @@ def key_of(task: Task, model: torch.nn.Module, model_hash: str, recipe: str) -> 
     own = task.implementation
     defined = [own.loss, own if isinstance(own, ModuleType) else type(own), *map(type, model.modules())]
     sources = sorted({_file_of(one) for one in defined})
-    parts = json.dumps([VERSION, model_hash, recipe, sources, torch.__version__])
+    parts = json.dumps([VERSION, model_hash, made_by, sources, torch.__version__])
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 

@@ -232,8 +232,11 @@ def _version(backend: str) -> str | None:
 
 
 def manifest_hash(folder: Path) -> str:
-    """What the pruned model in `folder` is: its manifest lists the hashes of its files. Raises BadData."""
-    manifest = read_manifest(folder)
+    """What the pruned model in `folder` is: its manifest lists the hashes of its files. Raises BadData.
+
+    The packed file holds nothing of its own, and may come later: it does not count.
+    """
+    manifest = {name: value for name, value in read_manifest(folder).items() if name != "packed"}
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -48,8 +48,8 @@ CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that 
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What a layer becomes: its pattern and its mask (m, k), True where a weight is kept; None keeps all.
+class LayerPattern:
+    """The pattern that a layer gets, and its mask (m, k), True where a weight is kept; None keeps all.
 
     weights: float32, or bfloat16 for a Linear whose kernel may round them, as `prepare` says.
     """
@@ -61,7 +61,7 @@ class Choice:
 
 def convert(
     model: nn.Module,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, LayerPattern],
     example_inputs: tuple[Any, ...],
     *,
     backend: str = "numba",
@@ -79,7 +79,7 @@ def convert(
     """
     model = copy.deepcopy(model).eval()
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen: dict[nn.Module, Choice] = {}
+    chosen: dict[nn.Module, LayerPattern] = {}
     for name, choice in choices.items():
         if name not in modules:
             raise ValueError(f"the model has no layer {name!r}")
@@ -99,7 +99,7 @@ def convert(
     return converted
 
 
-def _apply(choice: Choice, module: nn.Module, backend: str) -> None:
+def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
     """Make the weight what its kernel will multiply with, in place, whatever computes it: masked, and rounded."""
     if (reason := refuses(module)) is not None:
         raise ValueError(reason)
@@ -155,7 +155,7 @@ class _Conversion:
     names: how many each module has in the whole model. done: what each chosen layer has become.
     """
 
-    chosen: Mapping[nn.Module, Choice]
+    chosen: Mapping[nn.Module, LayerPattern]
     names: Counter[nn.Module]
     calls: Mapping[str, _Call]
     backend: str
@@ -311,7 +311,9 @@ def _fold_norms(traced: fx.GraphModule) -> None:
     tidy(traced)
 
 
-def _swap(traced: fx.GraphModule, choices: Mapping[str, Choice], backend: str, tune: bool) -> dict[str, nn.Module]:
+def _swap(
+    traced: fx.GraphModule, choices: Mapping[str, LayerPattern], backend: str, tune: bool
+) -> dict[str, nn.Module]:
     """Replace the chosen layers by sparse ones, in place, each with the activation that alone reads it.
 
     Returns the sparse layers by name, without those that the graph does not call.
@@ -378,7 +380,7 @@ def _keep_tiles(traced: fx.GraphModule) -> None:
                 wrap(traced, each, modules, OnTiles)
 
 
-def _sparse(module: nn.Module, choice: Choice, activation: str | None, backend: str, tune: bool) -> nn.Module:
+def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, backend: str, tune: bool) -> nn.Module:
     if isinstance(module, nn.Linear):
         return SparseLinear.from_dense(
             module, choice.pattern, choice.mask,

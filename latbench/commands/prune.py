@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from search.profile import Profile
     from search.task import Task
 
 
@@ -67,7 +68,7 @@ def prune(
         "task_source": loaded.source,
         "profile_sha256": sha256(profile),
         "model_hash": searched.model_hash,
-        "one_shot": layers.recipe,
+        "one_shot": layers.made_by,
         "global": joint,
         "recipe": None if training is None else training.facts(),
         "seed": seed,
@@ -108,7 +109,7 @@ def prune(
     if onnx is not None:
         _export(loaded, output, onnx)
         last_line += f", and {onnx}"
-    _show(folder.read_manifest(output), last_line)
+    _show(folder.read_manifest(output), searched, last_line)
 
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
@@ -120,8 +121,10 @@ def _export(task: Task, pruned: Path, onnx: Path) -> None:
     export(model, task.example(), onnx)
 
 
-def _show(manifest: dict[str, Any], last_line: str) -> None:
-    """The stages' scores, and how much of the searched layers is left."""
+def _show(manifest: dict[str, Any], profile: Profile, last_line: str) -> None:
+    """The stages' scores, how much of the searched layers is left, and of all weights where they have a budget."""
+    from dataclasses import replace
+
     from rich.console import Console
     from rich.table import Table
 
@@ -140,6 +143,9 @@ def _show(manifest: dict[str, Any], last_line: str) -> None:
     layers = manifest["layers"].values()
     weights, left = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights"))
     size = sum(layer["packed_bytes"] for layer in layers)
+    left_of_all = ""
+    if (asked := profile.weights) is not None:
+        left_of_all = f"{replace(asked, packed=asked.dense - 4 * weights + size).sentence()}; "
     console = Console()
     console.print(table)
     if any("training_flop" in stage for stage in manifest["stages"]):
@@ -150,7 +156,7 @@ def _show(manifest: dict[str, Any], last_line: str) -> None:
     console.print(
         f"\n{left:,} of {weights:,} weights kept in {len(layers)} layers ({1 - left / weights:.1%} pruned), "
         f"{size / 1e6:.1f} MB packed, {4 * weights / 1e6:.1f} MB dense; layers pruned by "
-        f"{manifest['one_shot'].partition(' ')[0]}; {last_line}",
+        f"{manifest['one_shot'].partition(' ')[0]}; {left_of_all}{last_line}",
         highlight=False,
         soft_wrap=True,
     )

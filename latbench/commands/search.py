@@ -165,13 +165,13 @@ def _check(
     from latbench.errors import UsageError
     from search.engines import BACKENDS
     from search.judges import PLACES
-    from search.pruning.build import METHODS
+    from search.pruning.build import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
         ("backend", backend, BACKENDS),
-        ("method", method, METHODS),
+        ("method", method, ONE_SHOT_METHODS),
         ("place of judges", judges, PLACES),
     ):
         if name not in known:
@@ -217,9 +217,7 @@ def _show(found: Profile, last_line: str) -> None:
     for name, choice in found.layers.items():
         table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
     value, low, high = found.speedup
-    weights = ""
-    if found.most_bytes is not None and found.weight_bytes is not None:
-        weights = f"weights take {found.weight_bytes:,.0f} of {found.most_bytes:,.0f} bytes; "
+    weights = f"{found.weights.sentence()}; " if found.weights else ""
     console = Console()
     console.print(table)
     console.print(

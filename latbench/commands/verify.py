@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from search.profile import Weights
     from search.verify import Verdict
 
 
@@ -32,19 +33,20 @@ def verify(
         raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
 
     verification.manifest_hash(pruned)  # a folder that holds no pruned model is said first
-    backend = backend or profile.load(pruned / "profile.json").backend
+    followed = profile.load(pruned / "profile.json")
+    backend = backend or followed.backend
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(task)
         known = None if remeasure else verification.up_to_date(loaded, pruned, output, backend)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
-    _show(verdict, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+    _show(verdict, followed.weights, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(verdict.sentence())
 
 
-def _show(verdict: Verdict, last_line: str) -> None:
-    """Every engine's time, the scores, and the verdict."""
+def _show(verdict: Verdict, weights: Weights | None, last_line: str) -> None:
+    """Every engine's time, the scores, what the weights take where they have a budget, and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -65,9 +67,10 @@ def _show(verdict: Verdict, last_line: str) -> None:
         console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
     if verdict.backend == "deepsparse":
         console.print(LICENCE, highlight=False, soft_wrap=True)
+    taken = f"{weights.sentence()}\n" if weights else ""
     console.print(
         f"\n{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned\n"
-        f"{verdict.sentence()}; {last_line}",
+        f"{taken}{verdict.sentence()}; {last_line}",
         highlight=False,
         soft_wrap=True,
     )

@@ -163,6 +163,9 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     ]
     if profile and profile.ceiling and profile.ceiling < MOST_TOLD:
         tiles.append(Tile("Ceiling", units.ratio(profile.ceiling), "if every searched layer took no time at all"))
+    if profile and (weights := profile.weights):
+        beside = f"all of them, packed; {units.size(weights.most)} allowed, {units.size(weights.dense)} dense"
+        tiles.append(Tile("Weights", units.size(weights.packed), beside))
     return Headline(title, lead, tiles, ("kept", "promise kept") if verdict.met else ("missed", "promise missed"))
 
 

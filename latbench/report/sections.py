@@ -218,6 +218,11 @@ def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
         f"{units.percent(chosen.additivity_after)}. A verification meets the target with a probability of "
         f"{units.percent(chosen.risk)}.",
     ]
+    if (weights := chosen.weights) is not None:
+        sentences.append(
+            f"All weights of the model, packed, take {units.size(weights.packed)} of the {units.size(weights.most)} "
+            f"that they were allowed; dense they take {units.size(weights.dense)}."
+        )
     rows = [
         [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
          Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),

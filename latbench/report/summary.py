@@ -14,12 +14,18 @@ KEYS = (
     "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",
     "score_dense", "score_pruned",
 )  # fmt: skip
+OF_WEIGHTS = ("weight_bytes", "most_bytes", "dense_bytes")
 
 
 def summarise(inputs: Inputs) -> dict[str, Any]:
-    """The figures under `KEYS`, from the verification or else the profile; what neither tells is None."""
+    """The figures under `KEYS`, from the verification or else the profile, and under `OF_WEIGHTS`, from the profile.
+
+    What they do not tell is None.
+    """
     known = inputs.verdict or inputs.profile
-    return {key: getattr(known, key, None) for key in KEYS}
+    return {key: getattr(known, key, None) for key in KEYS} | {
+        key: getattr(inputs.profile, key, None) for key in OF_WEIGHTS
+    }
 
 
 def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
@@ -38,6 +44,9 @@ def summary_table(inputs: Inputs, path: str) -> rich.table.Table:
     if promise:
         predicted = (promise.predicted_seconds, promise.predicted_low, promise.predicted_high)
         shown.add_row("predicted", units.seconds(*predicted))
+    if inputs.profile and (weights := inputs.profile.weights):
+        packed, most, dense = map(units.size, (weights.packed, weights.most, weights.dense))
+        shown.add_row("weights", f"{packed} of {most} allowed, {dense} dense")
     if verdict:
         gain = units.ratio(verdict.measured_speedup)
         shown.add_row("measured", f"{units.seconds(verdict.measured_seconds)}, {gain} faster")

@@ -33,7 +33,7 @@ from sparse_kernels.patterns import Dense, parse
 Pair = tuple[str, float]
 Options = Mapping[str, Sequence[Pair]]
 
-METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
+ONE_SHOT_METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
     "auto": Auto,
     "adaprune": AdaPrune,
     "obs": ExactOBS,
@@ -41,7 +41,7 @@ METHODS: dict[str, Callable[[Tensor, Tensor], OneShot]] = {
     "magnitude": Magnitude,
 }
 
-METHOD = "auto"
+DEFAULT_METHOD = "auto"
 """What is taken where nothing else is asked for."""
 
 # Goes up when the same model and data would give other entries than before.
@@ -50,7 +50,7 @@ VERSION = 2
 LAYER_SECONDS = 86400.0  # ExactOBS takes hours for a wide layer; a worker that hangs has to end some day
 
 
-def recipe(task: Task, method: str = METHOD) -> str:
+def made_by(task: Task, method: str = DEFAULT_METHOD) -> str:
     """What the database's entries depend on beside the model: the method, and a hash of the calibration data."""
     digest = hashlib.sha256(f"{VERSION}".encode())
     for batch in task.calibration():
@@ -65,7 +65,7 @@ def build_database(
     database: Database,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
-    method: str = METHOD,
+    method: str = DEFAULT_METHOD,
     processes: int = 1,
 ) -> int:
     """Compute what `database` lacks of `options`, {layer: [(pattern, sparsity), ...]}; returns how many those were.
@@ -75,8 +75,8 @@ def build_database(
     there. Raises UsageError for an unknown method or layer or a layer that cannot hold its pattern, BadData, naming
     the layer, for weights or calibration inputs that are not finite, and LatbenchError when a process dies.
     """
-    if method not in METHODS:
-        raise UsageError(f"unknown method {method!r}: known are {', '.join(METHODS)}")
+    if method not in ONE_SHOT_METHODS:
+        raise UsageError(f"unknown method {method!r}: known are {', '.join(ONE_SHOT_METHODS)}")
     for layer, pairs in options.items():
         for pair in dict(pairs).items():  # one of each pattern
             targets_of({layer: pair}, model)
@@ -117,7 +117,7 @@ def _one_by_one(jobs: Iterator[Job], database: Database, method: str) -> Iterato
 
 def _in_processes(jobs: Iterator[Job], database: Database, method: str, processes: int) -> Iterator[int]:
     """A layer a process; no layer's H is computed before a process is free for it."""
-    place = (str(database.folder.resolve()), database.model_hash, database.recipe)
+    place = (str(database.folder.resolve()), database.model_hash, database.made_by)
     threads = max(1, devices.cores() // processes)
     idle: SimpleQueue[Worker] = SimpleQueue()
     with ExitStack() as stack:
@@ -155,15 +155,15 @@ def _failed(job: Job, error: LatbenchError) -> LatbenchError:
 
 def prune_layer(job: Job, place: tuple[str, str, str], method: str) -> int:
     """Compute and store a layer's missing options in the database at `place`; returns how many."""
-    folder, model_hash, recipe = place
-    return sum(1 for _ in _entries(job, Database(Path(folder), model_hash, recipe), method))
+    folder, model_hash, made_by = place
+    return sum(1 for _ in _entries(job, Database(Path(folder), model_hash, made_by), method))
 
 
 def _entries(job: Job, database: Database, method: str) -> Iterator[None]:
     """Compute and store the options of a layer, one at a time."""
     layer, weight, hessian, pairs = job
     try:
-        problem = METHODS[method](weight, hessian)
+        problem = ONE_SHOT_METHODS[method](weight, hessian)
         for spec, sparsity in pairs:
             pruned = problem.prune(parse(spec), sparsity)
             database.put(layer, spec, sparsity, pruned.weight, pruned.mask, pruned.error)

@@ -4,8 +4,9 @@
                          tensors takes, such as from_pretrained of transformers with a config.json beside
     masks.safetensors    a pruned layer's mask, numpy.packbits of (m, k), True = kept; metadata {layer: "m,k"}
     profile.json         the profile that it was pruned to
-    manifest.json        version; what made it; scores; expected seconds; bytes of each file; each layer's pattern,
-                         sparsity, kept weights, packed bytes and mask's hash, of N:M also what it keeps along what
+    manifest.json        version; what made it; scores; expected seconds; bytes and SHA-256 of each file above; each
+                         layer's pattern, sparsity, kept weights, packed bytes and mask's hash, of N:M also what it
+                         keeps along what; `packed`: bytes and SHA-256 of packed.safetensors, where that was written
 
 Masks are saved as bits, because a kept weight may be zero too: zeros in weights cannot rebuild a mask.
 """
@@ -29,9 +30,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.files import sha256
+from latbench.files import sha256, write_text_atomically
 from search import profile as profiles
-from sparse_kernels.convert import Choice
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, VectorNM, parse
@@ -65,7 +66,8 @@ def save_pruned(
             save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
             bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
             shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
-            save_file(bits, temporary / "masks.safetensors", metadata=shapes)
+            # Without tensors and with empty metadata safetensors writes what it cannot read.
+            save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
             profile.save(temporary / "profile.json")
             manifest = {
                 "version": VERSION,
@@ -79,7 +81,7 @@ def save_pruned(
                 "bytes": {name: (temporary / name).stat().st_size for name in FILES},
                 "files": {name: sha256(temporary / name) for name in FILES},
             }
-            (temporary / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+            write_manifest(temporary, manifest)
             for name in FILES:  # safetensors makes its files private; these are as readable as any other
                 (temporary / name).chmod((temporary / "manifest.json").stat().st_mode)
             folder.mkdir(exist_ok=True)
@@ -186,8 +188,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return dict(manifest)
 
 
-def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choice]]:
-    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: choice} for `convert`.
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest in place of the one that is there. Raises EnvironmentUnusable when the disk refuses."""
+    write_text_atomically(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+
+
+def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
+    """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
     The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
     model, or is one of another model.
@@ -203,7 +210,7 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Ch
         raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
     masks = read_masks(folder)
     return model.eval(), {
-        layer: Choice(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
+        layer: LayerPattern(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
     }
 
 

@@ -45,7 +45,8 @@ def global_adaprune(
     """
     layers = [name for name, module in dense.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     modules = dict(model.named_modules())
-    parameters = [p for name in layers for p in modules[name].parameters()]
+    # One that several layers share is updated once a step.
+    parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters()))
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 + 0.5 * math.cos(math.pi * s / steps))
     model.eval()

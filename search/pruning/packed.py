@@ -4,35 +4,44 @@
         <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
         <layer>.weight.mask (bytes,)      numpy.packbits of the mask (m, k), True = kept
         everything else                   as in model.safetensors
-        metadata                          {layer: pattern} of the profile's layers; format "pt"
+        metadata                          {weight: pattern} of the profile's layers; format "pt"; sha256 of all this
 
-At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without the folder that it was written from.
+At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without the folder that it was written from: its
+own checksum tells whether it is as it was written. The folder's manifest has the SHA-256 of the whole file.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import write_atomically
+from latbench.files import sha256, write_atomically
 from search import profile as profiles
-from search.pruning.folder import PACKED, read_masks
-from sparse_kernels.convert import Choice
+from search.database import tensors_hash
+from search.pruning.folder import PACKED, read_manifest, read_masks, write_manifest
+from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
+
+ADVICE = "copy it again, or write it anew with `latbench prune --packed`"
 
 
 def write_packed(folder: Path) -> Path:
     """Write `packed.safetensors` into the folder of a pruned model, which is whole; returns its path.
 
-    Raises EnvironmentUnusable when the disk refuses.
+    The folder's manifest then says its bytes and SHA-256. Raises EnvironmentUnusable when the disk refuses, BadData
+    as `read_manifest` does.
     """
+    manifest = read_manifest(folder)
     masks = read_masks(folder)
     pruned = {_weight_of(layer): mask for layer, mask in masks.items()}
     layers = profiles.load(folder / "profile.json").layers
@@ -45,29 +54,38 @@ def write_packed(folder: Path) -> Path:
                 tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name]))
             else:
                 tensors[name] = tensor
-    metadata = {"format": "pt", **{_weight_of(layer): choice.pattern for layer, choice in layers.items()}}
+    patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
+    metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
     try:
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     except SafetensorError as error:
         raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
+    write_manifest(folder, {**manifest, "packed": {"bytes": path.stat().st_size, "sha256": sha256(path)}})
     return path
 
 
-def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choice]]:
-    """Put the weights in a packed file into `model`, in place; returns it and {layer: choice}, as `load_pruned` does.
+def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
+    """Put the weights in a packed file into `model`, in place; returns it and {layer: pattern} as `load_pruned` does.
 
-    Raises BadData when the file is missing or damaged, or is one of another model.
+    Raises BadData when the file is missing or not as it was written, or is one of another model.
     """
+    path = Path(path)
+    damaged = BadData(f"{path}: not as it was written: {ADVICE}")
+    if path.is_file() and not _as_listed(path):
+        raise damaged
     own = model.state_dict()
-    choices: dict[str, Choice] = {}
+    choices: dict[str, LayerPattern] = {}
     try:
         with safe_open(path, "pt") as file:
             names, patterns = set(file.keys()), dict(file.metadata() or {})
             patterns.pop("format", None)
+            checksum = patterns.pop("sha256", None)
             wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in own]
             if {name for parts in wanted for name in parts} != names:
                 raise BadData(f"{path}: not the packed weights of this model")
+            if _checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
+                raise damaged
             for name, tensor in own.items():
                 if name in names:
                     stored = file.get_tensor(name)
@@ -77,14 +95,29 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Choi
                     mask = np.unpackbits(bits, count=stored.numel()).astype(bool).reshape(stored.shape)
                     stored[torch.from_numpy(mask)] = file.get_tensor(f"{name}.values")
                     stored = as_weight(stored, tensor.shape)
-                    choices[_layer_of(name)] = Choice(parse(patterns[name]), mask)
+                    choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
                 if stored.shape != tensor.shape:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is {tuple(stored.shape)}")
                 tensor.copy_(stored)
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
-        raise BadData(f"{path}: not the packed weights of a model ({first})") from None
-    return model.eval(), {_layer_of(name): Choice(parse(spec)) for name, spec in patterns.items()} | choices
+        raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
+    return model.eval(), {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()} | choices
+
+
+def _checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:
+    """The SHA-256 of what a packed file holds, in whatever order."""
+    each = {name: tensors_hash([(name, tensor)]) for name, tensor in tensors}
+    return hashlib.sha256(json.dumps([each, patterns], sort_keys=True).encode()).hexdigest()
+
+
+def _as_listed(path: Path) -> bool:
+    """Whether the file is the one that the manifest beside it lists; True where none does: it was moved elsewhere."""
+    try:
+        listed = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))["packed"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return path.name != PACKED or sha256(path) == listed
 
 
 def _weight_of(layer: str) -> str:

@@ -46,7 +46,7 @@ from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
 
-METHODS: dict[str, type[Pruner]] = {
+TRAINING_METHODS: dict[str, type[Pruner]] = {
     "gmp": GMP,
     "acdc": ACDC,
     "ste": STE,
@@ -93,7 +93,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("method", tuple(METHODS)),
+            ("method", tuple(TRAINING_METHODS)),
             ("start", STARTS),
             ("schedule", SCHEDULES),
             ("optimizer", OPTIMIZERS),
@@ -138,7 +138,7 @@ class Recipe:
         What the recipe knows goes without saying: its seed, and that the model is trained. Raises UsageError for a
         setting that the method does not have.
         """
-        kind = METHODS[self.method]
+        kind = TRAINING_METHODS[self.method]
         own: dict[str, Any] = {"given": masks or {}, "seed": self.seed, "trained": True}
         settings = {each.name: own[each.name] for each in fields(kind) if each.name in own}
         return kind(**settings | _settings(self.method, kind, self.settings))
@@ -154,11 +154,12 @@ def load(text: str) -> Recipe:
     Raises BadData for a file that is missing, not YAML or has an entry twice or one that no recipe has, UsageError
     for wrong values.
     """
-    if text in METHODS:
+    if text in TRAINING_METHODS:
         return Recipe(method=text)
     path = Path(text)
     if not path.is_file():
-        raise BadData(f"no recipe {text}{meant(text, METHODS)}: give a YAML file, or one of {', '.join(METHODS)}")
+        methods = ", ".join(TRAINING_METHODS)
+        raise BadData(f"no recipe {text}{meant(text, TRAINING_METHODS)}: give a YAML file, or one of {methods}")
     content = strict_yaml.read(path)
     known = [each.name for each in fields(Recipe)]
     if not isinstance(content, dict):

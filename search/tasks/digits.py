@@ -43,7 +43,7 @@ CALIBRATION_BATCHES = 12
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Training:
     """Everything the trained weights depend on: a change of any entry trains anew, whatever is cached."""
 
     version: int = 1
@@ -58,7 +58,7 @@ class Recipe:
     label_smoothing: float = 0.05
 
 
-RECIPE = Recipe()
+TRAINING = Training()
 
 
 class Block(nn.Module):
@@ -131,7 +131,7 @@ def score(model: nn.Module) -> float:
 def train_batches(rng: np.random.Generator) -> Iterator[Batch]:
     """Endless batches of 128 training images, each shifted by up to one pixel either way."""
     images, labels = _splits()["train"]
-    size = RECIPE.batch
+    size = TRAINING.batch
     while True:
         order = rng.permutation(len(images))
         for start in range(0, len(order) - size + 1, size):
@@ -163,24 +163,24 @@ def _shifted(images: Tensor, rng: np.random.Generator) -> Tensor:
 
 def _untrained() -> ResidualMLP:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(RECIPE.seed)
-        return ResidualMLP(RECIPE.width, RECIPE.hidden, RECIPE.blocks)
+        torch.manual_seed(TRAINING.seed)
+        return ResidualMLP(TRAINING.width, TRAINING.hidden, TRAINING.blocks)
 
 
 def _train(network: nn.Module) -> None:
     """AdamW with a linear warm-up and a cosine decay, in place."""
     started = time.monotonic()
-    steps = RECIPE.steps
-    optimizer = torch.optim.AdamW(network.parameters(), lr=RECIPE.learning_rate, weight_decay=RECIPE.weight_decay)
+    steps = TRAINING.steps
+    optimizer = torch.optim.AdamW(network.parameters(), lr=TRAINING.learning_rate, weight_decay=TRAINING.weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 20, 0.5 + 0.5 * math.cos(math.pi * step / steps))
     )
-    batches = train_batches(np.random.default_rng(RECIPE.seed))
+    batches = train_batches(np.random.default_rng(TRAINING.seed))
     network.train()
     for step in range(steps):
         images, labels = next(batches)
         optimizer.zero_grad()
-        cross_entropy(network(images), labels, label_smoothing=RECIPE.label_smoothing).backward()
+        cross_entropy(network(images), labels, label_smoothing=TRAINING.label_smoothing).backward()
         optimizer.step()
         schedule.step()
         if sys.stderr.isatty() and step % 10 == 0:
@@ -192,7 +192,7 @@ def _train(network: nn.Module) -> None:
 
 
 def _cached_weights() -> Path:
-    digest = hashlib.sha256(json.dumps(asdict(RECIPE), sort_keys=True).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(json.dumps(asdict(TRAINING), sort_keys=True).encode()).hexdigest()[:12]
     return cache_folder() / "tasks" / f"digits-{digest}.safetensors"
 
 

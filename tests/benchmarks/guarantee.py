@@ -97,7 +97,7 @@ def verified(inputs: job.Inputs, profile: Profile) -> Verdict:
     if known is None:
         model = inputs.task.model()
         chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
-        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.recipe))
+        masks = stitch(model, chosen, Database(inputs.database, inputs.model_hash, inputs.made_by))
         save_pruned(folder / "pruned", model, masks, profile, {"task": inputs.task.name})
         known = verify.verify(inputs.task, folder / "pruned", folder / "verify")
     return known

@@ -122,7 +122,7 @@ def main() -> None:
     problem = every.without_hopeless()
     names = [part.name for layer in problem.layers for part in layer.parts]
     trials = Trials(names, given.database / "trials.jsonl", inputs.judged(settings))
-    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
     judge = Judges(task, inputs.model, problem.layers, database, trials, processes=given.processes)
     fastest = problem.speedup(problem.predict(tuple(int(layer.high.argmin()) for layer in problem.layers))).value
     ceiling = min(problem.ceiling or math.inf, fastest)

@@ -10,7 +10,7 @@ from emulated_machine import EmulatedTorchMachine
 from torch import nn
 
 from sparse_kernels import nn as layers
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import parse
 
@@ -43,7 +43,7 @@ def whole(module, dtype=torch.float32):
 def choice(module, pattern):
     weight = weight_matrix(module).float().abs().numpy()
     ties_broken = weight + np.random.default_rng(0).random(weight.shape)
-    return Choice(parse(pattern), parse(pattern).mask(ties_broken, PATTERNS[pattern]))
+    return LayerPattern(parse(pattern), parse(pattern).mask(ties_broken, PATTERNS[pattern]))
 
 
 def masked(module, mask):

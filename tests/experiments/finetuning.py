@@ -44,7 +44,7 @@ from search import task as tasks
 from search.database import Database
 from search.profile import Profile
 from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.build import METHODS, build_database
+from search.pruning.build import ONE_SHOT_METHODS, build_database
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.hessian import input_hessians
 from search.pruning.recipe import Recipe
@@ -62,7 +62,7 @@ ALONE: dict[str, tuple[str, tuple[str, ...] | None]] = {
     pattern: ("staged", (pattern,)) for pattern in ("unstructured", "block:8x4", "vector:8", "shflbw:32")
 }
 JOINT = "obs, then all together"
-ONE_SHOT = (*(method for method in METHODS if method != "auto"), JOINT)
+ONE_SHOT = (*(method for method in ONE_SHOT_METHODS if method != "auto"), JOINT)
 # What trains: (the recipe's method, its settings).
 GRADUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "GMP": ("gmp", {"end": 0.6}),
@@ -93,7 +93,7 @@ def build(inputs: job.Inputs, threads: int) -> None:
     shapes = job.prunable_layers(inputs.task, inputs.model)
     layers = job.timed_layers(inputs, job.Settings(2.0, threads), shapes)
     options = {layer.name: [(option.pattern, option.sparsity) for option in layer.options] for layer in layers}
-    database = Database(inputs.database, inputs.model_hash, inputs.recipe)
+    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
 
     def progress(done: int, total: int) -> None:
         print(f"\r{done} of {total} options", end="", flush=True)
@@ -189,7 +189,9 @@ def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
     sparse = {name: choice for name, choice in chosen.layers.items() if not isinstance(parse(choice.pattern), Dense)}
     pruned = {}
     for name, hessian in input_hessians(task, model, list(sparse), task.calibration()):
-        problem = METHODS["obs" if method == JOINT else method](weight_matrix(modules[name]).contiguous(), hessian)
+        problem = ONE_SHOT_METHODS["obs" if method == JOINT else method](
+            weight_matrix(modules[name]).contiguous(), hessian
+        )
         pruned[name] = problem.prune(parse(sparse[name].pattern), sparse[name].sparsity)
     for name, layer in pruned.items():
         set_weight_matrix(modules[name], layer.weight)
@@ -237,6 +239,8 @@ def pattern_of(chosen: Profile) -> str:
 
 def show(results: Path, file: Path | None) -> None:
     rows = runs.read_rows(results / "finetuning.jsonl")
+    if not rows:
+        print(f"{results / 'finetuning.jsonl'} holds no result yet: `train` adds them")
     names = list(dict.fromkeys(row["profile"] for row in rows))
     for methods in (ONE_SHOT, tuple(GRADUAL)):
         chosen = [row for row in rows if row["method"] in methods]
@@ -258,7 +262,7 @@ def show(results: Path, file: Path | None) -> None:
         print()
     for path in sorted((results / "finetuning").glob("*.refused")):
         print(f"{path.stem}: {path.read_text().strip()}")
-    if file is not None:
+    if file is not None and rows:
         columns = ("pattern", "method", "speedup", "accuracy", "seed")
         dense = dict(zip(columns, ("dense", "dense", 1.0, rows[0]["dense_accuracy"], 0), strict=True))
         with file.open("w", newline="") as opened:

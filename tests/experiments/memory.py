@@ -22,7 +22,7 @@ from latbench.commands.prune import prune
 from search import task as tasks
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
-from search.pruning.build import METHODS, build_database, recipe
+from search.pruning.build import ONE_SHOT_METHODS, build_database, made_by
 
 WIDTH, LAYERS = 4096, 16
 
@@ -58,7 +58,7 @@ def build(task: tasks.Task, folder: Path, method: str, pattern: str, sparsity: f
     net = task.model()
     digest = model_hash(net)
     names = [name for name, module in net.named_modules() if isinstance(module, nn.Linear)]
-    database = Database(folder / "database", digest, recipe(task, method))
+    database = Database(folder / "database", digest, made_by(task, method))
     tell = lambda done, total: print(f"{done} of {total} layers pruned", flush=True)  # noqa: E731
     build_database(task, net, {name: [(pattern, sparsity)] for name in names}, database, tell, method=method)
     profile = Profile(
@@ -83,7 +83,7 @@ def peak_bytes() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--method", choices=METHODS, default="magnitude")
+    parser.add_argument("--method", choices=ONE_SHOT_METHODS, default="magnitude")
     parser.add_argument("--pattern", default="unstructured")
     parser.add_argument("--sparsity", type=float, default=0.75)
     arguments = parser.parse_args()

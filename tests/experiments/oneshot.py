@@ -26,7 +26,7 @@ from search.database import model_hash
 from search.job import prunable_layers
 from search.pruning.adaprune import AdaPrune
 from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.build import METHODS, recipe
+from search.pruning.build import ONE_SHOT_METHODS, made_by
 from search.pruning.hessian import input_hessians
 from search.pruning.oneshot import OneShot, Pruned
 from search.pruning.sparsegpt import SparseGPT
@@ -47,7 +47,7 @@ class RefittedSparseGPT(SparseGPT):
         return AdaPrune(self.weight, self.hessian, iterations=math.inf).fit(super().prune(pattern, sparsity).mask)
 
 
-ALL: dict[str, Callable[[Tensor, Tensor], OneShot]] = {**METHODS, "sparsegpt, refitted": RefittedSparseGPT}
+ALL: dict[str, Callable[[Tensor, Tensor], OneShot]] = {**ONE_SHOT_METHODS, "sparsegpt, refitted": RefittedSparseGPT}
 
 
 def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
@@ -99,7 +99,7 @@ def run(task: tasks.Task, path: Path) -> list[dict[str, Any]]:
 
 def seen(task: tasks.Task, model: torch.nn.Module, layers: list[str], path: Path) -> tuple[dict[str, Tensor], float]:
     """Each layer's H and the seconds they took, kept for the next time."""
-    of = [model_hash(model), recipe(task)]
+    of = [model_hash(model), made_by(task)]
     if path.exists() and (known := torch.load(path))["of"] == of:
         return known["hessians"], known["seconds"]
     started = time.perf_counter()

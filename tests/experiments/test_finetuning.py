@@ -69,6 +69,14 @@ def test_what_was_found_or_refused_is_not_searched_again(
     assert len(searches) == before
 
 
+def test_where_nothing_was_trained_that_is_said(
+    experiment: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment.show(tmp_path, tmp_path / "accuracy.csv")
+    assert "finetuning.jsonl holds no result yet: `train` adds them" in capsys.readouterr().out
+    assert not (tmp_path / "accuracy.csv").exists()
+
+
 def test_results_are_trained_once_and_shown_in_pairs(
     experiment: ModuleType,
     searches: list[tuple[str, float]],

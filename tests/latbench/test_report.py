@@ -88,6 +88,8 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
     for expected in (
         "digits runs 2.17× faster, as promised", "promise kept", "97.50%", "535 µs", "Use vector:32",
         "What it uses: vector:32 at 60% to 75% in 2 layers, shflbw:32 at 85% in 1 layer, unstructured at 90% in 1",
+        "all of them, packed; 2 MiB allowed, 6.5 MiB dense",
+        "packed, take 1.8 MiB of the 2 MiB that they were allowed; dense they take 6.5 MiB.",
     ):  # fmt: skip
         assert expected in text
     anchors = [attributes.get("id") for tag, attributes in Structure(page).tags if tag == "section"]
@@ -95,6 +97,13 @@ def test_the_page_says_what_was_promised_and_measured(page: str) -> None:
         "promise", "profile", "frontier", "pruned", "accuracy", "pays", "map", "shapes", "roofline", "model", "noise",
         "environment", "provenance",
     ]  # fmt: skip
+
+
+def test_bytes_of_weights_are_shown_only_where_they_had_a_budget(files: Any) -> None:
+    read = inputs.read(files.table, **files.files)
+    assert read.profile
+    free = replace(read, profile=replace(read.profile, most_bytes=None))
+    assert "MiB dense" not in Structure(html.render(free, command=[])).text
 
 
 def test_a_missed_promise_is_said(files: Any) -> None:
@@ -257,18 +266,20 @@ def test_the_command_writes_page_and_summary_and_prints_both(files: Any, tmp_pat
     assert json.loads(brief.read_text()) == {
         "target": 2.0, "met": True, "predicted_seconds": 5.35e-4, "predicted_low": 5.1e-4, "predicted_high": 5.6e-4,
         "measured_seconds": 5.2e-4, "measured_speedup": 2.17, "score_dense": 0.9806, "score_pruned": 0.975,
+        "weight_bytes": 1.75 * 2**20, "most_bytes": 2.0 * 2**20, "dense_bytes": 6.5 * 2**20,
     }  # fmt: skip
     lines = dict(line.rstrip().split(maxsplit=1) for line in result.stdout.splitlines())
     assert lines == {
         "task": "digits", "target": "2.00×", "accuracy": "98.06% dense, 97.50% pruned",
-        "predicted": "535 µs (510–560)", "measured": "520 µs, 2.17× faster", "promise": "met", "report": str(output),
+        "predicted": "535 µs (510–560)", "weights": "1.8 MiB of 2 MiB allowed, 6.5 MiB dense",
+        "measured": "520 µs, 2.17× faster", "promise": "met", "report": str(output),
     }  # fmt: skip
 
 
 def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> None:
     brief = tmp_path / "summary.json"
     assert run(files.table, "-o", tmp_path / "report.html", "--summary", brief).exit_code == 0
-    assert json.loads(brief.read_text()) == dict.fromkeys(summary.KEYS)
+    assert json.loads(brief.read_text()) == dict.fromkeys([*summary.KEYS, *summary.OF_WEIGHTS])
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tm
     [
         (lambda it: it.drop(columns="seconds"), "the frame has no column seconds"),
         (lambda it: it.head(0), "the frame has no row"),
+        (lambda it: it.assign(layer=it["layer"].where(it.index != 6)), "the frame has a row without a layer"),
         (lambda it: pd.concat([it, it]), "layer fc0 has .* twice"),
         (lambda it: it.assign(seconds=-1.0), "layer fc0 takes -1 s .* as dense: seconds must be finite"),
         (lambda it: it.assign(seconds=np.nan), "layer fc0 takes nan s"),
@@ -219,6 +220,9 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     (tmp_path / "t.txt").write_text("base\n0.5\nprunable\n0.25\nfc\n0.2 0.0\n0.1 0.5\n")
     for name in ("f.csv", "f.parquet"):
         assert sources.read(str(tmp_path / name)).solve(2.0) == Problem.from_frame(given).solve(2.0)
+    like_numbers = given.assign(layer=given["layer"].replace({"fc0": "0.1", "fc1": "0.10", "fc2": "007"}))
+    like_numbers.to_csv(tmp_path / "numbers.csv", index=False)
+    assert [it.name for it in sources.read(str(tmp_path / "numbers.csv")).layers] == ["0.1", "0.10", "007"]
     assert sources.read(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
     with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
         sources.read(str(tmp_path / "t.txt"), threads=2)

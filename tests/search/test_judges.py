@@ -299,11 +299,11 @@ def score(model): return 1.0
 """
 
 
-def key(task: Task, model_hash: str = "a", recipe: str = "r") -> str:
-    return key_of(task, task.model(), model_hash, recipe)
+def key(task: Task, model_hash: str = "a", made_by: str = "r") -> str:
+    return key_of(task, task.model(), model_hash, made_by)
 
 
-def test_the_key_is_of_weights_recipe_and_task() -> None:
+def test_the_key_is_of_weights_of_what_made_the_database_and_of_the_task() -> None:
     keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(tasks.load("digits"))}
     assert len(keys) == 4
     assert key(TASK) in keys

@@ -65,6 +65,14 @@ def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
     assert problem().with_errors(frame).errors[0].tolist() == [0.0, 0.5, 1.0]
 
 
+def test_a_layer_s_name_is_no_number_whatever_it_looks_like(tmp_path: Path) -> None:
+    path = tmp_path / "errors.csv"
+    path.write_text("layer,pattern,sparsity,error\n0.1,vector:2,0.5,1\n0.10,vector:2,0.5,2\n1e3,vector:2,0.5,3\n")
+    assert {name: list(own.values()) for name, own in layer_errors.read(path).items()} == {
+        "0.1": [1.0], "0.10": [2.0], "1e3": [3.0],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -74,6 +82,7 @@ def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,1\n0,vector:2,0.5,2\n", "layer 0 has two errors as vector:2"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,high\n", "layer 0: .*high"),
         ("layer,pattern,sparsity,error\n0,vector:2,0.5,\n", "layer 0 has no error as vector:2 at 0.5: write inf"),
+        ("layer,pattern,sparsity,error\n0,dense,0,0\n,vector:2,0.5,1\n", "for no layer: its name is blank"),
         ("", r"errors\.csv: no CSV or Parquet file that can be read"),
     ],
 )  # fmt: skip

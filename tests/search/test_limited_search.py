@@ -20,7 +20,7 @@ from search.job import Inputs, Settings, prunable_layers
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
 from search.promise import Kept, Measured
-from search.pruning.build import recipe
+from search.pruning.build import made_by
 from search.sessions import Session
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
@@ -73,7 +73,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
     monkeypatch.setattr(job, "_whole_model", lambda *arguments: probes)
     table = places.at(tmp_path / "table")
-    return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", recipe(task))
+    return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", made_by(task))
 
 
 def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> None:
@@ -126,6 +126,30 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     monkeypatch.setattr(job, "build_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
         job.prepare(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), settings)
+
+
+def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unstructured beats vector:4 at the same sparsity, which is left out where the faster can be had."""
+    options = (*OPTIONS, Option("vector:4", 0.5))
+    t = np.array([1.0, 0.5, 0.25, 0.6])
+    monkeypatch.setattr(
+        job, "timed_layers",
+        lambda inputs, settings, shapes: tuple(Layer(name, options, t, t, t, np.full(4, np.nan)) for name in shapes),
+    )  # fmt: skip
+    banned = [("0.q", OPTIONS[1])]
+    lines = [
+        f"{name},{it.pattern},{it.sparsity},{'inf' if (name, it) in banned else 0.1}"
+        for name in ("0.q", "0.k", "1.q", "1.k")
+        for it in options
+    ]
+    (tmp_path / "errors.csv").write_text("\n".join(["layer,pattern,sparsity,error", *lines]))
+    ready = job.prepare(inputs, replace(SETTINGS, errors=str(tmp_path / "errors.csv")))
+    assert [layer.options for layer in ready.problem.layers] == [
+        (options[0], options[2], options[3]),  # 0.q, with 0.k tied to it
+        (options[0], options[1]),  # 1.q and 1.k, up to a sparsity of 0.5
+    ]
 
 
 def test_limits_that_contradict_are_said_before_anything_is_measured(

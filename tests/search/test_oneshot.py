@@ -14,7 +14,7 @@ from search.database import Database, model_hash
 from search.pruning import auto, build, obs, sparsegpt
 from search.pruning.adaprune import AdaPrune
 from search.pruning.auto import Auto
-from search.pruning.build import METHODS, build_database, recipe
+from search.pruning.build import ONE_SHOT_METHODS, build_database, made_by
 from search.pruning.magnitude import Magnitude
 from search.pruning.obs import ExactOBS, eliminate
 from search.pruning.oneshot import OneShot
@@ -213,12 +213,12 @@ def test_exact_obs_errs_least_then_sparsegpt_then_magnitude(pattern: Pattern, sp
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (9, 14), (7, 1), (1, 7), (33, 130)], ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_masks_are_of_their_pattern_at_their_sparsity(
     method: str, shape: tuple[int, int], rng: np.random.Generator
 ) -> None:
     weight, hessian = layer(rng, *shape, 40)
-    problem = METHODS[method](weight, hessian)
+    problem = ONE_SHOT_METHODS[method](weight, hessian)
     for pattern, sparsity in [*PATTERNS, (Unstructured(), 0.0), (VectorWise(4), 1.0)]:
         found = problem.prune(pattern, sparsity)
         mask = found.mask.numpy()
@@ -233,25 +233,25 @@ def test_masks_are_of_their_pattern_at_their_sparsity(
             assert np.array_equal(pattern.mask(mask.astype(float), sparsity), mask)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_layers_without_input_and_with_dead_or_equal_inputs_are_pruned_too(
     method: str, rng: np.random.Generator
 ) -> None:
     weight, hessian = layer(rng, 8, 12, 40)
     for pattern, sparsity in PATTERNS:
-        nothing = METHODS[method](weight, torch.zeros_like(hessian)).prune(pattern, sparsity)
+        nothing = ONE_SHOT_METHODS[method](weight, torch.zeros_like(hessian)).prune(pattern, sparsity)
         assert nothing.error == 0
         assert torch.equal(nothing.weight, torch.where(nothing.mask, weight, 0.0))
         mixed = torch.from_numpy(rng.standard_normal((12, 3)))
         mixed[:4] = 0  # four inputs that are always zero, of eight only three differ
-        singular = METHODS[method](weight, mixed @ mixed.T).prune(pattern, sparsity)
+        singular = ONE_SHOT_METHODS[method](weight, mixed @ mixed.T).prune(pattern, sparsity)
         assert np.isfinite(singular.error)
         assert bool(torch.isfinite(singular.weight).all())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_another_sparsity_than_the_patterns_is_refused(method: str, rng: np.random.Generator) -> None:
-    problem = METHODS[method](*layer(rng, 4, 8, 20))
+    problem = ONE_SHOT_METHODS[method](*layer(rng, 4, 8, 20))
     with pytest.raises(ValueError, match=r"nm:2:4 has sparsity 0.5 and no other, not 0.25"):
         problem.prune(NM(2, 4), 0.25)
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -266,18 +266,18 @@ def test_dense_has_no_units() -> None:
 OPTIONS = {"conv": [("dense", 0.0), ("vector:4", 0.75)], "fc": [("unstructured", 0.5), ("shflbw:4", 0.5)]}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
-    database = Database(tmp_path, model_hash(model), recipe(task, method))
+    database = Database(tmp_path, model_hash(model), made_by(task, method))
     assert build_database(task, model, OPTIONS, database, method=method) == 3
     assert build_database(task, model, OPTIONS, database, method=method) == 0
-    other = next(name for name in METHODS if name != method)
+    other = next(name for name in ONE_SHOT_METHODS if name != method)
     with pytest.raises(
         BadData, match=rf"built by another method.* \({method} [0-9a-f]+, this is {other} [0-9a-f]+\)"
     ):
-        Database(tmp_path, model_hash(model), recipe(task, other))
-    assert Database(tmp_path, model_hash(model)).recipe == recipe(task, method)
+        Database(tmp_path, model_hash(model), made_by(task, other))
+    assert Database(tmp_path, model_hash(model)).made_by == made_by(task, method)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_an_unknown_method_is_refused(task: Task, tmp_path: Path) -> None:
         build_database(task, task.model(), OPTIONS, Database(tmp_path, "x"), method="guess")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ONE_SHOT_METHODS)
 def test_weights_that_are_not_finite_are_refused_by_name(method: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
     with torch.no_grad():
@@ -362,4 +362,4 @@ def test_a_process_that_dies_is_said_with_its_layer(
 
 
 def test_every_method_says_what_it_is() -> None:
-    assert all(issubclass(method, OneShot) and method.__doc__ for method in METHODS.values())  # type: ignore[arg-type]
+    assert all(issubclass(method, OneShot) and method.__doc__ for method in ONE_SHOT_METHODS.values())  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from latbench.errors import BadData
-from search.profile import LayerChoice, Profile, load
+from search.profile import LayerChoice, Profile, Weights, load
 
 
 def example() -> Profile:
@@ -35,13 +35,16 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
 
 def test_a_second_budget_is_in_it_where_there_is_one(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
-    both = replace(example(), most_bytes=1e6, weight_bytes=9e5)
-    both.save(path)
-    assert load(path) == both
+    asked = replace(example(), most_bytes=1e6, weight_bytes=9e5, dense_bytes=4e6)
+    asked.save(path)
+    assert load(path) == asked
+    assert asked.weights == Weights(dense=4e6, packed=9e5, most=1e6)
+    assert asked.weights.sentence() == "all weights take 900,000 of 1,000,000 bytes allowed, 4,000,000 dense"
     content = json.loads(path.read_text())
-    del content["most_bytes"], content["weight_bytes"]
+    del content["most_bytes"], content["weight_bytes"], content["dense_bytes"]
     path.write_text(json.dumps(content))
     assert load(path) == example()
+    assert example().weights is None
 
 
 def test_the_speedup_is_over_dense_and_its_noise_is_in_the_predicted_seconds() -> None:

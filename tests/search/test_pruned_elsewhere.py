@@ -1,7 +1,7 @@
 """What others read of a pruned model: torch, transformers, onnxruntime, and the packed file."""
 
 import json
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +9,13 @@ import onnxruntime
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from latbench.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError
+from latbench.files import sha256
 from search import onnx_export
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
@@ -23,8 +24,11 @@ from search.pruning.folder import load_pruned, read_manifest, read_masks, save_p
 from search.pruning.packed import load_packed, write_packed
 from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task, load
+from search.verify import manifest_hash
+from sparse_kernels.convert import LayerPattern
+from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
-from sparse_kernels.patterns import NM
+from sparse_kernels.patterns import NM, Dense
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("nm:2:4", 0.5)}
@@ -115,6 +119,14 @@ def test_transformers_reads_the_folder(tmp_path: Path) -> None:
         torch.testing.assert_close(found(words).last_hidden_state, expected, rtol=0, atol=0)
 
 
+def test_a_model_of_which_nothing_is_pruned_is_read_again(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
+    found, choices = load_pruned(tmp_path / "pruned", nn.Linear(4, 3))
+    assert model_hash(found) == model_hash(model)
+    assert choices == {"": LayerPattern(Dense())}
+
+
 def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task, tmp_path: Path) -> None:
     folder, pruned = tmp_path / "pruned", task.model()
     saved(folder, pruned, CHOICES)
@@ -132,30 +144,87 @@ def test_packed_weights_give_back_the_same_model_from_a_smaller_file(task: Task,
     assert smaller == pytest.approx(dense - kept, abs=512)
 
 
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (lambda tensors: tensors.pop("fc.weight.mask"), "not the packed weights of this model"),
-        (lambda tensors: tensors.update({"more": torch.zeros(1)}), "not the packed weights of this model"),
-        (lambda tensors: tensors.update({"fc.weight.values": torch.zeros(3)}), r"not the packed weights .*shape"),
-        (lambda tensors: tensors.update({"fc.bias": torch.zeros(3)}), r"this model: fc.bias is \(3,\)"),
-        (None, "not the packed weights of a model"),
-    ],
-)
-def test_packed_weights_that_are_damaged_or_foreign_are_refused(
-    damage: Callable[[dict[str, Tensor]], object] | None, sentence: str, task: Task, tmp_path: Path
+def flipped(path: Path, content: bytes, place: int) -> None:
+    """Replace the file by what it held, with one bit flipped."""
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_packed_weights_are_refused_as_soon_as_a_bit_is_another(
+    alone: bool, task: Task, tmp_path: Path, rng: np.random.Generator
 ) -> None:
+    """Beside their manifest or not, wherever the bit is: in weights, masks, names or patterns."""
     saved(tmp_path / "pruned", task.model(), CHOICES)
     path = write_packed(tmp_path / "pruned")
-    if damage is None:
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata()
-        damage(tensors := load_file(path))
-        save_file(tensors, path, metadata=metadata)
+    if alone:
+        path = path.rename(tmp_path / "packed.safetensors")
+    content, untouched = path.read_bytes(), task.model()
+    (header,) = np.frombuffer(content[:8], "<u8")
+    places = [*rng.integers(8, 8 + header, 40), *rng.integers(8 + header, len(content), 40)]
+    places.append(content.index(b"vector:4") + len("vector:"))  # of another size, which would be as well-formed
+    for place in places:
+        flipped(path, content, int(place))
+        try:
+            found, choices = load_packed(path, task.model())
+        except BadData as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+        else:  # a letter of "format" or of padding: nothing that is read
+            assert alone and place < 8 + header
+            path.write_bytes(content)
+            expected, their_choices = load_packed(path, task.model())
+            assert model_hash(found) == model_hash(expected)
+            assert {name: choice.pattern for name, choice in choices.items()} == {
+                name: choice.pattern for name, choice in their_choices.items()
+            }
+    flipped(path, content, len(content) - 1)
+    with pytest.raises(BadData, match="not as it was written: copy it again, or write it anew with `latbench prune"):
+        load_packed(path, untouched)
+    assert model_hash(untouched) == model_hash(task.model())  # not even in part
+
+
+def test_packed_weights_of_other_weights_are_not_taken_for_these(task: Task, tmp_path: Path) -> None:
+    """Whole, but not the file that the folder's manifest lists."""
+    changed = task.model()
+    with torch.no_grad():
+        changed.get_parameter("fc.bias").add_(1)
+    for name, model in {"one": task.model(), "other": changed}.items():
+        saved(tmp_path / name, model, CHOICES)
+        write_packed(tmp_path / name)
+    (tmp_path / "other" / "packed.safetensors").replace(tmp_path / "one" / "packed.safetensors")
+    with pytest.raises(BadData, match="not as it was written"):
+        load_packed(tmp_path / "one" / "packed.safetensors", task.model())
+
+
+def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: Path) -> None:
+    saved(tmp_path / "pruned", task.model(), CHOICES)
+    weights = tmp_path / "pruned" / "model.safetensors"
+    flipped(weights, content := weights.read_bytes(), len(content) - 1)
+    with pytest.raises(BadData, match=r"model\.safetensors: missing, or not as it was written; prune again"):
+        write_packed(tmp_path / "pruned")
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (nn.ReLU(), "not the packed weights of this model$"),
+        (nn.Sequential(nn.Linear(4, 3)), "not the packed weights of this model$"),
+        (nn.Linear(4, 4), r"not the packed weights of this model: weight is \(3, 4\)"),
+    ],
+)
+def test_packed_weights_of_another_model_are_refused(other: nn.Module, sentence: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
     with pytest.raises(BadData, match=sentence):
-        load_packed(path, task.model())
+        load_packed(write_packed(tmp_path / "pruned"), other)
+
+
+def test_what_is_no_packed_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "packed.safetensors").write_bytes(b"")
+    for path in (tmp_path / "packed.safetensors", tmp_path / "gone.safetensors"):
+        with pytest.raises(
+            BadData, match=r"not the packed weights of a model \(.*\): copy it again, or write it anew"
+        ):
+            load_packed(path, nn.Linear(4, 3))
 
 
 def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to_be_done(
@@ -171,10 +240,14 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
         return capsys.readouterr().out
 
     run()
-    manifest = read_manifest(folder)
+    manifest, verified = read_manifest(folder), manifest_hash(folder)
     output = run(packed=True, onnx=exported)
     assert f"up to date, and {folder / 'packed.safetensors'}, and {exported}" in output
-    assert read_manifest(folder) == manifest
+    listed = read_manifest(folder)
+    path = folder / "packed.safetensors"
+    assert listed.pop("packed") == {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    assert listed == manifest
+    assert manifest_hash(folder) == verified  # a verification of the folder goes on counting
     pruned, _ = load_pruned(folder, task.model())
     assert model_hash(load_packed(folder / "packed.safetensors", task.model())[0]) == model_hash(pruned)
     session = onnxruntime.InferenceSession(str(exported), providers=["CPUExecutionProvider"])
@@ -185,6 +258,27 @@ def test_the_command_writes_packed_weights_and_onnx_also_when_nothing_else_is_to
     (folder / "manifest.json").write_text(json.dumps({**manifest, "inputs": "others"}))
     assert "is written" in run()
     assert not (folder / "packed.safetensors").exists()  # it was of the folder that this one took the place of
+
+
+def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
+    task: Task, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As they lie in the folder, not as the profile expects it."""
+    model, path = task.model(), tmp_path / "profile.json"
+    expected = replace(profile_of("tiny", model, CHOICES), most_bytes=9000.0, weight_bytes=1.0, dense_bytes=8000.0)
+    expected.save(path)
+    database = Database(tmp_path / "database", model_hash(model))
+    build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, database)
+    prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
+    taken = 8000
+    pruned, choices = load_pruned(tmp_path / "pruned", task.model())
+    for layer, choice in choices.items():
+        matrix = weight_matrix(pruned.get_submodule(layer)).numpy()
+        taken += pack(matrix, choice.mask, choice.pattern).nbytes - matrix.nbytes
+    assert f"all weights take {taken:,} of 9,000 bytes allowed, 8,000 dense; " in capsys.readouterr().out
+    replace(expected, most_bytes=None).save(path)
+    prune_command(str(TASK), path, database.folder, tmp_path / "pruned", joint=False)
+    assert "all weights" not in capsys.readouterr().out
 
 
 def test_a_model_that_no_onnx_file_holds_is_said_before_it_is_written(

@@ -12,7 +12,7 @@ from latbench.errors import BadData
 from search.database import Database, model_hash
 from search.pruning.adaprune import AdaPrune
 from search.pruning.apply import stitch
-from search.pruning.build import build_database, recipe
+from search.pruning.build import build_database, made_by
 from search.pruning.hessian import input_hessians
 from search.pruning.magnitude import magnitude
 from search.task import Task, load
@@ -222,9 +222,9 @@ def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp
     )
 
 
-def test_a_recipe_is_of_the_calibration_data(rng: np.random.Generator) -> None:
+def test_what_made_a_database_is_of_the_calibration_data(rng: np.random.Generator) -> None:
     def of(*batches: object) -> str:
-        return recipe(Task("", "", "", SimpleNamespace(calibration=lambda: list(batches))))
+        return made_by(Task("", "", "", SimpleNamespace(calibration=lambda: list(batches))))
 
     x = torch.from_numpy(rng.standard_normal((3, 4)))
     batch = {"x": x, "kind": ["a", 1]}

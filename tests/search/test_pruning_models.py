@@ -24,8 +24,7 @@ from search.profile import LayerChoice, Profile
 from search.pruning import pipeline
 from search.pruning.apply import stitch
 from search.pruning.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.build import build_database
-from search.pruning.build import recipe as recipe_of
+from search.pruning.build import build_database, made_by
 from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.masks import apply_masks
@@ -96,6 +95,23 @@ def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Ta
         )
 
     assert tuned(True) == tuned(False)
+
+
+def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: Task) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(2)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(150, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+        net.get_submodule("3").weight = net.get_submodule("2").weight
+        return net.eval()
+
+    pruned = model()
+    masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
+    apply_masks(pruned, masks)
+    global_adaprune(
+        task, pruned, model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=1, learning_rate=1e-3
+    )
+    changed = (pruned.get_parameter("2.weight") - model().get_parameter("2.weight")).abs().max()
+    assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
 
 
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
@@ -401,7 +417,7 @@ def test_another_database_or_another_task_is_pruned_anew(
     model = task.model()
 
     def run(method: str) -> str:
-        filled = Database(tmp_path / method, model_hash(model), recipe_of(task, method))
+        filled = Database(tmp_path / method, model_hash(model), made_by(task, method))
         build_database(task, model, {layer: [choice] for layer, choice in CHOICES.items()}, filled, method=method)
         prune_command(str(mine), profile, filled.folder, pruned, joint=False)
         return capsys.readouterr().out
@@ -409,7 +425,7 @@ def test_another_database_or_another_task_is_pruned_anew(
     for method in ("magnitude", "obs"):
         assert "pruned is written" in run(method)
         assert f"layers pruned by {method};" in run(method)
-        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == recipe_of(task, method)
+        assert json.loads((pruned / "manifest.json").read_text())["one_shot"] == made_by(task, method)
     assert "pruned is up to date" in run("obs")
     mine.write_text(TASK.read_text().replace("rng.integers(1000)", "rng.integers(2000)"))  # other training data
     assert "pruned is written" in run("obs")

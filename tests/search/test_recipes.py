@@ -22,7 +22,7 @@ from search.pruning.folder import load_pruned
 from search.pruning.gmp import GMP
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pipeline import check_recipe
-from search.pruning.recipe import METHODS, Recipe, load
+from search.pruning.recipe import TRAINING_METHODS, Recipe, load
 from search.pruning.rigl import RigL
 from search.pruning.structure_decay import StructureDecay
 from search.pruning.targets import targets_of
@@ -61,7 +61,7 @@ def test_a_recipe_is_read_from_yaml(tmp_path: Path) -> None:
     assert Recipe(**load(str(path)).facts()) == load(str(path))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_a_methods_name_is_a_recipe(method: str) -> None:
     if method == "held":
         with pytest.raises(UsageError, match="add `start: one_shot` to the recipe"):
@@ -141,7 +141,7 @@ def test_learning_rates_by_hand() -> None:
     assert learning_rate(replace(recipe, schedule="constant"), 11) == 1
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_every_method_trains_a_model_and_the_seed_decides(method: str, task: Task) -> None:
     recipe = Recipe(
         method=method, start="one_shot" if method == "held" else "dense", steps=8, learning_rate=1e-2, warmup=1,
@@ -276,7 +276,7 @@ def test_training_that_diverges_is_said_at_once(gradient: bool, sentence: str, t
         train(replace(task, implementation=Diverging(task, gradient)), task.model(), TARGETS, Recipe(steps=3))
 
 
-@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"held"}))
+@pytest.mark.parametrize("method", sorted(TRAINING_METHODS.keys() - {"held"}))
 def test_masks_can_be_transposable_where_all_layers_are_n_of_m(method: str, task: Task) -> None:
     kind = "exact" if method in ("asp", "rigl") else "quick"
     settings = {"every": 2, "until": 1.0} if method == "rigl" else {}
@@ -327,7 +327,7 @@ SCHEDULES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TRAINING_METHODS)
 def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(method: str, task: Task) -> None:
     one = replace(task, implementation=OneLayer())
     refused = []
@@ -354,7 +354,7 @@ def test_every_method_pattern_and_schedule_works_or_is_refused_before_any_work(m
     for pattern, transposable, stages in refused:
         assert (
             (transposable and not pattern.startswith("nm:"))
-            or (transposable == "exact" and "every" in {each.name for each in fields(METHODS[method])})
+            or (transposable == "exact" and "every" in {each.name for each in fields(TRAINING_METHODS[method])})
             or (transposable and method == "held")
             or (method == "rigl" and pattern == "shflbw:4")
             or (stages == "geometric" and (transposable or not pattern.startswith(("nm:", "vectornm:"))))

@@ -220,11 +220,12 @@ def bytes_of(found: Profile) -> float:
 
 def test_a_search_keeps_a_budget_of_bytes_beside_the_target(inputs: Inputs, machine: Machine) -> None:
     free = job.search(inputs, SETTINGS)
-    assert (free.most_bytes, free.weight_bytes) == (None, None)
+    assert (free.most_bytes, free.weight_bytes, free.dense_bytes) == (None, None, None)
     most = 0.8 * bytes_of(free)
     for strategy in ("staged", "uniform"):
         found = job.search(inputs, replace(SETTINGS, most_bytes=most, strategy=strategy))
         assert found.weight_bytes == bytes_of(found) <= found.most_bytes == most
+        assert found.dense_bytes == 4 * (2 * 32 * 48 + 32 + 48)
         assert 8e-3 / (2e-4 + 4e-3 * kept(found)) >= 2.0
     timed = machine.sessions
     with pytest.raises(Infeasible, match=r"keeps bytes of all weights, 999: the .* that budget alone is too small"):

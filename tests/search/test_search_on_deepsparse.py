@@ -24,7 +24,7 @@ from search.end_to_end import Engine, Timings
 from search.job import Inputs, Settings
 from search.layer_times import rows
 from search.problem import DENSE, Option
-from search.pruning.build import build_database, recipe
+from search.pruning.build import build_database, made_by
 from search.sessions import Session
 from search.task import Task
 from sparse_kernels.oracle import WrongResult
@@ -85,7 +85,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def inputs_of(task: Task, table: Path, database: Path) -> Inputs:
     model = task.model()
-    return Inputs(task, model, table, None, database, model_hash(model), "table", recipe(task))
+    return Inputs(task, model, table, None, database, model_hash(model), "table", made_by(task))
 
 
 def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:

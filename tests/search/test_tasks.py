@@ -18,9 +18,9 @@ EXAMPLES = Path(__file__).parents[1] / "tasks"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, and a recipe that takes a moment."""
+    """A cache of its own, and training that takes a moment."""
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(digits, "RECIPE", replace(digits.RECIPE, steps=3, width=8, hidden=16))
+    monkeypatch.setattr(digits, "TRAINING", replace(digits.TRAINING, steps=3, width=8, hidden=16))
     return tmp_path
 
 
@@ -40,9 +40,9 @@ def test_digits_trains_once_and_is_loaded_afterwards(cache: Path, capsys: pytest
     assert not first.training
 
 
-def test_another_recipe_is_trained_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_training_is_done_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = digits.model()
-    monkeypatch.setattr(digits, "RECIPE", replace(digits.RECIPE, seed=1))
+    monkeypatch.setattr(digits, "TRAINING", replace(digits.TRAINING, seed=1))
     assert not same(first, digits.model())
     assert len(list(cache.rglob("*.safetensors"))) == 2
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from latbench import devices, tables
+from latbench.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from search import sessions
 from search import task as tasks
@@ -78,12 +79,12 @@ def little(tmp_path: Path) -> Task:
     return tasks.load(str(tmp_path / "little.py"))
 
 
-def pruned_folder(folder: Path, task: Task, target: float, backend: str = "numba") -> Path:
+def pruned_folder(folder: Path, task: Task, followed: Profile) -> Path:
     model = task.model()
     matrix = weight_matrix(model.get_submodule("0"))
     mask = torch.from_numpy(parse("vector:8").mask(matrix.square().numpy(), 0.5))
     set_weight_matrix(model.get_submodule("0"), torch.where(mask, matrix, 0.0))
-    save_pruned(folder, model, {"0": mask}, replace(profile(target), backend=backend), {"task": "little"})
+    save_pruned(folder, model, {"0": mask}, followed, {"task": "little"})
     return folder
 
 
@@ -112,12 +113,12 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
 
 def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    folder = pruned_folder(tmp_path / "pruned", little, target=2.0)
+    folder = pruned_folder(tmp_path / "pruned", little, profile())
     refusal = r"latbench setup deepsparse|DeepSparse needs|DeepSparse 1\.8\.0 runs"
     with pytest.raises(EnvironmentUnusable, match=refusal):
         verify(little, folder, tmp_path / "verify", backend="deepsparse")
     # A model that was searched for DeepSparse is verified there, without being told.
-    folder = pruned_folder(tmp_path / "other", little, target=2.0, backend="deepsparse")
+    folder = pruned_folder(tmp_path / "other", little, replace(profile(), backend="deepsparse"))
     with pytest.raises(EnvironmentUnusable, match=refusal):
         verify(little, folder, tmp_path / "verify")
     assert not (tmp_path / "verify").exists()
@@ -152,7 +153,7 @@ def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> Non
 def test_a_verdict_is_of_one_model_on_one_machine(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, output = pruned_folder(tmp_path / "pruned", little, target=2.0), tmp_path / "verify"
+    folder, output = pruned_folder(tmp_path / "pruned", little, profile()), tmp_path / "verify"
     output.mkdir()
     key = conditions(little, "x", 1, "numba")
     for seconds, known in ((2.0, True), (2.01, False)):  # a promise that was missed is measured again
@@ -161,11 +162,28 @@ def test_a_verdict_is_of_one_model_on_one_machine(
         sessions.write([as_session(timings(seconds), {"0": ("vector:8", 0.5)})], key, output / SESSION)
         assert (up_to_date(little, folder, output, "numba") == verdict) is known
         assert up_to_date(little, folder, output, "deepsparse") is None
-        other = pruned_folder(tmp_path / "other", little, target=1.5)
+        other = pruned_folder(tmp_path / "other", little, profile(1.5))
         assert up_to_date(little, other, output, "numba") is None
         with monkeypatch.context() as patched:
             patched.setattr(devices, "cpu_device", lambda: "another-cpu")
             assert up_to_date(little, folder, output, "numba") is None
+
+
+@pytest.mark.parametrize("most", [9000.0, None])
+def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
+    most: float | None,
+    little: Task,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = replace(profile(), most_bytes=most, weight_bytes=7000.0, dense_bytes=12000.0)
+    folder = pruned_folder(tmp_path / "pruned", little, asked)
+    verdict = conclude(little, asked, "numba", timings(2.0), (0.9, 0.8), "hash")
+    monkeypatch.setattr("search.verify.up_to_date", lambda *of: verdict)
+    verify_command(little.reference, folder, tmp_path / "verify")
+    said = "all weights take 7,000 of 9,000 bytes allowed, 12,000 dense\n" in capsys.readouterr().out
+    assert said is (most is not None)
 
 
 @pytest.mark.slow
@@ -175,7 +193,7 @@ def test_a_small_model_is_verified_from_its_folder(
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
     once = partial(time_engines, processes=1, rounds=4)  # what is built again and again is test_end_to_end.py's
     monkeypatch.setattr("search.verify.time_engines", once)
-    folder, output = pruned_folder(tmp_path / "pruned", little, target=1e-3), tmp_path / "verify"
+    folder, output = pruned_folder(tmp_path / "pruned", little, profile(1e-3)), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met
     assert set(verdict.engines) == {"torch", "torch-mkldnn", "onnxruntime", "openvino", "numba", PRUNED}
@@ -190,7 +208,7 @@ def test_a_small_model_is_verified_from_its_folder(
 
 
 def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Task, tmp_path: Path) -> None:
-    folder = pruned_folder(tmp_path / "pruned", little, target=2.0)
+    folder = pruned_folder(tmp_path / "pruned", little, profile())
     other = tmp_path / "other.py"
     other.write_text(TASK.replace('"little"', '"other"'))
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.convert import CONVERTED, FOLDED, Choice, _same, convert
+from sparse_kernels.convert import CONVERTED, FOLDED, LayerPattern, _same, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, Pattern, Unstructured, VectorWise
 from sparse_kernels.tiles import Tiles
@@ -116,15 +116,15 @@ def _prepared(name: str, rng: np.random.Generator) -> tuple[nn.Module, Tensor]:
     return model, torch.randn(shape)
 
 
-def _choices(model: nn.Module) -> dict[str, Choice]:
+def _choices(model: nn.Module) -> dict[str, LayerPattern]:
     return {
-        name: Choice(Unstructured(), Unstructured().mask(weight_matrix(module).abs().numpy(), 0.6))
+        name: LayerPattern(Unstructured(), Unstructured().mask(weight_matrix(module).abs().numpy(), 0.6))
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv2d)
     }
 
 
-def _masked(model: nn.Module, choices: dict[str, Choice]) -> nn.Module:
+def _masked(model: nn.Module, choices: dict[str, LayerPattern]) -> nn.Module:
     model = copy.deepcopy(model)
     for name, choice in choices.items():
         layer = model.get_submodule(name)
@@ -149,7 +149,7 @@ def test_norms_and_the_activation_that_follows_are_folded(rng: np.random.Generat
     converted = convert(model, _choices(model), (x,))
     assert not any(isinstance(module, nn.BatchNorm2d) for module in converted.modules())
     assert [converted.get_submodule(f"0.conv{i}").activation for i in (1, 2)] == ["relu", None]
-    partly = convert(*_prepared("untraceable", rng)[:1], {"inner.0": Choice(Dense())}, (torch.randn(5, 16),))
+    partly = convert(*_prepared("untraceable", rng)[:1], {"inner.0": LayerPattern(Dense())}, (torch.randn(5, 16),))
     assert partly.inner.get_submodule("0").activation == "gelu"
     assert isinstance(partly.head, nn.Linear)
 
@@ -184,11 +184,11 @@ def test_names_and_layers_that_cannot_be_are_refused_in_a_sentence() -> None:
     model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 6, 3))
     x = (torch.randn(1, 4, 8, 8),)
     with pytest.raises(ValueError, match="no layer 'fc9'"):
-        convert(model, {"fc9": Choice(Dense())}, x)
+        convert(model, {"fc9": LayerPattern(Dense())}, x)
     with pytest.raises(ValueError, match="layer '0': a convolution in 4 groups"):
-        convert(model, {"0": Choice(Dense())}, x)
+        convert(model, {"0": LayerPattern(Dense())}, x)
     with pytest.raises(ValueError, match="mask"):
-        convert(model, {"1": Choice(VectorWise(2), np.ones((2, 2), bool))}, x)
+        convert(model, {"1": LayerPattern(VectorWise(2), np.ones((2, 2), bool))}, x)
 
 
 @pytest.mark.parametrize("tokens", [3, 65])
@@ -197,7 +197,7 @@ def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, r
     torch.manual_seed(int(rng.integers(2**31)))
     model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
     masks = {name: VectorWise(32).mask(weight_matrix(model[int(name)]).abs().numpy(), 0.5) for name in ("0", "2")}
-    choices = {name: Choice(VectorWise(32), mask, "bfloat16") for name, mask in masks.items()}
+    choices = {name: LayerPattern(VectorWise(32), mask, "bfloat16") for name, mask in masks.items()}
     x = torch.randn(tokens, 48)
     converted = convert(model, choices, (x,))
     nearest = copy.deepcopy(model)
@@ -207,18 +207,18 @@ def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, r
     torch.testing.assert_close(converted(x), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(_masked(model, choices)(x.double()).float(), expected, rtol=1e-5, atol=1e-5)
     assert "weights=bfloat16" in str(converted)
-    assert "weights" not in str(convert(model, {"0": Choice(VectorWise(32), masks["0"])}, (x,)))
+    assert "weights" not in str(convert(model, {"0": LayerPattern(VectorWise(32), masks["0"])}, (x,)))
 
 
 def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Flatten(), nn.Linear(32, 32))
     x = (torch.randn(1, 4, 1, 1),)
     with pytest.raises(ValueError, match="layer '0': weights='bfloat16' is for linear layers, not for a Conv2d"):
-        convert(model, {"0": Choice(VectorWise(32), weights="bfloat16")}, x)
+        convert(model, {"0": LayerPattern(VectorWise(32), weights="bfloat16")}, x)
     with pytest.raises(ValueError, match="layer '2': bfloat16 weights are for rows that share columns"):
-        convert(model, {"2": Choice(Unstructured(), weights="bfloat16")}, x)
+        convert(model, {"2": LayerPattern(Unstructured(), weights="bfloat16")}, x)
     with pytest.raises(ValueError, match="layer '2': weights='bfloat16' is for backend numba, not reference"):
-        convert(model, {"2": Choice(VectorWise(32), weights="bfloat16")}, x, backend="reference")
+        convert(model, {"2": LayerPattern(VectorWise(32), weights="bfloat16")}, x, backend="reference")
 
 
 @torch.no_grad()
@@ -253,7 +253,7 @@ def test_tiles_are_kept_only_where_both_layers_lay_tokens_out_and_no_other_reads
             return self[1](y) + y
 
     def kept(model: nn.Module, pattern: Pattern) -> list[bool]:
-        choices = {name: Choice(pattern) for name in ("0", "1")}
+        choices = {name: LayerPattern(pattern) for name in ("0", "1")}
         converted = convert(model, choices, (torch.randn(128, 32),))
         return [node.kwargs.get("keep", False) for node in converted.graph.nodes if node.op == "call_module"]
 
@@ -354,7 +354,7 @@ def hooked() -> nn.Module:
 @torch.no_grad()
 def test_a_layer_whose_place_a_sparse_one_cannot_take_is_refused(model: nn.Module, name: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        convert(model, {name: Choice(Dense())}, (torch.randn(2, 3, 8),))
+        convert(model, {name: LayerPattern(Dense())}, (torch.randn(2, 3, 8),))
 
 
 @torch.no_grad()
@@ -362,7 +362,7 @@ def test_weights_that_are_computed_are_those_of_the_moment(rng: np.random.Genera
     for change in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
         model = nn.Sequential(change(nn.Linear(8, 8)), nn.ReLU()).eval()
         mask, x = rng.random((8, 8)) < 0.5, torch.randn(5, 8)
-        converted = convert(model, {"0": Choice(Unstructured(), mask)}, (x,))
+        converted = convert(model, {"0": LayerPattern(Unstructured(), mask)}, (x,))
         weight = model[0].weight * torch.from_numpy(mask)
         torch.testing.assert_close(converted(x), F.relu(F.linear(x, weight, model[0].bias)), rtol=1e-4, atol=1e-5)
 
@@ -378,7 +378,9 @@ def test_small_outputs_are_compared_by_their_own_size(rng: np.random.Generator) 
     model, x = Small().eval(), torch.randn(3, 16, 16)
     nn.init.normal_(model.norm.running_mean)
     nn.init.uniform_(model.norm.running_var, 0.5, 2)
-    torch.testing.assert_close(convert(model, {"layer": Choice(Dense())}, (x,))(x), model(x), rtol=1e-4, atol=1e-11)
+    torch.testing.assert_close(
+        convert(model, {"layer": LayerPattern(Dense())}, (x,))(x), model(x), rtol=1e-4, atol=1e-11
+    )
 
 
 @torch.no_grad()
@@ -394,7 +396,7 @@ def test_results_of_other_kinds_are_compared_too() -> None:
             return Output(y, y[0].numpy())
 
     model, x = Gives(nn.Linear(8, 8)).eval(), torch.randn(5, 8)
-    converted = convert(model, {"layers.0": Choice(Dense())}, (x,))
+    converted = convert(model, {"layers.0": LayerPattern(Dense())}, (x,))
     torch.testing.assert_close(converted(x).scores, model(x).scores, rtol=1e-4, atol=1e-5)
 
 
@@ -405,7 +407,7 @@ def test_classes_that_a_conversion_changes_are_noticed() -> None:
             y = super().forward(x)
             return (y if isinstance(self.layers[0], nn.Linear) else -y).argmax(1)
 
-    x, layers = torch.randn(40, 8), {"layers.0": Choice(Dense())}
+    x, layers = torch.randn(40, 8), {"layers.0": LayerPattern(Dense())}
     with pytest.raises(ValueError, match="gives another result on the example inputs"):
         convert(Chooses(nn.Linear(8, 8)), layers, (x,))
 
@@ -435,4 +437,4 @@ def test_a_part_that_treats_its_layers_as_no_layers_is_noticed() -> None:
             return super().forward(x) * (1.0 if isinstance(self.layers[0], nn.Linear) else 3.0)
 
     with pytest.raises(ValueError, match="gives another result on the example inputs"):
-        convert(Looks(nn.Linear(8, 8)), {"layers.0": Choice(Dense())}, (torch.randn(5, 8),))
+        convert(Looks(nn.Linear(8, 8)), {"layers.0": LayerPattern(Dense())}, (torch.randn(5, 8),))

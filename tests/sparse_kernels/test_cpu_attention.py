@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_kernels import nn as sparse
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.attention import attention
 from sparse_kernels.patterns import VectorWise
 
@@ -89,7 +89,7 @@ class Heads(nn.Module):
 
 
 def converted(model, x):
-    return convert(model, {"first": Choice(VectorWise(32), None)}, (x,))
+    return convert(model, {"first": LayerPattern(VectorWise(32), None)}, (x,))
 
 
 @pytest.mark.parametrize("settings", [{}, {"scale": 0.2}, {"attn_mask": None, "dropout_p": 0.0}], ids=str)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu import frames
 from sparse_kernels.framed import frame, plain
 from sparse_kernels.nn import SparseConv2d, set_weight_matrix, weight_matrix
@@ -132,14 +132,16 @@ MODELS: dict[str, tuple[nn.Module, tuple[int, ...], int]] = {
 }  # fmt: skip
 
 
-def prepared(name: str, pattern: Pattern, rng: np.random.Generator) -> tuple[nn.Module, dict[str, Choice], Tensor]:
+def prepared(
+    name: str, pattern: Pattern, rng: np.random.Generator
+) -> tuple[nn.Module, dict[str, LayerPattern], Tensor]:
     """(masked model, choices, input)."""
     torch.manual_seed(int(rng.integers(2**31)))
     model, choices = copy.deepcopy(MODELS[name][0]).eval(), {}
     for layer_name, layer in model.named_modules():
         if isinstance(layer, nn.Conv2d) and layer.groups == 1:
             mask = pattern.mask(rng.random(weight_matrix(layer).shape), 0.5)
-            choices[layer_name] = Choice(pattern, mask)
+            choices[layer_name] = LayerPattern(pattern, mask)
             set_weight_matrix(layer, torch.where(torch.from_numpy(mask), weight_matrix(layer), 0.0))
     return model, choices, torch.randn(MODELS[name][1])
 

@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
 from sparse_kernels import oracle, parse, unpack
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu import images
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix
@@ -106,7 +106,7 @@ def module_of(layer, bias, converted):
         return kind.from_dense(module, pattern, mask, activation=layer.activation)
     after = {None: [], "relu": [nn.ReLU()], "gelu": [nn.GELU()]}[layer.activation]
     example = torch.from_numpy(np.random.default_rng(0).standard_normal(layer.x_shape(2)).astype(np.float32))
-    return convert(nn.Sequential(module, *after), {"0": Choice(pattern, mask)}, (example,))
+    return convert(nn.Sequential(module, *after), {"0": LayerPattern(pattern, mask)}, (example,))
 
 
 @settings(QUICK, max_examples=40)

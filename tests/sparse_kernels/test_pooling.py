@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparse_kernels.convert import Choice, convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.patterns import Unstructured
 
 
@@ -32,7 +32,7 @@ class Pooled(nn.Module):
 def test_pooling_works_with_channels_last(function: bool, batch: int) -> None:
     torch.manual_seed(batch)
     model, x = Pooled(function).eval(), torch.randn(batch, 3, 12, 13)
-    converted = convert(model, {"sparse": Choice(Unstructured())}, (x,))
+    converted = convert(model, {"sparse": LayerPattern(Unstructured())}, (x,))
     plain, last = copy.deepcopy(converted), []
     for name in ("first", "second")[function:]:
         pool = converted.get_submodule(name)
@@ -57,7 +57,7 @@ def test_poolings_in_a_row_and_what_reads_between_them() -> None:
 
     torch.manual_seed(0)
     model, x = Pyramid(False).eval(), torch.randn(2, 3, 12, 13)
-    converted = convert(model, {"sparse": Choice(Unstructured())}, (x,))
+    converted = convert(model, {"sparse": LayerPattern(Unstructured())}, (x,))
     torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -70,6 +70,6 @@ def test_what_is_no_batch_or_gives_places_is_pooled_as_before() -> None:
 
     torch.manual_seed(0)
     for model, x in ((Places(True).eval(), torch.randn(2, 3, 12, 13)), (Places(True).eval(), torch.randn(3, 12, 13))):
-        converted = convert(model, {"sparse": Choice(Unstructured())}, (x,))
+        converted = convert(model, {"sparse": LayerPattern(Unstructured())}, (x,))
         for result, expected in zip(converted(x), model(x), strict=True):
             torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from sparse_kernels import oracle
-from sparse_kernels.convert import Choice as LayerChoice
-from sparse_kernels.convert import convert
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu import linear, target, transpose, tuner
 from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.nn import SparseLinear
@@ -409,7 +408,7 @@ def test_convert_tunes_linear_layers(rng: np.random.Generator, measured: list[in
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).eval()
     mask = VectorWise(4).mask(rng.random((32, 64)), 0.5)
     x = torch.randn(4, 64)
-    layers = {"0": LayerChoice(VectorWise(4), mask)}
+    layers = {"0": LayerPattern(VectorWise(4), mask)}
     tuned, default = convert(model, layers, (x,), tune=True), convert(model, layers, (x,))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
