@@ -29,7 +29,7 @@ from search.database import Database
 from search.engines import DENSE_ENGINES
 from search.profile import Profile
 from search.pruning.apply import stitch
-from search.pruning.build import METHOD, METHODS
+from search.pruning.build import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.pruning.folder import save_pruned
 from search.verify import Verdict
 
@@ -128,7 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=12)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--patterns")
-    parser.add_argument("--method", choices=sorted(METHODS), default=METHOD)
+    parser.add_argument("--method", choices=sorted(ONE_SHOT_METHODS), default=DEFAULT_METHOD)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
