@@ -104,7 +104,7 @@ def bytes_of_model(
     """
     parts = [part.name for layer in searched for part in layer.parts]
     own = bytes_of_weights(searched, {name: shapes.get(name) for name in parts}, budget)
-    packed = {model.get_submodule(name).weight for name in parts}
+    packed = {model.get_parameter(f"{name}.weight") for name in parts}
     rest = all_bytes(model) - sum(it.nbytes for it in packed)
     return replace(own, what="bytes of all weights", fixed=own.fixed + rest)
 

@@ -103,6 +103,27 @@ def multiply(
     pool.give_back(scratch)
 
 
+@njit(inline="always")
+def put_back(  # type: ignore[no-untyped-def]
+    lanes, version, by_token, y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end
+):  # fmt: skip
+    """Copy rows `begin` to `end` of a block of y, `width` vectors from `token` on, to their places in y.
+
+    Of the module, not of `kernel`: what a kernel encloses is part of the key by which it is kept on disk, and a
+    compiled function is another in each process.
+    """
+    for v in range(width):
+        source = y_here + y_starts[v] * 4
+        if by_token:
+            target = y_at + (token * m + begin) * 4
+            lanes_to_tokens(lanes, version, source, y_stride, n - token, end - begin, target, m)
+        else:
+            for r in range(begin, end):
+                target = y_at + (r * n + token) * 4
+                copy_run(lanes, version, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+        token += lanes
+
+
 @cache
 def kernel(
     single: bool, rows: int, vectors: int, lanes: int, fused: bool, x_layout: str, y_layout: str
@@ -125,19 +146,6 @@ def kernel(
     unit = TILE if single and (x_blocked or y_blocked) else 1
     # A thread's blocks end at whole tiles, except for the last.
     grain = unit if single else vectors
-
-    @njit(inline="always")
-    def put_back(y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end):  # type: ignore[no-untyped-def]
-        for v in range(width):
-            source = y_here + y_starts[v] * 4
-            if y_by_token:
-                target = y_at + (token * m + begin) * 4
-                lanes_to_tokens(lanes, version, source, y_stride, n - token, end - begin, target, m)
-            else:
-                for r in range(begin, end):
-                    target = y_at + (r * n + token) * 4
-                    copy_run(lanes, version, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
-            token += lanes
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
     def multiply(  # type: ignore[no-untyped-def]
@@ -224,9 +232,14 @@ def kernel(
                             v += step
                         behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                         if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
-                            put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, done, behind)
+                            put_back(
+                                lanes, version, y_by_token, y_here, y_starts, y_stride, y_at,
+                                first * lanes, width, n, m, done, behind,
+                            )  # fmt: skip
                             done = behind
                 if single and not y_blocked:
-                    put_back(y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
+                    put_back(
+                        lanes, version, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m
+                    )
 
     return multiply
