@@ -133,17 +133,19 @@ class Emitter:
 
     def will_store(self, at: ir.Value) -> None:
         """Fetch the cache line at a pointer, which may point anywhere, because it will be written soon."""
-        self._prefetch(at, 1)
+        self._prefetch(at, 1, 2)
 
-    def will_load(self, at: ir.Value) -> None:
-        """Fetch the cache line at a pointer, which may point anywhere, because it will be read soon."""
-        self._prefetch(at, 0)
+    def will_load(self, at: ir.Value, close: bool = False) -> None:
+        """Fetch the cache line at a pointer, which may point anywhere, because it will be read soon.
 
-    def _prefetch(self, at: ir.Value, write: int) -> None:
+        To the second-level cache, or `close`, to the first.
+        """
+        self._prefetch(at, 0, 3 if close else 2)
+
+    def _prefetch(self, at: ir.Value, write: int, near: int) -> None:
         kind = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        near, data = ir.Constant(I32, 2), ir.Constant(I32, 1)
-        self.builder.call(prefetch, [at, ir.Constant(I32, write), near, data])
+        self.builder.call(prefetch, [at, *(ir.Constant(I32, value) for value in (write, near, 1))])
 
     def splat(self, value: ir.Value) -> ir.Value:
         """A scalar in all lanes of a vector."""

@@ -73,7 +73,8 @@ class TokenPlan:
         n = x.shape[0]
         if n:
             step = _tokens_at_a_time(self.tile, n)
-            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize)
+            close = tokens.close(n, step, host())
+            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
             with exclusive():
                 run(self.panels.arrays, x, y, bias, code, *self._order(step), numba.get_num_threads())
         return y

@@ -55,6 +55,7 @@ def token_tile(
     fused: Any,
     version: Any,
     size: Any,
+    close: Any,
     values: Any,
     columns: Any,
     count: Any,
@@ -71,13 +72,14 @@ def token_tile(
 
     values: (count, vectors*lanes), float32 if `size` is 4, bits of bfloat16 if it is 2; columns: int32 (count); x:
     rows of stride x_stride; y: rows of stride y_stride. Beyond tokens_left (>= 1) the last token is computed again;
-    beyond lanes_left no output is written and no bias read.
+    beyond lanes_left no output is written and no bias read. close: 1 fetches weights ahead to the first-level cache.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, version, size), *([types.intp] * 11))
+    signature = types.void(*(tokens, vectors, lanes, fused, version, size, close), *([types.intp] * 11))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_tokens, n_vectors, n_lanes, fuse, _, bytes_each = (int(each.literal_value) for each in signature.args[:6])
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[6:]
+        sizes = (int(each.literal_value) for each in signature.args[:7])
+        n_tokens, n_vectors, n_lanes, fuse, _, bytes_each, near = sizes
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[7:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -97,7 +99,8 @@ def token_tile(
             index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
             at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
             for v in range(0, n_vectors, per_float):
-                emit.will_load(builder.gep(at, [emit.integer(AHEAD * per_float + v * n_lanes)]))
+                ahead = builder.gep(at, [emit.integer(AHEAD * per_float + v * n_lanes)])
+                emit.will_load(ahead, close=bool(near))
             weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]

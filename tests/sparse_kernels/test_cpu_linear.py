@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import blocks, linear, panels, rows, single, target, transpose, vectors
+from sparse_kernels.cpu import blocks, linear, panels, rows, single, target, tokens, transpose, vectors
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
@@ -248,6 +248,12 @@ def test_the_kernel_says_what_runs():
     assert prepare(packed_of(Unstructured(), weight), "numba", "token_major", 9).kernel.startswith(
         "numba.unstructured.rows1x"
     )
+
+
+def test_weights_come_to_the_first_level_for_many_tokens_on_intel_alone():
+    intel, other = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
+    assert [tokens.close(n, 8, intel) for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
+    assert not tokens.close(128, 8, other)
 
 
 def test_threads_may_share_a_plan(rng):
