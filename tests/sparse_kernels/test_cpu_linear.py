@@ -474,7 +474,7 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
 
 
 @pytest.mark.parametrize(
-    ("shared", "k", "kernel"), [(True, 3072, "rows"), (True, 768, "tokens"), (False, 3072, "tokens")]
+    ("shared", "k", "kernel"), [(True, 1600, "rows"), (True, 1536, "tokens"), (False, 3072, "tokens")]
 )
 def test_long_x_is_laid_out_where_it_would_come_slowly_from_the_second_level(monkeypatch, rng, shared, k, kernel):
     unit = target.Target("avx512", 16, 32, fused=True, shared=shared)
