@@ -183,6 +183,7 @@ def test_fit_again_where_the_settings_changed(latbench: Run, swept: Path, tmp_pa
     assert out.endswith("AnchoredLookup, 84 points of 12 shapes\n")
 
 
+@pytest.mark.slow
 def test_fit_boosted_is_of_one_backend_and_shows_the_lookup_beside_it(
     latbench: Run, swept: Path, tmp_path: Path
 ) -> None:

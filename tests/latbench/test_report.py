@@ -403,6 +403,7 @@ def test_a_comparison_takes_nothing_else(files: Any, tmp_path: Path) -> None:
     assert "goes with --output alone" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     options = [f"--{name}={path}" for name, path in files.every.items()]

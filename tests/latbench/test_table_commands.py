@@ -59,6 +59,7 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
 
 
 @pytest.mark.usefixtures("no_pace")
+@pytest.mark.slow
 def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_path: Path) -> None:
     save(Workload("one", "made up", (Layer("a", LinearShape(64, 32, 4)),)), tmp_path / "one.yaml")
     arguments = ("sweep", "--cpu", "--backends", "torch,numba", "--workload", tmp_path / "one.yaml", "--threads", "1")

@@ -215,6 +215,7 @@ def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
         judge.losses([(0, 0), (0, 3)], 2)
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on_where_it_was_and_finds_the_same(database: Database, tmp_path: Path) -> None:
     with judges(database, Trials(["conv", "fc"])) as judge:
         expected = find("staged", PROBLEM, 2.0, judge, seed=3, evaluations=8)
