@@ -35,25 +35,37 @@ class CostModel(Protocol):
         """Whether each row is one that the model predicts without extrapolating."""
 
 
-# What a search needs of a table.
+# What a search needs of a table, and what tells rows apart that are alike but for their shape.
 _COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+_KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
 
 
 def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, backend: str) -> pd.DataFrame:
     """The rows of the table at a path or URI that `predicted_layers` looks at; all else is left unread as it comes.
 
-    Memory grows with the rows of these shapes, not with the table's. Raises BadData as `tables.read` does.
+    These are the rows of such sizes, and one of each kind of all others: for a shape that the table lacks they tell
+    which patterns and sparsities there are. Memory grows with them, not with the table. Raises BadData as
+    `tables.read` does.
     """
     sizes = {
         name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
         for name in ("m", "k", "n")
     }
+    seen: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        mask = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        ours = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
-        return mask
+        found = pc.fill_null(mask, False).to_numpy().copy()
+        numbered = piece.select(_KIND).append_column("row", pa.array(np.arange(len(found)))).filter(ours)
+        for one in numbered.group_by(_KIND).aggregate([("row", "min")]).to_pylist():
+            row = one.pop("row_min")
+            if (kind := tuple(one.values())) not in seen:
+                seen.add(kind)
+                found[row] = True
+        return pa.array(found)
 
     return tables.select(table, _COLUMNS, wanted)
 

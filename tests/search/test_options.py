@@ -1,5 +1,6 @@
 """Where options come from: every pattern and sparsity that a table holds, or that a cost model covers beyond it."""
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from latbench import devices, tables
 from latbench.errors import BadData
 from latbench.plan import Point, shape_columns
 from search.layers import DENSE, Option
-from search.options import measured_layers, predicted_layers
+from search.options import measured_layers, predicted_layers, swept_rows
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -67,6 +68,34 @@ def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
     assert (found[1].seconds.tolist(), found[2].seconds.tolist()) == ([5.0], [6.0])
     narrow = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, patterns=["nm:2:4"])
     assert narrow[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5))
+
+
+def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp_path: Path) -> None:
+    class Learned(Doubling):
+        def covers(self, X: pd.DataFrame) -> np.ndarray:
+            return np.ones(len(X), bool)
+
+    def swept(shape: Shape, pattern: str, sparsity: float, **changes: Any) -> dict[str, Any]:
+        point = Point("cpu", "numba", "auto", shape, parse(pattern), sparsity, threads=2)
+        return {**point.key(), "purpose": "sweep", "status": "ok", "samples_seconds": [1.0], **changes}
+
+    other, levels = LinearShape(m=64, k=24, n=9), (0.5, 0.75, 0.9)
+    rows_of_table = [
+        swept(other, "dense", 0.0),
+        swept(CONV, "vector:8", 0.6),
+        *(swept(other, "vector:8", level) for level in levels),
+        *(swept(replace(other, n=n), "vector:8", 0.5) for n in range(20, 40)),
+        swept(other, "nm:2:4", 0.5, threads=1),
+        swept(other, "nm:2:4", 0.5, status="incorrect", samples_seconds=None),
+    ]
+    tables.write_part(tmp_path, rows_of_table)
+    rows = swept_rows(tmp_path, [LINEAR], threads=2, backend="numba")
+    [layer] = predicted_layers(Learned(), rows, {"fc": LINEAR}, threads=2)
+    assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
+    assert len(rows) == 6  # of twenty more of the same kinds none
+    rows = swept_rows(tmp_path, [other], threads=2, backend="numba")
+    [layer] = predicted_layers(Doubling(), rows, {"fc": other}, threads=2)
+    assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
 
 
 def test_a_layer_that_was_not_swept_is_named() -> None:
