@@ -156,9 +156,7 @@ class Inputs:
                 f"the verification in {folder} does not go with this search: its {other[0]} is "
                 f"{key.get(other[0])}, not {wanted[other[0]]}"
             )
-        known = self.verified(settings)
-        if sessions.digest(session) not in map(sessions.digest, known):
-            sessions.write([*known, session], wanted, self._verified(settings))
+        sessions.add(session, wanted, self._verified(settings))
 
     def _verified(self, settings: Settings) -> Path:
         return self.database / f"verified-{_hash(self.conditions(settings))}.json"

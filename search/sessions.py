@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from latbench.errors import BadData
+import filelock
+
+from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import write_text_atomically
 from search.end_to_end import Timings
 
@@ -48,6 +50,18 @@ def write(sessions: Iterable[Session], key: Mapping[str, Any], path: Path) -> No
     """Write the sessions of `key` to `path`, whole or not at all."""
     records = [_record(session) for session in sessions]
     write_text_atomically(path, json.dumps({"version": VERSION, "key": dict(key), "sessions": records}) + "\n")
+
+
+def add(session: Session, key: Mapping[str, Any], path: Path) -> None:
+    """Add a session to those of `key` in `path`, unless it is there: of several processes that add, each is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(path.with_suffix(".lock")):
+            known = read(path, key)
+            if digest(session) not in map(digest, known):
+                write([*known, session], key, path)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Session]] | None:

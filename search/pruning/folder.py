@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -58,8 +59,9 @@ def save_pruned(
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in beside(folder, r"\d+\.tmp"):  # of a prune that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in beside(folder, r"\d+\.tmp"):
+            if not psutil.pid_exists(int(leftover.name.split(".")[-2])):  # of a prune that was killed
+                shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:

@@ -1,7 +1,7 @@
 """What the search strategies find for the same money: calibration loss at equal evaluations.
 
     python tests/benchmarks/search_quality.py {resnet20,minilm} --table T --model M --database D
-        [--evaluations 200] [--shares 0.4,0.6,0.8] [--seeds 5] [--processes 2]
+        [--evaluations 200] [--shares 0.4,0.6,0.8] [--seeds 5] [--processes 2] [--method auto]
 
 T and M come from `latbench trace`, `sweep` and `fit` for tests/tasks/<name>.py; what else is needed is made in D on
 first use, and whole models are timed. A target is a share of the ceiling, the speedup if all searched layers took no
@@ -29,6 +29,7 @@ from search.database import Database
 from search.evaluations import Found, Judging
 from search.judges import Judges
 from search.problem import Problem
+from search.pruning.build import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.solve import Infeasible, solve
 from search.strategies import find, quadratic_priors
 from search.trials import Trials
@@ -111,10 +112,11 @@ def main() -> None:
     parser.add_argument("--shares", default="0.4,0.6,0.8")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--method", choices=sorted(ONE_SHOT_METHODS), default=DEFAULT_METHOD)
     given = parser.parse_args()
 
     task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
-    inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database)
+    inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
     ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)

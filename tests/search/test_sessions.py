@@ -1,6 +1,9 @@
 """What was timed comes back from its file as it was, or not at all."""
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +36,26 @@ def test_sessions_come_back_to_the_last_bit(rng: np.random.Generator, tmp_path: 
 def test_of_another_key_there_are_none(rng: np.random.Generator, tmp_path: Path) -> None:
     sessions.write([example(rng)], {"threads": 2}, tmp_path / "sessions.json")
     assert sessions.read(tmp_path / "sessions.json", {"threads": 1}) == []
+
+
+def test_who_adds_at_the_same_time_loses_nothing(
+    rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = sessions.write
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.05)
+        write(*arguments)
+
+    monkeypatch.setattr(sessions, "write", slow)
+    path, both = tmp_path / "new" / "sessions.json", [example(rng), example(rng)]
+    writers = [threading.Thread(target=sessions.add, args=(one, {"threads": 2}, path)) for one in (*both, both[0])]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    kept = sessions.read(path, {"threads": 2})
+    assert sorted(map(sessions.digest, kept)) == sorted(map(sessions.digest, both))
 
 
 def test_a_file_of_another_version_is_as_none(tmp_path: Path) -> None:
