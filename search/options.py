@@ -162,8 +162,8 @@ def measured_layers(
         if f"{network}:{name}" not in dense:
             raise BadData(
                 f"the table holds no dense time of layer {name} inside {network} on deepsparse with {threads} "
-                f"threads and batch {batch}: `latbench layers` measures it, with --remeasure where the table has "
-                "its neighbours; a layer that DeepSparse never runs by itself must be one that the task excludes"
+                f"threads and batch {batch}: `latbench layers` measures it, with --remeasure if it timed the "
+                "other layers; a layer that DeepSparse never runs by itself must be one that the task excludes"
             )
     return layers_inside(rows, network, shapes, coverage)
 

@@ -60,7 +60,8 @@ def save_pruned(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         for leftover in beside(folder, r"\d+\.tmp"):
-            if not psutil.pid_exists(int(leftover.name.split(".")[-2])):  # of a prune that was killed
+            writer = int(leftover.name.split(".")[-2])
+            if writer == os.getpid() or not psutil.pid_exists(writer):  # of a prune that was killed
                 shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
