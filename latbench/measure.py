@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import math
 import random
 import resource
@@ -351,6 +352,8 @@ def interleave(
     clock: Clock = perf_counter,
     order: random.Random | None = None,
     between: Callable[[], None] = lambda: None,
+    sessions: int = 1,
+    renew: Callable[[int], None] = lambda session: None,
 ) -> Iterator[tuple[str, Timing]]:
     """Sample all `samplers` in rounds, a burst of about `round_seconds` each, and yield each as it finishes.
 
@@ -360,11 +363,18 @@ def interleave(
     while it is not known to 10%, or bursts were preempted and too few were not; longer for calls so slow that there
     are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
     every burst.
+
+    The samples come from so many `sessions`: after FEWEST_ROUNDS rounds of each but the last, `renew` is called with
+    the number of the next, from 1 on, to build everything anew. None finishes before the last but by its budget.
     """
     shuffle = (order or random.Random(0)).shuffle
     timings = {name: Timing() for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
-    while timings:
+    for number in itertools.count():
+        if not timings:
+            return
+        if number and number % FEWEST_ROUNDS == 0 and number < sessions * FEWEST_ROUNDS:
+            renew(number // FEWEST_ROUNDS)
         names = list(timings)
         shuffle(names)
         for name in names:
@@ -377,23 +387,25 @@ def interleave(
             spent[name] += timing.ended - start - sampled.rest_seconds
             if sampled.samples:
                 timing.add(sampled)
-                timing.stop_reason = _stop(timing, spent[name], rel_error, max_seconds)
+                timing.stop_reason = _stop(
+                    timing, spent[name], rel_error, max_seconds, all_sessions=number + 1 >= sessions * FEWEST_ROUNDS
+                )
             else:
                 timing.stop_reason = "failed"
             if timing.stop_reason:
                 yield name, timings.pop(name)
 
 
-def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) -> str:
+def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float, *, all_sessions: bool) -> str:
     error = timing.relative_error
     known = len(timing.bursts) >= FEWEST_ROUNDS and error <= NOISY_ERROR and not timing.preempted
-    if known and error <= rel_error and len(timing.samples) >= FEWEST_SAMPLES:
+    if known and all_sessions and error <= rel_error and len(timing.samples) >= FEWEST_SAMPLES:
         return "relative_error"
     recent = timing.medians[-PLATEAU_ROUNDS:]
     steady = len(timing.medians) > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
     bursts = len(timing.errors)
     useless = bursts >= PLATEAU_BURSTS and error > (1 - PLATEAU_GAIN) * timing.errors[bursts // 2 - 1]
-    if known and (steady or useless):
+    if known and all_sessions and (steady or useless):
         return "plateau"
     most = STRETCH if math.isfinite(error) else SLOW_STRETCH
     if (known and spent >= max_seconds) or spent >= most * max_seconds:

@@ -30,6 +30,7 @@ import psutil
 from latbench import backends, cgroups, devices, files, gates, measure, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
+from latbench.environments import env_id
 from latbench.errors import Incomplete, UsageError
 from latbench.least_work import inside_share
 from latbench.pace import Pace, Roofline
@@ -204,12 +205,16 @@ class Cpu:
 class Settings:
     """How carefully a point is measured: until its median is known to `rel_error` or for `max_seconds`, in bursts of
     `round_seconds` that take turns with those of `block_points` points at least.
+
+    In each of several `sessions` the engines' processes are new, and get the points in another order: where in memory
+    things lie speeds a point up or slows it down by a percent or two for as long as they lie there.
     """
 
     rel_error: float = 0.01
     max_seconds: float = 0.4
     round_seconds: float = 0.015
     block_points: int = 24
+    sessions: int = 1
 
 
 @dataclass(frozen=True)
@@ -484,6 +489,9 @@ class Bench:
         self.machine, self.seed, self.settings = machine, seed, settings
         self.engines = _Engines(machine)
         self.environment = machine.environment()
+        if settings.sessions > 1:
+            environment = {**self.environment, "sessions": settings.sessions}
+            self.environment = {**environment, "env_id": env_id(environment)}
         self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
         self.block = 0
         self.chance = 0
@@ -560,19 +568,30 @@ class Bench:
 
             return sample
 
+        order = random.Random(f"{self.seed} {self.block}")
+
+        def renew(session: int) -> None:
+            self._tell(f"preparing again, session {session + 1} of {self.settings.sessions}", done)
+            self.engines.restart()
+            left = [name for name in ready if name not in failures]
+            order.shuffle(left)
+            failures.update(self._restore({name: ready[name] for name in left}))
+
         finished = measure.interleave(
             {name: sampler(name) for name in ready},
             rel_error=self.settings.rel_error,
             max_seconds=self.settings.max_seconds,
             round_seconds=self.settings.round_seconds,
-            order=random.Random(f"{self.seed} {self.block}"),
+            order=order,
             between=self._keep_pace,
+            sessions=self.settings.sessions,
+            renew=renew,
         )
         activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
         self._tell(activity, done)
         for count, (name, timing) in enumerate(finished, start=done + 1):
             self._tell(activity, count)
-            point = ready.pop(name)
+            done, point = count, ready.pop(name)
             yield point, failures.get(name) or self._timed(point, timing)
 
     def _keep_pace(self) -> None:
@@ -721,6 +740,11 @@ class _Engines:
             worker.close()
         if self.pace is not None:
             self.pace.close()
+
+    def restart(self) -> None:
+        """End the workers that have points; the next that is asked of them starts new ones."""
+        for worker in self._workers.values():
+            worker.close()
 
     def keep_pace(self) -> None:
         """Before every burst: time the reference kernels, if it is their turn. The first time, and then only, raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,6 +32,10 @@ ON_HELP = (
     "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu); "
     "slurm: in jobs of a Slurm cluster that have a node each for themselves."
 )
+SESSIONS_HELP = (
+    "Measure each point in so many processes, one after the other: its times then repeat better from sweep to sweep, "
+    "and the sweep takes almost as many times longer."
+)
 SLURM_HELP = "nodes=4 (default 1), time=120 (minutes a job, default 60), partition=, account=, ...: as for sbatch."
 
 
@@ -54,6 +58,7 @@ def sweep(
     backends: Annotated[list[str] | None, typer.Option(help=BACKENDS_HELP)] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help=BF16_HELP)] = False,
+    sessions: Annotated[int, typer.Option(min=1, help=SESSIONS_HELP)] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is noisy in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
@@ -64,7 +69,7 @@ def sweep(
     from latbench.errors import UsageError
 
     seconds = None if time_budget is None else parse_duration(time_budget)
-    how = How(seed, seconds, parse_duration(wait), adaptive, remeasure, dry_run, as_json)
+    how = How(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
     if cpu == (gpu is not None):
         raise UsageError(
             "--cpu and --gpu are two sweeps: each device has a table of its own"
@@ -79,7 +84,7 @@ def sweep(
         raise UsageError("--slurm is for a sweep with --on slurm")
     _end_as_by_ctrl_c()
     with contextlib.ExitStack() as stack:
-        target = _here(gpu, threads) if on is None else _elsewhere(on, gpu, threads, seed, slurm or [])
+        target = _here(gpu, threads, sessions) if on is None else _elsewhere(on, gpu, threads, how, slurm or [])
         stack.callback(target.close)
         if gpu is not None:
             points = gpu_points(
@@ -117,7 +122,7 @@ class Target:
     gpu: bool = False
 
 
-def _here(gpu: str | None, threads: int | None) -> Target:
+def _here(gpu: str | None, threads: int | None, sessions: int) -> Target:
     """This machine's CPU, or a GPU of it."""
     from latbench import backends, devices
     from latbench import sweep as sweeping
@@ -125,15 +130,16 @@ def _here(gpu: str | None, threads: int | None) -> Target:
     if gpu is None:
         cpu = sweeping.Cpu(threads or devices.cores())
         there = [name for name, version in backends.available().items() if version is not None]
-        return Target(cpu.device, cpu.threads, there, functools.partial(sweeping.run, machine=cpu))
+        run = functools.partial(sweeping.run, machine=cpu, settings=sweeping.Settings(sessions=sessions))
+        return Target(cpu.device, cpu.threads, there, run)
     from latbench.gpu.machine import SETTINGS, GpuMachine, installed
 
     machine = GpuMachine(devices.demand_gpu(gpu))
-    run = functools.partial(sweeping.run, machine=machine, settings=SETTINGS)
+    run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=sessions))
     return Target(machine.device, 1, installed(), run, gpu=True)
 
 
-def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options: Sequence[str]) -> Target:
+def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options: Sequence[str]) -> Target:
     """The nodes of a cluster that have the GPU, or a CPU alone."""
     from latbench import devices, nodes
     from latbench import sweep as sweeping
@@ -146,7 +152,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
     if gpu is not None:
         devices.known_gpu(gpu)
-    settings = sweeping.Settings() if gpu is None else SETTINGS
+    settings = replace(sweeping.Settings() if gpu is None else SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:
         typer.echo(f"latbench: {line}", err=True)
@@ -160,7 +166,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options
     threads = threads or common.cores
     one = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
     machine = ("latbench.nodes:machine_like", common, gpu, one)
-    where = nodes.Elsewhere(cluster, common.device, machine, seed, settings)
+    where = nodes.Elsewhere(cluster, common.device, machine, how.seed, settings)
     run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
 
     def close() -> None:
@@ -173,13 +179,14 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, seed: int, options
 
 @dataclass(frozen=True)
 class How:
-    """How a sweep goes: seed, seconds it may take, seconds it may wait for another to end, whether points are chosen
-    on the way, whether noisy rows are taken again, what is printed.
+    """How a sweep goes: seed, seconds it may take, seconds it may wait for another to end, in how many sessions each
+    point is measured, whether points are chosen on the way, whether noisy rows are taken again, what is printed.
     """
 
     seed: int
     time_budget: float | None
     wait_seconds: float
+    sessions: int
     adaptive: bool
     remeasure: bool
     dry_run: bool
@@ -250,7 +257,7 @@ def _run(
         target.close()
         first = _chooser(points).anchors if how.adaptive else points
         in_seconds, in_bytes, assumed = estimates(target.gpu)
-        seconds, size = in_seconds(first), in_bytes(first)
+        seconds, size = how.sessions * in_seconds(first), in_bytes(first)  # most of the time goes into preparing
         if how.as_json:
             document = {
                 "device": target.device,

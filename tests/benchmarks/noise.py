@@ -1,6 +1,6 @@
 """How well times repeat: the same sweep several times, beside torch.utils.benchmark at equal measuring time a point.
 
-    python tests/benchmarks/noise.py repeat [--points 30] [--runs 5] [--threads 2]
+    python tests/benchmarks/noise.py repeat [--points 30] [--runs 5] [--threads 2] [--sessions 3]
     python tests/benchmarks/noise.py verdicts [--points 10] [--runs 20] [--seconds 0.4]
 
 `repeat` takes turns: a sweep, then torch's blocked_autorange of the same points for as long as the sweep timed each,
@@ -232,9 +232,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=devices.cores())
     parser.add_argument("--seconds", type=float, default=sweep.Settings.max_seconds, help="most seconds a point")
+    parser.add_argument("--sessions", type=int, default=sweep.Settings.sessions, help="as of `latbench sweep`")
     parser.add_argument("--error", type=float, default=sweep.Settings.rel_error, help="error at which a point ends")
     given = parser.parse_args()
-    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error)
+    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error, sessions=given.sessions)
     VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, settings)
 
 

@@ -27,6 +27,8 @@ from latbench.interchange import read_spdy
 from search import Infeasible, Solution, frontier, solve
 from search.spdy import quadratic_prior
 
+DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
 Arrays = list[np.ndarray]
 Problem = tuple[Arrays, Arrays, float]
 
@@ -239,7 +241,7 @@ def main() -> None:
     if options.scale:
         scale(options.vectors)
         return
-    tables = options.tables or sorted((Path(os.environ["LATBENCH_DATA"]) / "spdy_tables").glob("*.txt"))
+    tables = options.tables or sorted((DATA / "spdy_tables").glob("*.txt"))
     published(tables, options.targets, options.vectors, options.against, options.milp_seconds)
 
 

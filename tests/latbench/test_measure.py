@@ -145,6 +145,41 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
     assert [sample for burst in timing.bursts for sample in burst.samples] == timing.samples
 
 
+def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeClock) -> None:
+    happened: list[str] = []
+
+    def sampler(name: str) -> measure.Sampler:
+        def sample(_: float) -> Burst:
+            happened.append(name)
+            clock.now += 0.01
+            return Burst([1e-3] * 10)
+
+        return sample
+
+    finished = dict(
+        measure.interleave(
+            {name: sampler(name) for name in "ab"}, max_seconds=1, clock=clock, sessions=3,
+            renew=lambda session: happened.append(f"session {session}"),
+        )
+    )  # fmt: skip
+    rounds = 2 * measure.FEWEST_ROUNDS
+    assert happened[rounds] == "session 1" and happened[2 * rounds + 1] == "session 2"
+    assert sorted(happened) == sorted(["a", "b"] * 3 * measure.FEWEST_ROUNDS + ["session 1", "session 2"])
+    assert {timing.stop_reason for timing in finished.values()} == {"relative_error"}
+
+
+def test_a_run_too_slow_for_all_sessions_ends_with_its_budget(clock: FakeClock) -> None:
+    sessions: list[int] = []
+
+    def slow(_: float) -> Burst:
+        clock.now += 0.1
+        return Burst([0.05] * 2)
+
+    found = measure.interleave({"slow": slow}, max_seconds=0.7, clock=clock, sessions=3, renew=sessions.append)
+    timing = dict(found)["slow"]
+    assert timing.stop_reason == "budget" and len(timing.bursts) == 7 and sessions == [1]
+
+
 def test_runs_take_turns(clock: FakeClock) -> None:
     order: list[str] = []
 

@@ -133,6 +133,49 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
             assert later[i - 1] == f"burst {does.CRASHES_LATER}"
 
 
+def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[tuple[str, int]] = []
+    prepare = sweep._Engines.prepare
+
+    def note(engines: sweep._Engines, which: Point) -> None:
+        prepare(engines, which)
+        began.append((which.id, engines.prepared(which).generation))
+
+    monkeypatch.setattr(sweep._Engines, "prepare", note)
+    points = [point(m=8), point(m=9), point(m=10), point(backend="torch")]
+    settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=3)
+    sweep.run(tmp_path, lambda table: points, machine=sweep.Cpu(threads=1), settings=settings)
+    frame = tables.read(tmp_path)
+    assert set(frame["status"]) <= {"ok", "noisy"} and len(frame) == len(points)
+    assert all(frame["sample_count"] >= 3 * sweep.measure.FEWEST_ROUNDS)
+    for which in points:
+        generations = [generation for name, generation in began if name == which.id]
+        assert len(generations) == len(set(generations)) == 3
+    numba = [name for name, _ in began if name != points[3].id]
+    assert len({tuple(numba[i : i + 3]) for i in range(0, 9, 3)}) > 1  # not always in the same order
+    assert tables.read_env(tmp_path)["sessions"].item() == 3
+
+
+def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, fine, short = sweep._Engines.prepare, point(m=8), point(m=9)
+    tried: list[Point] = []
+
+    def only_once(engines: sweep._Engines, which: Point) -> None:
+        tried.append(which)
+        if tried.count(short) > 1 and which == short:
+            raise TaskFailed("MemoryError", "no memory", "")
+        prepare(engines, which)
+
+    monkeypatch.setattr(sweep._Engines, "prepare", only_once)
+    settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=3)
+    statuses = sweep.run(
+        tmp_path, lambda table: [fine, short], machine=sweep.Cpu(threads=1), settings=settings
+    ).statuses
+    assert statuses[short.id] == "oom" and statuses[fine.id] in ("ok", "noisy")
+
+
 def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: Path) -> None:
     final = [point(behaviour=b) for b in (does.REFUSES, does.IS_WRONG)]
     again = [point(behaviour=b) for b in (does.RAISES, does.EATS_MEMORY)]
