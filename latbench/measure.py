@@ -79,7 +79,8 @@ class Burst:
 
     `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
     showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
-    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards.
+    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards. began: by
+    the clock of who measures.
     """
 
     samples: list[float]
@@ -88,6 +89,7 @@ class Burst:
     reasons: tuple[str, ...] = ()
     discarded: int = 0
     rest_seconds: float = 0.0
+    began: float = math.nan
 
 
 Sampler = Callable[[float], Burst]
@@ -102,8 +104,6 @@ class Timing:
     medians: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     stop_reason: str = ""
-    began: float = math.nan  # by the clock of who measures
-    ended: float = math.nan
 
     def add(self, burst: Burst) -> None:
         """Take in a burst."""
@@ -380,13 +380,10 @@ def interleave(
         for name in names:
             between()
             timing, start = timings[name], clock()
-            if not timing.bursts:
-                timing.began = start
             sampled = samplers[name](round_seconds)
-            timing.ended = clock()
-            spent[name] += timing.ended - start - sampled.rest_seconds
+            spent[name] += clock() - start - sampled.rest_seconds
             if sampled.samples:
-                timing.add(sampled)
+                timing.add(replace(sampled, began=start))
                 timing.stop_reason = _stop(
                     timing, spent[name], rel_error, max_seconds, all_sessions=number + 1 >= sessions * FEWEST_ROUNDS
                 )

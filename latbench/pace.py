@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Generic
@@ -22,6 +23,7 @@ from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 
 EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
 READING_SECONDS = 0.008
+NEAREST = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
 KERNELS = ("product", "total")
@@ -39,11 +41,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Reference:
-    """How long the reference kernels took while something was timed, weighed as its work is bound by what they show,
-    and how long they usually take; whether that is a slow spell of this sweep.
+    """How long the reference kernels took at some moments, weighed as some work is bound by what they show, and how
+    long they usually take; whether most of these moments lie in a slow spell of this sweep.
     """
 
-    seconds: float
+    seconds: Sequence[float]
     usual_seconds: float
     slow_spell: bool
 
@@ -73,8 +75,8 @@ class Roofline(ABC, Generic[AnyCeilings]):
     def turn(self) -> None:
         """Called before every burst of others: times fixed work, if there is any and it is its turn."""
 
-    def reference(self, since: float, flop: float, size: float) -> Reference | None:
-        """What fixed work took `since` a time of the clock, for work of so many operations on so many bytes. None
+    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
+        """What fixed work took around these times of the clock, for work of so many operations on so many bytes. None
         while that is not known.
         """
         return None
@@ -114,17 +116,22 @@ class Pace(Roofline[Ceilings]):
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
         self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
-    def reference(self, since: float, flop: float, size: float) -> Reference | None:
+    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
         """See Roofline. None while there is no reading."""
-        before = [reading for reading in self.readings if reading.at <= since][-1:]
-        meanwhile = before + [reading for reading in self.readings if reading.at > since]
-        if not meanwhile:
+        if not self.readings:
             return None
-        now, always = (
-            self.ceilings.reference_seconds(*_typical(readings), flop, size)
-            for readings in (meanwhile, self.readings)
-        )
-        return Reference(now, self.ceilings.usual_seconds(flop, size), now > SLOW_SPELL * always)
+        times = np.array([reading.at for reading in self.readings])
+
+        def typical(readings: list[Reading]) -> float:
+            return self.ceilings.reference_seconds(*_typical(readings), flop, size)
+
+        def around(moment: float) -> float:
+            nearest = np.argsort(np.abs(times - moment), kind="stable")[:NEAREST]
+            return typical([self.readings[i] for i in nearest])
+
+        seconds = [around(moment) for moment in at]
+        slow_spell = bool(np.median(seconds) > SLOW_SPELL * typical(self.readings))
+        return Reference(seconds, self.ceilings.usual_seconds(flop, size), slow_spell)
 
     def close(self) -> None:
         """End the worker."""

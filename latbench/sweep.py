@@ -682,10 +682,22 @@ class Bench:
             return {}, False
         flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
         columns = {"roofline_seconds": pace.seconds(point, facts.get("kernel_used", ""), flop, size)}
-        reference = pace.reference(timing.began, flop, size)
+        reference = pace.reference([burst.began for burst in timing.counted], flop, size)
         if reference is None:
             return columns, False
-        columns |= {"reference_seconds": reference.seconds, "reference_usual_seconds": reference.usual_seconds}
+        # Each burst beside the pace around it: by what factor their median was longer than at the usual pace.
+        at_usual_pace = [
+            reference.usual_seconds / seconds * sample
+            for burst, seconds in zip(timing.counted, reference.seconds, strict=True)
+            for sample in burst.samples
+        ]
+        corrected, ratio = float(np.median(at_usual_pace)), 1.0
+        if corrected > 0:  # what took no time at all is impossible at any pace
+            ratio = float(np.median(timing.samples)) / corrected
+        columns |= {
+            "reference_seconds": ratio * reference.usual_seconds,
+            "reference_usual_seconds": reference.usual_seconds,
+        }
         return columns, reference.slow_spell
 
     def _status(self, known: bool, disturbed: bool) -> str:

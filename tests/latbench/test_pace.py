@@ -60,24 +60,29 @@ def test_the_reference_is_timed_before_the_first_burst_and_every_few() -> None:
     assert worker.prepared == 2  # a product and a sum
 
 
-def told(kept: Pace, since: float) -> tuple[float, bool]:
-    """By what factor the machine was slower than usual since then, and whether that is a slow spell."""
-    found = kept.reference(since, **BY_UNITS)
+def told(kept: Pace, at: float) -> tuple[float, bool]:
+    """By what factor the machine was slower than usual around then, and whether that is a slow spell."""
+    found = kept.reference([at], **BY_UNITS)
     assert found is not None
-    return found.seconds / found.usual_seconds, found.slow_spell
+    return found.seconds[0] / found.usual_seconds, found.slow_spell
 
 
-def test_a_ratio_is_of_the_readings_around_a_point() -> None:
-    kept = pace(FakeWorker(1.0, 1.0, 2.0, 2.0, 2.0, 1.0), 6)
-    assert told(kept, 2.5)[0] == pytest.approx(2)  # at 2, 3, 4, 5: before it, and since
-    assert told(kept, 5.0)[0] == pytest.approx(1)
+def test_the_pace_is_that_of_the_readings_nearest_to_a_moment() -> None:
+    kept = pace(FakeWorker(*[1.0] * 20, *[2.0] * 20), 40)
+    found = kept.reference([0.0, 10.0, 15.4, 24.0, 38.0], **BY_UNITS)
+    assert found is not None and found.usual_seconds == pytest.approx(1)
+    assert found.seconds == pytest.approx([1, 1, 1, 2, 2])
+    lone = pace(FakeWorker(*[1.0] * 9, 3.0, *[1.0] * 9), 19)
+    assert told(lone, 9.0)[0] == pytest.approx(1)  # a stumble is no pace
 
 
 def test_a_slow_spell_is_slower_than_the_rest_of_the_sweep() -> None:
     always = pace(FakeWorker(*[2.0] * 9), 9)
     assert told(always, 8.0) == (pytest.approx(2), False)
-    at_last = pace(FakeWorker(*[1.0] * 7, 2.0, 2.0), 9)
-    assert told(at_last, 7.0) == (pytest.approx(2), True)
+    at_last = pace(FakeWorker(*[1.0] * 20, *[2.0] * 9), 29)
+    assert told(at_last, 27.0) == (pytest.approx(2), True)
+    found = at_last.reference([3.0, 5.0, 27.0], **BY_UNITS)
+    assert found is not None and not found.slow_spell  # most of it was before
 
 
 def test_a_reading_that_others_cut_into_does_not_count_beside_one_that_they_did_not() -> None:
@@ -88,7 +93,7 @@ def test_a_reading_that_others_cut_into_does_not_count_beside_one_that_they_did_
 def test_a_reference_worker_that_dies_costs_its_reading_and_no_more() -> None:
     worker = FakeWorker(None, 1.0)
     kept = pace(worker, 1)
-    assert kept.reference(0.0, **BY_UNITS) is None
+    assert kept.reference([0.0], **BY_UNITS) is None
     for _ in range(EVERY):
         kept.turn()
     assert told(kept, 0.0)[0] == pytest.approx(1) and worker.prepared == 4

@@ -3,7 +3,7 @@
 import os
 import runpy
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -375,7 +375,7 @@ class MadeUpPace:
     ) -> None:
         self.ceilings = Ceilings(flop_per_second, {1: 1e9}, 1.0, 1.0)
         self.turns, self.doubts, self._again = 0, 0, again
-        self._told = Reference(ratio * 3e-3, 3e-3, slow_spell)
+        self._ratio, self._slow_spell = ratio, slow_spell
 
     def turn(self) -> None:
         self.turns += 1
@@ -390,9 +390,9 @@ class MadeUpPace:
             self.ceilings = replace(self.ceilings, flop_per_second=self._again)
         return self.doubts == 1
 
-    def reference(self, since: float, flop: float, size: float) -> Reference:
-        assert self.turns and since > 0
-        return self._told
+    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
+        assert self.turns and list(at) == sorted(at)
+        return Reference([self._ratio * 3e-3 for _ in at], 3e-3, self._slow_spell)
 
     def close(self) -> None:
         self.turns = -1
@@ -407,12 +407,33 @@ def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, mon
     pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
     measure(tmp_path, point())
     row = tables.read(tmp_path).iloc[0]
-    assert (row["reference_seconds"], row["reference_usual_seconds"]) == (3.75e-3, 3e-3)
-    assert row["reference_ratio"] == 1.25 and row["corrected_seconds"] == row["median_seconds"] / 1.25
+    assert row["reference_seconds"] == pytest.approx(3.75e-3) and row["reference_usual_seconds"] == 3e-3
+    assert row["reference_ratio"] == pytest.approx(1.25)
+    assert row["corrected_seconds"] == pytest.approx(row["median_seconds"] / 1.25)
     assert row["median_seconds"] == np.median(row["samples_seconds"])  # as it was measured
     assert row["roofline_seconds"] == 2e-6 and row["utilisation"] == 2e-6 / row["median_seconds"]
     assert row["discarded_samples"] >= 0
     assert pace.turns == -1
+
+
+def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is twice as slow for two bursts of five, which the median of all does not show."""
+
+    class Stumbling(MadeUpPace):
+        def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
+            return Reference([3e-3 * (2.0 if i in (1, 3) else 1.0) for i in range(len(at))], 3e-3, False)
+
+    def burst(engines: sweep._Engines, which: Point, seconds: float) -> sweep.measure.Burst:
+        number = next(numbers)
+        return sweep.measure.Burst([1e-3 * (2.0 if number in (1, 3) else 1.0)] * 4)
+
+    numbers = iter(range(100))
+    paced(monkeypatch, Stumbling())
+    monkeypatch.setattr(sweep._Engines, "burst", burst)
+    measure(tmp_path, point())
+    row = tables.read(tmp_path).iloc[-1]
+    assert row["corrected_seconds"] == pytest.approx(1e-3) and row["reference_ratio"] == pytest.approx(1.0)
+    assert sorted(set(row["samples_seconds"])) == [1e-3, 2e-3]
 
 
 def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
