@@ -276,6 +276,23 @@ def test_training_that_diverges_is_said_at_once(gradient: bool, sentence: str, t
         train(replace(task, implementation=Diverging(task, gradient)), task.model(), TARGETS, Recipe(steps=3))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (torch.nan, "the gradient of fc.weight holds NaN or infinite values"),
+        (1e30, "the norm of all gradients is too large for their type"),  # its square is above float32's most
+    ],
+)
+def test_the_gradient_that_diverged_is_named_and_no_other(
+    value: float, sentence: str, clip_norm: float | None, task: Task
+) -> None:
+    model = task.model()
+    model.get_parameter("fc.weight").register_hook(lambda gradient: torch.full_like(gradient, value))
+    with pytest.raises(BadData, match=f"training diverged: {sentence} at step 0; lower the learning rate"):
+        train(task, model, TARGETS, Recipe(steps=3, clip_norm=clip_norm))
+
+
 @pytest.mark.parametrize("method", sorted(TRAINING_METHODS.keys() - {"held"}))
 def test_masks_can_be_transposable_where_all_layers_are_n_of_m(method: str, task: Task) -> None:
     kind = "exact" if method in ("asp", "rigl") else "quick"
