@@ -34,7 +34,7 @@ from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.files import sha256, write_text_atomically
 from search import profile as profiles
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.formats import pack
+from sparse_kernels.formats import NotOfPattern, pack
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, VectorNM, parse
 
@@ -53,7 +53,8 @@ def save_pruned(
     """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
 
     What else lies in the folder stays there. A write that is killed leaves a folder that says so when it is read.
-    Raises UsageError when `folder` is something else than a pruned model, EnvironmentUnusable when the disk refuses.
+    Raises UsageError when `folder` is something else than a pruned model, and, naming the layer, for a mask that is
+    not of the profile's pattern along either axis; EnvironmentUnusable when the disk refuses.
     """
     folder = Path(folder).resolve()
     check_writable(folder)
@@ -67,7 +68,7 @@ def save_pruned(
         temporary.mkdir()
         try:
             save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
-            bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
+            bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
             shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
             # Without tensors and with empty metadata safetensors writes what it cannot read.
             save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
@@ -119,8 +120,17 @@ def layer_facts(
         weight = weight_matrix(modules[layer]).float().contiguous().numpy()
         mask = masks[layer].numpy() if layer in masks else None
         pattern = parse(choice.pattern)
-        packed = pack(weight, mask, pattern)
-        facts[layer] = {
+        along = {}
+        if isinstance(pattern, NM | VectorNM) and mask is not None:
+            along = {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
+        try:
+            if mask is not None and along.get("along") == "outputs":  # as the transposed matrix is packed
+                packed = pack(np.ascontiguousarray(weight.T), np.ascontiguousarray(mask.T), pattern)
+            else:
+                packed = pack(weight, mask, pattern)
+        except NotOfPattern as error:
+            raise UsageError(f"layer {layer}: its mask is not what the profile asks for: {error}") from error
+        facts[layer] = along | {
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
             "kept_weights": weight.size if mask is None else int(mask.sum()),
@@ -129,18 +139,21 @@ def layer_facts(
             "predicted_seconds": choice.seconds,
             "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
         }
-        if isinstance(pattern, NM | VectorNM) and mask is not None:
-            facts[layer] |= {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
     return facts
 
 
 def _along(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
-    """ "both" for a mask (m, k) that keeps at most N of M of a column's neighbours, too; else "inputs"."""
-    m, k = mask.shape
-    if isinstance(pattern, VectorNM) or m % pattern.of:
+    """Along which axes a mask (m, k) keeps at most N of M neighbours: "inputs", "outputs" or "both"."""
+    if isinstance(pattern, VectorNM) or not _holds(mask.T, pattern):
         return "inputs"
-    kept = mask.reshape(m // pattern.of, pattern.of, k).sum(axis=1)
-    return "both" if kept.max() <= pattern.keep else "inputs"
+    return "both" if _holds(mask, pattern) else "outputs"
+
+
+def _holds(mask: NDArray[np.bool_], pattern: NM) -> bool:
+    """Whether each group of M columns, of the last of a row what there is, keeps as many as the pattern allows."""
+    starts = range(0, mask.shape[1], pattern.of)
+    groups = (mask[:, start : start + pattern.of] for start in starts)
+    return all(group.sum(axis=1).max(initial=0) <= pattern.keeps_of(group.shape[1]) for group in groups)
 
 
 def check_writable(folder: Path) -> None:

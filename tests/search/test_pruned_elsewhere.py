@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
 from latbench.commands.prune import prune as prune_command
-from latbench.errors import BadData, LatbenchError
+from latbench.errors import BadData, LatbenchError, UsageError
 from latbench.files import sha256
 from search import onnx_export
 from search.database import Database, model_hash
@@ -70,13 +70,58 @@ def saved(folder: Path, model: nn.Module, choices: dict[str, tuple[str, float]])
     return masks
 
 
-@pytest.mark.parametrize("along", ["inputs", "both"])
+@pytest.mark.parametrize("along", ["inputs", "outputs", "both"])
 def test_the_manifest_says_what_n_of_m_masks_keep_along_which_axis(along: str, task: Task, tmp_path: Path) -> None:
     model = task.model()
     profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
     masks = masked(model, {"fc": Target(NM(2, 4), 0.5, along)})
     layer = save_pruned(tmp_path / "pruned", model, masks, profile, {})["layers"]["fc"]
     assert (layer["keep"], layer["of"], layer["along"]) == (2, 4, along)
+    assert layer["packed_bytes"] == 16 * 72 // 2 * 5  # a float32 and an offset each
+    assert np.array_equal(read_masks(tmp_path / "pruned")["fc"], masks["fc"].numpy())
+
+
+def test_a_mask_that_is_not_of_the_profiles_pattern_is_refused_by_name(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    masks = masked(model, {"fc": ("unstructured", 0.5)})
+    with pytest.raises(UsageError, match="layer fc: its mask is not what the profile asks for: nm:2:4 keeps at most"):
+        save_pruned(tmp_path / "pruned", model, masks, profile_of("tiny", model, CHOICES), {})
+    assert not list(tmp_path.iterdir())
+
+
+class OnGPU(Tensor):
+    """A tensor that NumPy does not take as it is."""
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def cpu(self) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+def test_a_model_and_masks_on_a_gpu_are_saved_as_on_a_cpu(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    masks = saved(tmp_path / "cpu", model, CHOICES)
+    for module in model.children():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            module.weight = nn.Parameter(module.weight.detach().as_subclass(OnGPU))
+    on_gpu = {name: mask.as_subclass(OnGPU) for name, mask in masks.items()}
+    profile = profile_of("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
+    manifest = save_pruned(tmp_path / "gpu", model, on_gpu, profile, {})
+    assert manifest["layers"] == read_manifest(tmp_path / "cpu")["layers"]
+    assert all(np.array_equal(mask, masks[name].numpy()) for name, mask in read_masks(tmp_path / "gpu").items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+def test_on_a_gpu_a_model_is_saved_as_on_a_cpu(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    masks = saved(tmp_path / "cpu", model, CHOICES)
+    profile = profile_of("tiny", task.model(), {**CHOICES, "head": ("dense", 0.0)})
+    on_gpu = {name: mask.cuda() for name, mask in masks.items()}
+    manifest = save_pruned(tmp_path / "gpu", model.cuda(), on_gpu, profile, {})
+    assert manifest["layers"] == read_manifest(tmp_path / "cpu")["layers"]
+    assert model_hash(load_pruned(tmp_path / "gpu", task.model())[0]) == model_hash(model)
 
 
 def test_torch_reads_the_dense_file_and_prunes_on(task: Task, tmp_path: Path) -> None:
