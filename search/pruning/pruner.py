@@ -277,18 +277,12 @@ class Pruner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, once `prepare` was called with the same model, targets and steps.
 
-        Raises BadData when it was saved by another pruner, for other targets or for another number of steps.
+        Raises BadData when it was saved by another pruner, for other targets, another number of steps or layers of
+        other shapes; nothing is changed then.
         """
         self._check_at_work()
+        self.check_state(state)
         own = self.state
-        mine = {
-            "pruner": repr(self),
-            "total_steps": own.total_steps,
-            "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
-        }
-        for key, value in mine.items():
-            if state.get(key) != value:
-                raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
         own.step = state["step"]
         own.more = copy.deepcopy(state["more"])
         for layer in own.layers.values():
@@ -305,6 +299,26 @@ class Pruner:
             self._show(layer, stage)
 
     # What a method may add to.
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise BadData where `load_state_dict` cannot go on from `state`. Changes nothing."""
+        own = self.state
+        mine = {
+            "pruner": repr(self),
+            "total_steps": own.total_steps,
+            "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
+        }
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
+        for name, layer in own.layers.items():
+            saved, shape = state["layers"][name], layer.weight.shape
+            tensors = [saved["weight"], *saved["gradients"], *([] if saved["mask"] is None else [saved["mask"]])]
+            if other := [tuple(tensor.shape) for tensor in tensors if tensor.shape != shape]:
+                raise BadData(
+                    f"the checkpoint's pruner is of another model: layer {name} is {other[0]} there and "
+                    f"{tuple(shape)} here"
+                )
 
     def refuses(self, target: Target, shape: Shape) -> str | None:
         """Why this method cannot prune a layer of that shape, which can hold its target; None if it can."""

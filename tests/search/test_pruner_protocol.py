@@ -501,6 +501,24 @@ def test_a_checkpoint_of_another_pruner_is_refused() -> None:
             other.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("part", ["weight", "mask", "gradients"])
+def test_a_checkpoint_of_layers_of_other_shapes_is_refused_before_anything_is_changed(part: str) -> None:
+    """Of one row it would fit in any number of them."""
+    model, pruner = net(), GMP(begin=0.1, score=MFAC(gradients=2))
+    pruner.prepare(model, TARGETS, total_steps=STEPS)
+    train(model, pruner, adam(model), 0, STEPS // 2 - 1)
+    saved = pruner.state_dict()
+    last = saved["layers"]["fc2"]
+    last[part] = [last[part][0][:1]] if part == "gradients" else last[part][:1]
+    other = GMP(begin=0.1, score=MFAC(gradients=2))
+    resumed = net()
+    other.prepare(resumed, TARGETS, total_steps=STEPS)
+    with pytest.raises(BadData, match=r"of another model: layer fc2 is \(1, 12\) there and \(6, 12\) here"):
+        other.load_state_dict(saved)
+    assert same(resumed, net())
+    assert other.state.step == 0
+
+
 def test_weights_that_are_not_finite_are_said_with_layer_and_step() -> None:
     model, pruner = net(), STE()
     pruner.prepare(model, TARGETS, total_steps=5)
