@@ -213,17 +213,17 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
     The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
-    model, or is one of another model.
+    model, or is one of another model, which is then left as it was.
     """
     folder = Path(folder)
     read_manifest(folder)
     profile = profiles.load(folder / "profile.json")
     state = load_file(folder / "model.safetensors")
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        first = " ".join(str(error).split())[:200]
-        raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
+    shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
+    if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):
+        there, here = (found.get(unlike[0], "missing") for found in (shapes, own))
+        raise BadData(f"{folder}: pruned from another model than this task's: {unlike[0]} is {there}, here {here}")
+    model.load_state_dict(state)
     masks = read_masks(folder)
     return model.eval(), {
         layer: LayerPattern(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()

@@ -253,7 +253,7 @@ def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: P
     [
         (nn.ReLU(), "not the packed weights of this model$"),
         (nn.Sequential(nn.Linear(4, 3)), "not the packed weights of this model$"),
-        (nn.Linear(4, 4), r"not the packed weights of this model: weight is \(3, 4\)"),
+        (nn.Linear(4, 4), "not the packed weights of this model: weight is of another shape"),
     ],
 )
 def test_packed_weights_of_another_model_are_refused(other: nn.Module, sentence: str, tmp_path: Path) -> None:
@@ -261,6 +261,25 @@ def test_packed_weights_of_another_model_are_refused(other: nn.Module, sentence:
     save_pruned(tmp_path / "pruned", model, {}, profile_of("one", model, {"": ("dense", 0.0)}), {})
     with pytest.raises(BadData, match=sentence):
         load_packed(write_packed(tmp_path / "pruned"), other)
+
+
+@pytest.mark.parametrize("wider", ["fc", "head"])
+def test_another_model_is_refused_before_anything_is_written(wider: str, task: Task, tmp_path: Path) -> None:
+    """A layer that is packed, and one that is not; those before it fit."""
+    saved(tmp_path / "pruned", task.model(), CHOICES)
+    path, other = write_packed(tmp_path / "pruned"), task.model()
+    other.register_module(wider, nn.Linear(73 if wider == "fc" else 17, 16 if wider == "fc" else 3))
+    before = model_hash(other)
+    with pytest.raises(BadData, match=f"not the packed weights of this model: {wider}.weight is of another shape"):
+        load_packed(path, other)
+    assert model_hash(other) == before
+
+
+def test_weights_are_unpacked_into_a_model_of_another_type(task: Task, tmp_path: Path) -> None:
+    pruned = task.model()
+    saved(tmp_path / "pruned", pruned, CHOICES)
+    found, _ = load_packed(write_packed(tmp_path / "pruned"), task.model().double())
+    assert model_hash(found) == model_hash(pruned.double())
 
 
 def test_what_is_no_packed_file_is_said(tmp_path: Path) -> None:

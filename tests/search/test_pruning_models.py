@@ -1,5 +1,6 @@
 """Whole models: joint tuning, batch norms, gradual pruning, the stages of `latbench prune` and its folder."""
 
+import copy
 import gc
 import json
 import os
@@ -319,8 +320,14 @@ def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, 
     pruned = tmp_path / "pruned"
     model = task.model()
     save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
-    with pytest.raises(BadData, match="pruned from another model"):
+    with pytest.raises(BadData, match=r"pruned from another model .*: bias is missing, here \(2,\)"):
         load_pruned(pruned, nn.Linear(2, 2))
+    other = task.model()
+    other.head = nn.Linear(16, 4)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(BadData, match=r"pruned from another model .*: head.bias is \(3,\), here \(4,\)"):
+        load_pruned(pruned, other)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
     (pruned / "masks.safetensors").write_bytes((pruned / "masks.safetensors").read_bytes()[:-1])
     with pytest.raises(BadData, match=r"masks.safetensors: missing, or not as it was written"):
         load_pruned(pruned, task.model())
