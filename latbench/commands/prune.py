@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     from search.profile import Profile
     from search.task import Task
@@ -31,7 +33,10 @@ def prune(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Of tuning; a recipe has its own. The same seeds give the same model.")
+        int,
+        typer.Option(
+            min=0, max=MOST_SEED, help="Of tuning; a recipe has its own. The same seeds give the same model."
+        ),
     ] = 0,
     packed: Annotated[
         bool, typer.Option("--packed", help="Also write packed.safetensors: bits of the masks, and what is kept.")
