@@ -84,6 +84,7 @@ def build_database(
         layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
         for layer, pairs in options.items()
     }
+    database.tidy()
     missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in wanted.items()}
     total = sum(map(len, wanted.values()))
     computed = 0

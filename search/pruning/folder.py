@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -31,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.files import sha256, write_text_atomically
+from latbench.files import left_behind, sha256, write_text_atomically
 from search import profile as profiles
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
@@ -60,10 +59,8 @@ def save_pruned(
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in beside(folder, r"\d+\.tmp"):
-            writer = int(leftover.name.split(".")[-2])
-            if writer == os.getpid() or not psutil.pid_exists(writer):  # of a prune that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in filter(left_behind, beside(folder, r"\d+\.tmp")):  # of a prune that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
@@ -117,8 +114,8 @@ def layer_facts(
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
     for layer, choice in profile.layers.items():
-        weight = weight_matrix(modules[layer]).float().contiguous().numpy()
-        mask = masks[layer].numpy() if layer in masks else None
+        weight = weight_matrix(modules[layer]).float().cpu().contiguous().numpy()
+        mask = masks[layer].cpu().numpy() if layer in masks else None
         pattern = parse(choice.pattern)
         along = {}
         if isinstance(pattern, NM | VectorNM) and mask is not None:

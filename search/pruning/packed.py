@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import sha256, write_atomically
+from latbench.files import remove_left, sha256, write_atomically
 from search import profile as profiles
 from search.database import tensors_hash
 from search.pruning.folder import PACKED, read_manifest, read_masks, write_manifest
@@ -57,6 +57,8 @@ def write_packed(folder: Path) -> Path:
     patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
     metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
+    for name in (PACKED, "manifest.json"):
+        remove_left(folder, name)
     try:
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     except SafetensorError as error:

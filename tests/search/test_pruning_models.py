@@ -29,6 +29,7 @@ from search.pruning.build import build_database, made_by
 from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.masks import apply_masks
+from search.pruning.packed import write_packed
 from search.pruning.recipe import Recipe
 from search.pruning.train import Trained, train
 from search.task import Task, load
@@ -37,6 +38,7 @@ from sparse_kernels.patterns import Dense, Unstructured, VectorWise
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
+NOBODY = 999_999_999  # no process has such a number
 
 
 @pytest.fixture
@@ -446,6 +448,23 @@ def test_checkpoints_of_other_recipes_go_when_a_model_is_written(
 ) -> None:
     profile_of(task, CHOICES).save(tmp_path / "profile.json")
     (tmp_path / ".pruned.0123456789abcdef.training").write_bytes(b"half")
-    (tmp_path / ".other.0123456789abcdef.training").write_bytes(b"half")
+    other, half, being_written = (
+        f".{name}.0123456789abcdef.training{ending}"
+        for name, ending in (("other", ""), ("pruned", f".{NOBODY}.x_1.tmp"), ("pruned", f".{os.getppid()}.x_1.tmp"))
+    )
+    for name in (other, half, being_written):
+        (tmp_path / name).write_bytes(b"half")
     prune_command(str(TASK), tmp_path / "profile.json", database.folder, tmp_path / "pruned", joint=False)
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".other.0123456789abcdef.training"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [other, being_written]
+
+
+def test_what_killed_writers_of_packed_weights_left_goes_and_nothing_else(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    model, pruned = task.model(), tmp_path / "pruned"
+    save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+    names = [f".{name}.{NOBODY}.x_1.tmp" for name in ("packed.safetensors", "manifest.json", "thesis.tex")]
+    for name in names:
+        (pruned / name).write_bytes(b"half")
+    write_packed(pruned)
+    assert [path.name for path in pruned.glob(".*")] == [names[-1]]
