@@ -107,7 +107,7 @@ def targets_of(wanted: Targets, model: nn.Module) -> dict[str, Target]:
             raise UsageError(f"the model has no layer {name!r}: it has {_some(prunable(model))}")
         if (reason := refuses(modules[name])) is not None:
             raise UsageError(f"layer {name}: {reason}")
-        target = _target(name, entry)
+        target = target_of(name, entry)
         if isinstance(target.pattern, Dense):
             continue
         weight = modules[name]._parameters.get("weight")
@@ -172,7 +172,8 @@ def shape_of(module: nn.Module) -> Shape:
     return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
 
 
-def _target(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
+def target_of(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
+    """The layer's entry as a Target. Raises UsageError, naming the layer, where it cannot be one."""
     if isinstance(entry, Target):
         return entry
     pattern, sparsity = entry
