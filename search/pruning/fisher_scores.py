@@ -10,7 +10,6 @@ drawn, its layer's once more, about `fisher.CHUNK_BYTES` of float64 and some num
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -52,8 +51,7 @@ class _Fisher:
         return torch.maximum(self.inverse.inverse_diagonal(rows, **self._settings()), least)
 
     def _updated(self, weights: Tensor, dropped: Tensor, rows: Tensor) -> Tensor:
-        times = partial(self.inverse.inverse_times, **self._settings())
-        return fisher.update(weights, dropped, rows, times, getattr(self, "block", 1))
+        return fisher.update(weights, dropped, rows, **self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "gradients"}

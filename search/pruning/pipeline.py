@@ -36,7 +36,7 @@ from sparse_kernels.nn import refuses
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
