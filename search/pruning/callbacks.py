@@ -50,7 +50,7 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-            found = pruner.check(model, targets)
+            found = pruner.check(model, targets, state.max_steps)
             if args.load_best_model_at_end and not pruner.holds_targets(found, state.max_steps):
                 raise UsageError(
                     "load_best_model_at_end may end with a model from before its masks were the last, and nothing "
@@ -106,7 +106,7 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
                     f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
                     "take one that was saved while this pruner was at work, or start a new Trainer"
                 )
-            found = pruner.check(trainer.model, targets)
+            found = pruner.check(trainer.model, targets, int(steps))
             ranked = [it for it in trainer.checkpoint_callbacks if getattr(it, "monitor", None) is not None]
             if ranked and not pruner.holds_targets(found, int(steps)):
                 warnings.warn(

@@ -1,7 +1,8 @@
 """M-FAC and WoodFisher as scores of a pruner: w^2 / (2 [F^-1]_qq), and the update of what is kept.
 
 F is made of the latest `gradients` optimizer steps. The paper's pruner takes single batches' gradients of a fixed
-model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost.
+model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost. So a
+pruner refuses them for masks that are due before the first step.
 
 Memory: those gradients of every layer, in its weights' type, for as long as masks are to be drawn; while one is
 drawn, its layer's once more, about `fisher.CHUNK_BYTES` of float64 and some numbers a weight.

@@ -141,15 +141,22 @@ class Pruner:
         """How a layer with this target computes at that moment: the method. A pure function of the settings."""
         raise NotImplementedError
 
-    def check(self, model: nn.Module, targets: Targets) -> dict[str, Target]:
+    def check(self, model: nn.Module, targets: Targets, total_steps: int) -> dict[str, Target]:
         """The layers to prune, and to what. Changes nothing.
 
-        Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so.
+        Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so, and
+        where a first mask would be drawn before there is any of the gradients that the score asks for.
         """
         inner, _ = _unwrapped(model)
         found = targets_of(targets, inner)
-        for name, target in found.items():
-            if (reason := self.refuses(target, shape_of(inner.get_submodule(name)))) is not None:
+        for number, (name, target) in enumerate(found.items()):
+            reason = self.refuses(target, shape_of(inner.get_submodule(name)))
+            if self.score.gradients and self.stage(target, When(0, total_steps, number, len(found))).target:
+                reason = (
+                    f"its first mask comes before the first step, when no gradient is there for "
+                    f"{type(self.score).__name__}: let training begin dense, or score by magnitude"
+                )
+            if reason is not None:
                 raise UsageError(f"layer {name}: {reason}")
         return found
 
@@ -183,7 +190,7 @@ class Pruner:
             raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
         inner, own = _unwrapped(model)
         group = group if own is None else own
-        found = self.check(model, targets)
+        found = self.check(model, targets, total_steps)
         if not found:
             raise UsageError("no layer is to be pruned: all targets are dense")
         modules = dict(inner.named_modules())

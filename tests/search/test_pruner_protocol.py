@@ -25,6 +25,7 @@ from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
+from search.pruning.scores import Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
@@ -52,7 +53,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {
 }
 ON_DEVICES = METHODS | {
     "gmp_mfac_dynamic": lambda: GMP(updates=2, score=DynamicMFAC(gradients=3, damping=1e-3)),
-    "gmp_woodfisher": lambda: GMP(updates=2, initial=0.5, score=WoodFisher(gradients=3, damping=1e-3)),
+    "gmp_woodfisher": lambda: GMP(begin=0.2, updates=2, initial=0.5, score=WoodFisher(gradients=3, damping=1e-3)),
 }
 
 
@@ -403,18 +404,28 @@ def test_nothing_is_made_on_torchs_default_device(method: str) -> None:
     assert same(*models)
 
 
-@pytest.mark.parametrize("method", ["asp", "gmp_mfac", "ste"])
-def test_a_mask_that_cannot_be_drawn_leaves_the_model_as_it_was(method: str) -> None:
-    model, pruner = net(), ASP() if method == "asp" else METHODS[method]()
+@pytest.mark.parametrize("pruner", [ASP(), GMP(initial=0.5), STE()], ids=["asp", "gmp", "ste"])
+def test_a_mask_that_cannot_be_drawn_leaves_the_model_as_it_was(pruner: Pruner) -> None:
+    model = net()
     with torch.no_grad():
         model.fc2.weight[0, 0] = torch.nan  # the last layer: the others' masks are drawn by then
     before = copy.deepcopy(model.state_dict())
-    if method == "gmp_mfac":
-        pruner = GMP(initial=0.5, score=MFAC())
     with pytest.raises(BadData, match="layer fc2, after 0 steps: the weights hold NaN"):
         pruner.prepare(model, TARGETS, total_steps=STEPS)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items() if name != "fc2.weight")
     assert not pruner.at_work
+
+
+@pytest.mark.parametrize("score", [MFAC(), WoodFisher(), DynamicMFAC()], ids=lambda score: type(score).__name__)
+def test_a_mask_that_is_due_before_any_gradient_is_refused_where_its_score_needs_some(score: Score) -> None:
+    due: tuple[type[Pruner], ...] = (ASP, STE, SRSTE, GrowAndPrune)
+    for pruner in (*(kind(score=score) for kind in due), GMP(initial=0.5, score=score), GMP(end=0.0, score=score)):
+        model = net()
+        with pytest.raises(UsageError, match=f"before the first step, when .* for {type(score).__name__}: let"):
+            pruner.prepare(model, TARGETS, total_steps=STEPS)
+        assert same(model, net()) and not pruner.at_work
+    for fine in (ASP(dense=0.1, score=score), GMP(score=score), GMP(begin=0.1, initial=0.5, score=score)):
+        fine.prepare(net(), TARGETS, total_steps=STEPS)
 
 
 @pytest.mark.gpu
