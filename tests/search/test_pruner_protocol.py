@@ -560,12 +560,16 @@ def test_targets_that_do_not_fit_are_refused_by_name(targets: dict[str, tuple[st
         STE().prepare(net(), targets, total_steps=5)
 
 
-def test_a_shared_weight_has_one_mask() -> None:
+@pytest.mark.parametrize("other", [nn.Linear(32, 12), nn.Embedding(12, 32)], ids=lambda other: type(other).__name__)
+def test_a_weight_that_another_module_has_too_is_not_pruned(other: nn.Module) -> None:
+    """Such as an output layer's, which is the embedding: whether the other is to be pruned or not."""
     model = net()
-    model.fc3 = nn.Linear(32, 12)
-    model.fc3.weight = model.fc1.weight
-    with pytest.raises(UsageError, match="fc1 and fc3 share one weight"):
-        targets_of({name: (Unstructured(), 0.5) for name in ("fc1", "fc3")}, model)
+    model.other = other
+    other.weight = model.fc1.weight
+    for names in [["fc1"], *([["fc1", "other"]] if isinstance(other, nn.Linear) else [])]:
+        with pytest.raises(UsageError, match="layer fc1: its weight is shared with other, where it would be pruned"):
+            targets_of({name: (Unstructured(), 0.5) for name in names}, model)
+    assert list(targets_of({"fc2": (Unstructured(), 0.5)}, model)) == ["fc2"]
 
 
 def test_a_forgotten_pruner_leaves_optimizers_alone() -> None:
