@@ -213,6 +213,56 @@ def test_a_closure_does_the_same_as_a_backward_before_the_step(method: str) -> N
     assert same(*models)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer that has another one make its updates, as ZeroRedundancyOptimizer and Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("method", ["acdc", "asp", "gmp_mfac", "mask_decay", "rigl"])
+def test_an_optimizer_in_another_one_makes_one_update_a_step(method: str, closed: bool) -> None:
+    models = []
+    for wrap in (False, True):
+        model, pruner = net(), METHODS[method]()
+        inner = adam(model)
+        optimizer = Wrapped(inner) if wrap else inner
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+        for step in range(STEPS):
+
+            def closure(
+                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, step: int = step
+            ) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(model, step)
+                value.backward()
+                return value
+
+            if closed:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            pruner.step()
+        pruner.finish()
+        models.append(model)
+    assert same(*models)
+
+
+def test_two_optimizers_of_the_same_layers_are_not_taken_for_one_in_the_other() -> None:
+    model, pruner = net(), STE()
+    pruner.prepare(model, TARGETS, total_steps=5)
+    loss(model, 0).backward()
+    adam(model).step()
+    with pytest.raises(UsageError, match=r"call pruner.step\(\) after every optimizer.step\(\)"):
+        sgd(model).step()
+
+
 def test_an_optimizer_that_calls_its_closure_often_sees_the_masked_function() -> None:
     """LBFGS minimises the loss of the forward's weights, which it is shown anew at each call."""
     model, pruner = net(), STE()
