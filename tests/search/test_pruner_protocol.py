@@ -30,7 +30,7 @@ from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, targets_of
+from search.pruning.targets import Target, Targets, targets_of
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
 
@@ -142,12 +142,23 @@ def test_every_method_ends_at_its_targets_and_masks_hold_through_momentum_and_we
     Net().load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ON_DEVICES)
 @pytest.mark.parametrize(("stop", "model_first"), [(3, True), (7, False), (13, True)])
 def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model_first: bool) -> None:
+    goes_on_bit_equal(ON_DEVICES[method], TARGETS, stop, model_first)
+
+
+@pytest.mark.parametrize("along", ["outputs", "both"])
+@pytest.mark.parametrize("method", ["gmp", "ste", "rigl", "structure_decay"])
+def test_a_run_under_masks_along_the_outputs_goes_on_bit_equal(method: str, along: str) -> None:
+    half = Target(NM(2, 4), 0.5, along=along, exact=False)
+    goes_on_bit_equal(METHODS[method], {"conv": half, "fc1": half}, stop=7, model_first=True)
+
+
+def goes_on_bit_equal(make: Callable[[], Pruner], targets: Targets, stop: int, model_first: bool) -> None:
     """transformers and Lightning load the model before callbacks prepare; a user may do so after."""
-    whole, pruner = net(), METHODS[method]()
-    pruner.prepare(whole, TARGETS, total_steps=STEPS)
+    whole, pruner = net(), make()
+    pruner.prepare(whole, targets, total_steps=STEPS)
     optimizer = adam(whole)
     train(whole, pruner, optimizer, 0, stop)
     buffer = io.BytesIO()
@@ -157,19 +168,19 @@ def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model
 
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    resumed, again = Net(), METHODS[method]()
+    resumed, again = Net(), make()
     optimizer = adam(resumed)
     optimizer.load_state_dict(saved[1])
     if model_first:
         resumed.load_state_dict(saved[0])
-    again.prepare(resumed, TARGETS, total_steps=STEPS)
+    again.prepare(resumed, targets, total_steps=STEPS)
     again.load_state_dict(saved[2])
     if not model_first:
         resumed.load_state_dict(saved[0])
     train(resumed, again, optimizer, stop, STEPS)
     again.finish()
     assert same(whole, resumed)
-    assert all(torch.equal(pruner.masks[name], again.masks[name]) for name in TARGETS)
+    assert all(torch.equal(pruner.masks[name], again.masks[name]) for name in targets)
 
 
 @pytest.mark.parametrize("method", METHODS)
