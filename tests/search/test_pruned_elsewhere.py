@@ -144,6 +144,8 @@ def test_the_dense_file_says_whose_tensors_it_holds(task: Task, tmp_path: Path) 
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # theirs, of what they are about to change
 def test_transformers_reads_the_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.BertConfig(
