@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 from latbench.errors import EnvironmentUnusable, UsageError
 
 ABANDONED_SECONDS = 3600.0  # a file takes seconds to write; clocks of machines that share a folder differ by less
@@ -37,7 +39,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         raise UsageError(f"cannot write {path}: only tables go to a URI, everything else to a path of this machine")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        hidden = path.name if path.name.startswith(".") else f".{path.name}"
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{hidden}.{os.getpid()}.", suffix=".tmp")
         os.close(handle)
         temporary = Path(name)
         try:
@@ -67,6 +70,25 @@ def remove_abandoned(folder: Path) -> None:
             with contextlib.suppress(FileNotFoundError):  # its writer is done
                 if time.time() - path.stat().st_mtime > ABANDONED_SECONDS:
                     path.unlink()
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def left_behind(path: Path) -> bool:
+    """Whether `path` is temporary and its process is gone: `.<name>.<its number>.tmp`, or as `write_atomically` does.
+
+    Of a process of this machine, that is: ask in folders that one machine writes to. One's own number counts as gone,
+    as in a container the next process often has that of the one before: ask before writing there.
+    """
+    named = re.search(r"\.(\d{1,9})(\.\w+)?\.tmp$", path.name)
+    return named is not None and (int(named[1]) == os.getpid() or not psutil.pid_exists(int(named[1])))
+
+
+def remove_left(folder: Path, name: str = "*") -> None:
+    """Remove what is left behind in `folder` of files of that name, a glob. Raises EnvironmentUnusable as others."""
+    try:
+        for path in filter(left_behind, folder.glob(f".{name}.*.tmp")):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
 

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import write_atomically, write_text_atomically
+from latbench.files import remove_left, write_atomically, write_text_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,6 +102,11 @@ class Database:
             write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
         except SafetensorError as error:
             raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
+
+    def tidy(self) -> None:
+        """Remove what builds on this machine left when they were killed; not while one in this process goes on."""
+        for folder in (self.folder, *self.folder.glob("*/")):
+            remove_left(folder)
 
     def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
         # Quoted: whatever a layer is called, it is one folder; colons of a pattern are no file name everywhere.

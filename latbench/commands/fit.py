@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
@@ -41,7 +43,9 @@ def fit(
     ] = Kind.lookup,
     backend: Annotated[str | None, typer.Option(help="Learn from this backend's rows alone.")] = None,
     device: Annotated[str | None, typer.Option(help="transfer: the device to predict.")] = None,
-    random_state: Annotated[int, typer.Option(min=0, help="Seed of learned models and of their hold-outs.")] = 0,
+    random_state: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed of learned models and of their hold-outs.")
+    ] = 0,
 ) -> None:
     """Fit a cost model and say how wrong it is where it did not see the answer, beside the noise of the table."""
     from rich.console import Console

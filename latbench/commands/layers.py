@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,7 +29,7 @@ def layers(
     ] = 3,
     spdy: Annotated[Path | None, typer.Option(help="Also write the times as a SPDY timing file.")] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Time again what is in the table.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order in which sparsities take turns.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the order in which sparsities take turns.")] = 0,
 ) -> None:
     """Time a model's layers in DeepSparse, inside the network, with the same share of zeros imposed on all."""
     from latbench.backends import deepsparse_environment

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     from search.profile import Profile
     from search.task import Task
@@ -31,7 +33,10 @@ def prune(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Of tuning; a recipe has its own. The same seeds give the same model.")
+        int,
+        typer.Option(
+            min=0, max=MOST_SEED, help="Of tuning; a recipe has its own. The same seeds give the same model."
+        ),
     ] = 0,
     packed: Annotated[
         bool, typer.Option("--packed", help="Also write packed.safetensors: bits of the masks, and what is kept.")
@@ -50,7 +55,7 @@ def prune(
     from rich.console import Console
     from rich.progress import Progress
 
-    from latbench.files import sha256
+    from latbench.files import left_behind, sha256
     from search import profile as profiles
     from search import task as tasks
     from search.database import Database
@@ -100,8 +105,9 @@ def prune(
             "inputs": inputs,
         }
         folder.save_pruned(output, result.model, result.masks, searched, facts)
-        for left in folder.beside(output, r"[0-9a-f]{16}\.training"):  # of earlier recipes, too
-            left.unlink()
+        for left in folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):  # of earlier recipes, too
+            if left.suffix != ".tmp" or left_behind(left):
+                left.unlink(missing_ok=True)
         last_line = f"{output} is written"
         del result
     if packed:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     from search.profile import Profile
 
@@ -51,6 +53,7 @@ def search(
         int,
         typer.Option(
             min=0,
+            max=MOST_SEED,
             help="Of the search: the same seed tries the same profiles, as long as what was timed is kept "
             "(no --remeasure) and --time-budget does not end it.",
         ),

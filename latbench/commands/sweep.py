@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from latbench import MOST_SEED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -59,7 +61,7 @@ def sweep(
     tune: Annotated[bool, typer.Option("--tune", help="Also find our own CPU kernels by trying a few.")] = False,
     bf16: Annotated[bool, typer.Option("--bf16", help=BF16_HELP)] = False,
     sessions: Annotated[int, typer.Option(min=1, help=SESSIONS_HELP)] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the synthetic weights and of the order.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the synthetic weights and of the order.")] = 0,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what is noisy in the table.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the points and measure nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a summary as JSON instead of tables.")] = False,

@@ -241,9 +241,11 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
     share = units.percent(1 - kept / weights) if weights else units.NOTHING
     sentence = (
         f"{units.count(kept)} of {units.count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
-        f"packed they take {units.size(size)}, dense {units.size(4 * weights)}. "
-        "The stage with the least loss on the calibration data is kept."
+        f"packed they take {units.size(size)}, dense {units.size(4 * weights)}."
     )
+    if "stages" not in manifest:  # saved from a user's own training
+        return Section("pruned", "The pruned model", [sentence], [], [])
+    sentence += " The stage with the least loss on the calibration data is kept."
     name = str(manifest["score_name"])
     trained = any(stage.get("training_flop") for stage in manifest["stages"])
     rows = [

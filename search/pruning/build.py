@@ -25,7 +25,7 @@ from search.pruning.magnitude import Magnitude
 from search.pruning.obs import ExactOBS
 from search.pruning.oneshot import OneShot
 from search.pruning.sparsegpt import SparseGPT
-from search.pruning.targets import targets_of
+from search.pruning.targets import target_of, targets_of
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, parse
@@ -78,12 +78,14 @@ def build_database(
     if method not in ONE_SHOT_METHODS:
         raise UsageError(f"unknown method {method!r}: known are {', '.join(ONE_SHOT_METHODS)}")
     for layer, pairs in options.items():
-        for pair in dict(pairs).items():  # one of each pattern
-            targets_of({layer: pair}, model)
+        targets = [target_of(layer, pair) for pair in pairs]
+        for target in {str(target.pattern): target for target in targets}.values():  # one of each fits or does not
+            targets_of({layer: target}, model)
     wanted = {
         layer: [(spec, sparsity) for spec, sparsity in pairs if not isinstance(parse(spec), Dense)]
         for layer, pairs in options.items()
     }
+    database.tidy()
     missing = {layer: [pair for pair in pairs if not database.has(layer, *pair)] for layer, pairs in wanted.items()}
     total = sum(map(len, wanted.values()))
     computed = 0

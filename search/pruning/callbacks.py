@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,14 +30,18 @@ from search.pruning.targets import Targets
 
 STATE = "pruner.pt"
 
+_NEEDED = "training that was pruned goes on from a checkpoint that has it"
+
 
 def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
     """A `transformers.TrainerCallback` that prunes the Trainer's model to `targets` while it trains.
 
-    Each checkpoint folder gets a pruner.pt; a run that is resumed from `output_dir`, and the best model that is
-    loaded at the end, read it. All ranks have rank 0's masks. Raises EnvironmentUnusable without transformers; in
-    training BadData where a pruner.pt is missing, and, before the first step, UsageError for `load_best_model_at_end`
-    unless the method holds its targets from the first step on.
+    Each checkpoint folder gets a pruner.pt; a run that is resumed, and the best model that is loaded at the end, read
+    it. A callback is not told which checkpoint the Trainer goes on from: the folder that it was written to is in its
+    trainer_state.json, and after that was moved, `TrainingArguments(resume_from_checkpoint=...)` says it, or it lies
+    in `output_dir`. All ranks have rank 0's masks. Raises EnvironmentUnusable without transformers; in training
+    BadData where the checkpoint's pruner.pt is missing, and, before the first step, UsageError for
+    `load_best_model_at_end` unless the method holds its targets from the first step on.
     """
     base = _imported("transformers").TrainerCallback
 
@@ -45,26 +50,33 @@ def transformers_callback(pruner: Pruner, targets: Targets) -> Any:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             ranks = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-            found = pruner.check(model, targets)
+            found = pruner.check(model, targets, state.max_steps)
             if args.load_best_model_at_end and not pruner.holds_targets(found, state.max_steps):
                 raise UsageError(
                     "load_best_model_at_end may end with a model from before its masks were the last, and nothing "
                     f"would train under those: leave it out, as {type(pruner).__name__} prunes while the model trains"
                 )
+            resumed = _resumed(args, state) if state.global_step > 0 else None
             pruner.prepare(model, targets, total_steps=state.max_steps, group=ranks)
-            if state.global_step > 0:
-                _load(pruner, _folder(args, state))
+            if resumed is not None:
+                pruner.load_state_dict(resumed)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             pruner.step()
+            # The Trainer writes this into trainer_state.json, right before on_save.
+            state.stateful_callbacks[STATE] = {"id": uuid.uuid4().hex, "folder": str(_folder(args, state).absolute())}
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
-                torch.save(pruner.state_dict(), _folder(args, state) / STATE)
+                own = state.stateful_callbacks[STATE]["id"]
+                torch.save({**pruner.state_dict(), "id": own}, _folder(args, state) / STATE)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if args.load_best_model_at_end and state.best_model_checkpoint:
-                _load(pruner, Path(state.best_model_checkpoint))
+                best = Path(state.best_model_checkpoint) / STATE
+                if not best.is_file():
+                    raise BadData(f"{best} is missing: {_NEEDED}")
+                pruner.load_state_dict(_read(best))
             _finish(pruner)
 
     return PrunerCallback()
@@ -94,7 +106,7 @@ def lightning_callback(pruner: Pruner, targets: Targets) -> Any:
                     f"training goes on after {trainer.global_step} steps, but its checkpoint holds no pruner: "
                     "take one that was saved while this pruner was at work, or start a new Trainer"
                 )
-            found = pruner.check(trainer.model, targets)
+            found = pruner.check(trainer.model, targets, int(steps))
             ranked = [it for it in trainer.checkpoint_callbacks if getattr(it, "monitor", None) is not None]
             if ranked and not pruner.holds_targets(found, int(steps)):
                 warnings.warn(
@@ -150,8 +162,23 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _load(pruner: Pruner, folder: Path) -> None:
-    path = folder / STATE
-    if not path.is_file():
-        raise BadData(f"{path} is missing: training that was pruned goes on from a checkpoint that has it")
-    pruner.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+def _resumed(args: Any, state: Any) -> dict[str, Any]:
+    """The pruner's state of the checkpoint that the Trainer has loaded: wherever it lies, it has the same id."""
+    noted = state.stateful_callbacks.get(STATE, {})
+    places = (args.resume_from_checkpoint, noted.get("folder"), str(_folder(args, state)))
+    paths = [path for place in places if isinstance(place, str) and (path := Path(place) / STATE).is_file()]
+    for path in paths:
+        saved = _read(path)
+        if saved.get("id") == noted.get("id"):
+            return saved
+    if paths:
+        raise BadData(
+            f"{paths[0]} is not of the checkpoint that training goes on from: give that one's folder also as "
+            "TrainingArguments(resume_from_checkpoint=...)"
+        )
+    raise BadData(f"{_folder(args, state) / STATE} is missing: {_NEEDED}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return saved

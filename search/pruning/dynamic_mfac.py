@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning.fisher import DAMPING, check_finite, columns_at_once
+from search.pruning.fisher import DAMPING, check_finite, columns_at_once, factor
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
@@ -23,10 +23,10 @@ def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
     products = gradients.new_zeros(len(gradients), len(gradients), dtype=torch.float64)
     for _, part in _parts(gradients):
         products += part @ part.T
-    factor = _factor(products, damping)
+    lower = factor(products, damping)
 
     def taken(part: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(factor, part, upper=False).square_().sum(dim=0)
+        return torch.linalg.solve_triangular(lower, part, upper=False).square_().sum(dim=0)
 
     return torch.cat([(1 - taken(part)) / damping for _, part in _parts(gradients)])
 
@@ -34,8 +34,7 @@ def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
 def update(weights: Tensor, dropped: Tensor, gradients: Tensor, *, damping: float = DAMPING) -> Tensor:
     """`fisher.update` with the F of gradients (m, d) that is one block.
 
-    With G_K and G_D the columns of the kept and the dropped weights, and P = G_K G_K^T,
-    F_KK^-1 F_KD w_D = G_K^T (m damping I + P)^-1 G_D w_D: what F_KK^-1 G_K^T / m is by the push-through identity.
+    The same sums over columns, some at a time.
     """
     m = len(gradients)
     products, lost = weights.new_zeros(m, m, dtype=torch.float64), weights.new_zeros(m, dtype=torch.float64)
@@ -43,7 +42,7 @@ def update(weights: Tensor, dropped: Tensor, gradients: Tensor, *, damping: floa
         lost += part @ torch.where(dropped[at], weights[at].double(), 0.0)
         kept = part.masked_fill_(dropped[at], 0.0)
         products += kept @ kept.T
-    share = torch.cholesky_solve(lost[:, None], _factor(products, damping))[:, 0]
+    share = torch.cholesky_solve(lost[:, None], factor(products, damping))[:, 0]
     moved = weights.to(torch.float64, copy=True)
     for at, part in _parts(gradients):
         moved[at] += share @ part
@@ -58,11 +57,3 @@ def _parts(gradients: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part = gradients[:, start : start + columns].to(torch.float64, copy=True)
         check_finite(part)
         yield slice(start, start + columns), part
-
-
-def _factor(products: Tensor, damping: float) -> Tensor:
-    """The lower Cholesky factor of m damping I + `products`, which are changed."""
-    # Rounding in G G^T may outweigh a damping that is small beside it; the factor must exist.
-    rounding = 8 * torch.finfo(torch.float64).eps * float(products.diagonal().sum())
-    products.diagonal().add_(len(products) * max(damping, rounding))
-    return torch.linalg.cholesky(products)

@@ -2,13 +2,17 @@
 
 F = damping I + (1/n) sum of g g^T over n gradients g (d,) stands for the Hessian of the loss. Removing the weight q
 costs w_q^2 / (2 [F^-1]_qq) (Hassibi & Stork 1993; Singh & Alistarh 2020). Removing many, D, moves the kept ones, K,
-by F_KK^-1 F_KD w_D. `mfac` and `woodfisher` give F^-1 for blocks of neighbouring weights each on its own,
-`dynamic_mfac` that of a whole layer.
+by F_KK^-1 F_KD w_D. `mfac` and `woodfisher` give the diagonal of F^-1 for blocks of neighbouring weights each on its
+own, `dynamic_mfac` that of a whole layer.
+
+With G_K and G_D the columns of the kept and the dropped weights in the gradients G (n, d),
+F_KK^-1 F_KD w_D = G_K^T (n damping I + G_K G_K^T)^-1 G_D w_D, by the push-through identity: what is moved takes no
+inverse of F, in which 1/damping would cancel where gradients are large beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -34,22 +38,32 @@ def least_inverse(gradients: Tensor, damping: float) -> Tensor:
 
 
 def update(
-    weights: Tensor, dropped: Tensor, gradients: Tensor, inverse_times: Callable[[Tensor, Tensor], Tensor], block: int
+    weights: Tensor, dropped: Tensor, gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK
 ) -> Tensor:
     """`weights` (d,) float64 once those of `dropped` (d,) bool are gone and the others make up for them.
 
-    `inverse_times(gradients, x)` is F^-1 x (d,) for the F of gradients (n, d), in blocks of `block` weights. The kept
-    weights reach their least loss in one solve. M-FAC and WoodFisher add up what each dropped weight alone would
-    move, which is near that only while few in a block are dropped; M-FAC recomputes 16 times in a pruning step.
+    F is that of gradients (n, d), in blocks of `block` weights. The kept weights reach their least loss in one solve.
+    M-FAC and WoodFisher add up what each dropped weight alone would move, which is near that only while few in a
+    block are dropped; M-FAC recomputes 16 times in a pruning step.
     """
+    n = len(gradients)
     parts = []
-    for at, g in blocks_of(gradients, block, 40 * len(gradients)):
+    for at, g in blocks_of(gradients, block, 24 * n + 24 * n * n // block):
         gone, own = dropped[at], weights[at].double()
-        lost = columns_of(torch.where(gone, own, 0.0), block)
-        missed = (g.mT @ (g @ lost) / len(gradients)).flatten()[: len(own)]
-        moved = inverse_times(gradients[:, at].masked_fill(gone, 0.0), missed.masked_fill(gone, 0.0))
-        parts.append(torch.where(gone, 0.0, own + moved))
+        lost = g @ columns_of(torch.where(gone, own, 0.0), block)
+        kept = g * columns_of(~gone, block).mT
+        share = torch.cholesky_solve(lost, factor(kept @ kept.mT, damping))
+        parts.append(torch.where(gone, 0.0, own + (kept.mT @ share).flatten()[: len(own)]))
     return torch.cat(parts)
+
+
+def factor(products: Tensor, damping: float) -> Tensor:
+    """The lower Cholesky factors of n damping I + `products` (..., n, n), which are changed."""
+    n, diagonal = products.shape[-1], products.diagonal(dim1=-2, dim2=-1)
+    # Rounding in G G^T may outweigh a damping that is small beside it; the factor must exist.
+    rounding = 8 * torch.finfo(torch.float64).eps * diagonal.sum(dim=-1, keepdim=True)
+    diagonal.add_(n * rounding.clamp_min(damping))
+    return torch.linalg.cholesky(products)
 
 
 def blocks_of(gradients: Tensor, block: int, bytes_a_weight: int) -> Iterator[tuple[slice, Tensor]]:

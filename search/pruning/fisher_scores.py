@@ -1,7 +1,8 @@
 """M-FAC and WoodFisher as scores of a pruner: w^2 / (2 [F^-1]_qq), and the update of what is kept.
 
 F is made of the latest `gradients` optimizer steps. The paper's pruner takes single batches' gradients of a fixed
-model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost.
+model, and collects them anew within a pruning step; these come from training as it goes on, at no extra cost. So a
+pruner refuses them for masks that are due before the first step.
 
 Memory: those gradients of every layer, in its weights' type, for as long as masks are to be drawn; while one is
 drawn, its layer's once more, about `fisher.CHUNK_BYTES` of float64 and some numbers a weight.
@@ -10,7 +11,6 @@ drawn, its layer's once more, about `fisher.CHUNK_BYTES` of float64 and some num
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -52,8 +52,7 @@ class _Fisher:
         return torch.maximum(self.inverse.inverse_diagonal(rows, **self._settings()), least)
 
     def _updated(self, weights: Tensor, dropped: Tensor, rows: Tensor) -> Tensor:
-        times = partial(self.inverse.inverse_times, **self._settings())
-        return fisher.update(weights, dropped, rows, times, getattr(self, "block", 1))
+        return fisher.update(weights, dropped, rows, **self._settings())
 
     def _settings(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "gradients"}

@@ -11,24 +11,24 @@ input's gradient W^T dy and the weight's gradient dy x^T. What counts as sparse,
 - the weight's gradient only where the mask is fixed: what a straight-through estimator or a redrawn mask needs is
   dense.
 
-Only Linear and Conv2d are counted. The first layer's input gradient, which nobody needs, is counted too; masks,
-optimizers and norms are not. These are the work's bounds: whether a kernel is as fast as its FLOP say is measured
-elsewhere.
+Only Linear and Conv2d are counted, those too that have no sparse kernel, such as grouped convolutions. The first
+layer's input gradient, which nobody needs, is counted too; masks, optimizers and norms are not. These are the work's
+bounds: whether a kernel is as fast as its FLOP say is measured elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from search.pruning.hooks import forward_hooks
 from search.pruning.pruner import Pruner, Stage, When
 from search.pruning.targets import Target
-from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM
 
 
@@ -96,12 +96,18 @@ def training_flop(
 
 
 def count_forward(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model."""
+    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model.
+
+    Of a subclass it is the product with its weight; where it returns a tuple the first is taken for that.
+    """
     counted: dict[str, float] = {}
 
     def add(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        m, k = weight_matrix(module).shape
-        counted[name] = counted.get(name, 0.0) + 2.0 * m * k * (output.numel() // m)
+        product = output[0] if isinstance(output, tuple) else output
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        each = math.prod(weight.shape[1:])  # of a grouped convolution a group's inputs
+        counted[name] = counted.get(name, 0.0) + 2.0 * each * product.numel()
 
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     with forward_hooks(model, {name: partial(add, name) for name in layers}):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -31,10 +30,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.files import sha256, write_text_atomically
+from latbench.files import left_behind, sha256, write_text_atomically
 from search import profile as profiles
 from sparse_kernels.convert import LayerPattern
-from sparse_kernels.formats import pack
+from sparse_kernels.formats import NotOfPattern, pack
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, VectorNM, parse
 
@@ -53,21 +52,20 @@ def save_pruned(
     """Write `folder` in place of what it was, and return its manifest: `facts` and what the weights say.
 
     What else lies in the folder stays there. A write that is killed leaves a folder that says so when it is read.
-    Raises UsageError when `folder` is something else than a pruned model, EnvironmentUnusable when the disk refuses.
+    Raises UsageError when `folder` is something else than a pruned model, and, naming the layer, for a mask that is
+    not of the profile's pattern along either axis; EnvironmentUnusable when the disk refuses.
     """
     folder = Path(folder).resolve()
     check_writable(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in beside(folder, r"\d+\.tmp"):
-            writer = int(leftover.name.split(".")[-2])
-            if writer == os.getpid() or not psutil.pid_exists(writer):  # of a prune that was killed
-                shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in filter(left_behind, beside(folder, r"\d+\.tmp")):  # of a prune that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
         temporary.mkdir()
         try:
             save_file(unshared(model.state_dict()), temporary / "model.safetensors", metadata={"format": "pt"})
-            bits = {layer: torch.from_numpy(np.packbits(mask.numpy())) for layer, mask in masks.items()}
+            bits = {layer: torch.from_numpy(np.packbits(mask.cpu().numpy())) for layer, mask in masks.items()}
             shapes = {layer: ",".join(map(str, mask.shape)) for layer, mask in masks.items()}
             # Without tensors and with empty metadata safetensors writes what it cannot read.
             save_file(bits, temporary / "masks.safetensors", metadata=shapes or None)
@@ -116,11 +114,20 @@ def layer_facts(
     modules = dict(model.named_modules())
     facts: dict[str, dict[str, Any]] = {}
     for layer, choice in profile.layers.items():
-        weight = weight_matrix(modules[layer]).float().contiguous().numpy()
-        mask = masks[layer].numpy() if layer in masks else None
+        weight = weight_matrix(modules[layer]).float().cpu().contiguous().numpy()
+        mask = masks[layer].cpu().numpy() if layer in masks else None
         pattern = parse(choice.pattern)
-        packed = pack(weight, mask, pattern)
-        facts[layer] = {
+        along = {}
+        if isinstance(pattern, NM | VectorNM) and mask is not None:
+            along = {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
+        try:
+            if mask is not None and along.get("along") == "outputs":  # as the transposed matrix is packed
+                packed = pack(np.ascontiguousarray(weight.T), np.ascontiguousarray(mask.T), pattern)
+            else:
+                packed = pack(weight, mask, pattern)
+        except NotOfPattern as error:
+            raise UsageError(f"layer {layer}: its mask is not what the profile asks for: {error}") from error
+        facts[layer] = along | {
             "pattern": choice.pattern,
             "sparsity": choice.sparsity,
             "kept_weights": weight.size if mask is None else int(mask.sum()),
@@ -129,18 +136,21 @@ def layer_facts(
             "predicted_seconds": choice.seconds,
             "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
         }
-        if isinstance(pattern, NM | VectorNM) and mask is not None:
-            facts[layer] |= {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
     return facts
 
 
 def _along(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
-    """ "both" for a mask (m, k) that keeps at most N of M of a column's neighbours, too; else "inputs"."""
-    m, k = mask.shape
-    if isinstance(pattern, VectorNM) or m % pattern.of:
+    """Along which axes a mask (m, k) keeps at most N of M neighbours: "inputs", "outputs" or "both"."""
+    if isinstance(pattern, VectorNM) or not _holds(mask.T, pattern):
         return "inputs"
-    kept = mask.reshape(m // pattern.of, pattern.of, k).sum(axis=1)
-    return "both" if kept.max() <= pattern.keep else "inputs"
+    return "both" if _holds(mask, pattern) else "outputs"
+
+
+def _holds(mask: NDArray[np.bool_], pattern: NM) -> bool:
+    """Whether each group of M columns, of the last of a row what there is, keeps as many as the pattern allows."""
+    starts = range(0, mask.shape[1], pattern.of)
+    groups = (mask[:, start : start + pattern.of] for start in starts)
+    return all(group.sum(axis=1).max(initial=0) <= pattern.keeps_of(group.shape[1]) for group in groups)
 
 
 def check_writable(folder: Path) -> None:
@@ -200,17 +210,17 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
     The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
-    model, or is one of another model.
+    model, or is one of another model, which is then left as it was.
     """
     folder = Path(folder)
     read_manifest(folder)
     profile = profiles.load(folder / "profile.json")
     state = load_file(folder / "model.safetensors")
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        first = " ".join(str(error).split())[:200]
-        raise BadData(f"{folder}: pruned from another model than this task's: {first}") from None
+    shapes, own = ({name: tuple(it.shape) for name, it in each.items()} for each in (state, model.state_dict()))
+    if unlike := sorted(name for name in {*shapes, *own} if shapes.get(name) != own.get(name)):
+        there, here = (found.get(unlike[0], "missing") for found in (shapes, own))
+        raise BadData(f"{folder}: pruned from another model than this task's: {unlike[0]} is {there}, here {here}")
+    model.load_state_dict(state)
     masks = read_masks(folder)
     return model.eval(), {
         layer: LayerPattern(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()

@@ -53,11 +53,11 @@ class Held(Pruner):
                     f"layer {name}: its mask must be bool {tuple(weight.shape)}, not {mask.dtype} {tuple(mask.shape)}"
                 )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
         """As any pruner's; raises BadData also where the checkpoint holds other masks than the given ones."""
-        super().load_state_dict(state)
-        for name, mask in self.masks.items():
-            if not torch.equal(mask, self.draw(self.state.layers[name], self.state.layers[name].target)):
+        super().check_state(state)
+        for name, given in self.given.items():
+            if not torch.equal(as_matrix(state["layers"][name]["mask"]).cpu(), torch.as_tensor(given).cpu()):
                 raise BadData(f"layer {name}: the checkpoint has another mask than the given one")
 
     def draw(self, layer: Layer, target: Target) -> Tensor:

@@ -1,4 +1,4 @@
-"""M-FAC: the inverse of an empirical Fisher matrix times a vector, from the gradients alone (Frantar et al. 2021).
+"""M-FAC: the diagonal of the inverse of an empirical Fisher matrix, from the gradients alone (Frantar et al. 2021).
 
 Static: for each block of weights the recursion v_i = H_{i-1}^-1 g_i, with
 H^-1 x = x/damping - sum of v_i (v_i^T x) / (m + g_i^T v_i), in O(m^2 d).
@@ -11,32 +11,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning.fisher import BLOCK, DAMPING, blocks_of, columns_of
+from search.pruning.fisher import BLOCK, DAMPING, blocks_of
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
     """The diagonal (d,) float64 of the block-wise F^-1 of gradients (m, d). Raises BadData as `blocks_of` does."""
-    parts = [1 / damping - v.square_().div_(q).sum(dim=1) for _, v, q in _static(gradients, damping, block)]
+    parts = [1 / damping - v.square_().div_(q).sum(dim=1) for v, q in _static(gradients, damping, block)]
     return torch.cat([part.flatten() for part in parts])[: gradients.shape[1]]
 
 
-def inverse_times(gradients: Tensor, x: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
-    """F^-1 x (d,) float64, for the block-wise F^-1 of gradients (m, d) and x (d,)."""
-    parts = []
-    for at, v, q in _static(gradients, damping, block):
-        part = columns_of(x[at], block)
-        parts.append((part / damping - v.mT @ (v @ part / q)).flatten()[: len(x[at])])
-    return torch.cat(parts)
-
-
-def _static(gradients: Tensor, damping: float, block: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(weights, v (blocks, m, block), m + g^T v (blocks, m, 1)), some blocks at a time."""
+def _static(gradients: Tensor, damping: float, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(v (blocks, m, block), m + g^T v (blocks, m, 1)), some blocks at a time."""
     m = len(gradients)
-    for at, g in blocks_of(gradients, block, 24 * m):
+    for _, g in blocks_of(gradients, block, 24 * m):
         v = torch.empty_like(g)
         q = g.new_empty(len(g), m, 1)
         for i in range(m):
             latest, before = g[:, i : i + 1], v[:, :i]
             v[:, i : i + 1] = latest / damping - (latest @ before.mT / q[:, :i].mT) @ before
             q[:, i] = m + (latest * v[:, i : i + 1]).sum(dim=2)
-        yield at, v, q
+        yield v, q

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import sha256, write_atomically
+from latbench.files import remove_left, sha256, write_atomically
 from search import profile as profiles
 from search.database import tensors_hash
 from search.pruning.folder import PACKED, read_manifest, read_masks, write_manifest
@@ -57,6 +57,8 @@ def write_packed(folder: Path) -> Path:
     patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
     metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
     path = folder / PACKED
+    for name in (PACKED, "manifest.json"):
+        remove_left(folder, name)
     try:
         write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
     except SafetensorError as error:
@@ -68,14 +70,14 @@ def write_packed(folder: Path) -> Path:
 def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
     """Put the weights in a packed file into `model`, in place; returns it and {layer: pattern} as `load_pruned` does.
 
-    Raises BadData when the file is missing or not as it was written, or is one of another model.
+    Raises BadData when the file is missing or not as it was written, or is one of another model, which is then left
+    as it was.
     """
     path = Path(path)
     damaged = BadData(f"{path}: not as it was written: {ADVICE}")
     if path.is_file() and not _as_listed(path):
         raise damaged
     own = model.state_dict()
-    choices: dict[str, LayerPattern] = {}
     try:
         with safe_open(path, "pt") as file:
             names, patterns = set(file.keys()), dict(file.metadata() or {})
@@ -86,23 +88,32 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                 raise BadData(f"{path}: not the packed weights of this model")
             if _checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
                 raise damaged
+            choices = {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
+            masks = {}
+            for name, tensor in own.items():  # all is looked at before anything is written
+                if name in names:
+                    fits = file.get_slice(name).get_shape() == list(tensor.shape)
+                else:
+                    m, k = as_matrix(tensor).shape
+                    bits = file.get_tensor(f"{name}.mask").numpy()
+                    masks[name] = mask = np.unpackbits(bits, count=m * k).astype(bool).reshape(m, k)
+                    kept = file.get_slice(f"{name}.values").get_shape()
+                    fits = len(bits) == -(-m * k // 8) and kept == [np.count_nonzero(mask)]
+                    choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
+                if not fits:
+                    raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():
                 if name in names:
-                    stored = file.get_tensor(name)
+                    tensor.copy_(file.get_tensor(name))
                 else:
-                    stored = torch.zeros_like(as_matrix(tensor))
-                    bits = file.get_tensor(f"{name}.mask").numpy()
-                    mask = np.unpackbits(bits, count=stored.numel()).astype(bool).reshape(stored.shape)
-                    stored[torch.from_numpy(mask)] = file.get_tensor(f"{name}.values")
-                    stored = as_weight(stored, tensor.shape)
-                    choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
-                if stored.shape != tensor.shape:
-                    raise BadData(f"{path}: not the packed weights of this model: {name} is {tuple(stored.shape)}")
-                tensor.copy_(stored)
+                    values = file.get_tensor(f"{name}.values")
+                    matrix = values.new_zeros(masks[name].shape)
+                    matrix[torch.from_numpy(masks[name])] = values
+                    tensor.copy_(as_weight(matrix, tensor.shape))
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         first = " ".join(str(error).split())[:200]
         raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
-    return model.eval(), {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()} | choices
+    return model.eval(), choices
 
 
 def _checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:

@@ -36,7 +36,7 @@ from sparse_kernels.nn import refuses
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 4
+VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module)
     """
     if not task.can_train:
         raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
-    recipe.pruner().check(model, recipe_targets(recipe, profile, model))
+    recipe.pruner().check(model, recipe_targets(recipe, profile, model), recipe.steps)
 
 
 def _loss(result: Result) -> float:

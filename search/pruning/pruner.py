@@ -22,8 +22,8 @@ writes the forward's weights again. It follows that
 - gradients may be accumulated over any number of backwards, and scaled (AMP): methods see them once an update, and
   unscaled; a step that a GradScaler skips, in a fused optimizer too, changes nothing, but counts;
 - gradients are clipped as those of the forward's weights;
-- the optimizer must be a `torch.optim.Optimizer`, with or without a closure; anything else that changes a layer whose
-  dense weights live behind it is noticed and refused;
+- the optimizer must be a `torch.optim.Optimizer`, with or without a closure, and may step others in turn; anything
+  else that changes a layer whose dense weights live behind it is noticed and refused;
 - under DistributedDataParallel masks are rank 0's. Parameters that are cut up among ranks (FSDP) are not supported.
 
 Checkpoints: save model, optimizer and `pruner.state_dict()`; to go on, prepare anew and load all three. The pruner's
@@ -37,6 +37,7 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -44,7 +45,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from latbench.errors import BadData, UsageError
 from search.pruning.scores import MagnitudeScore, Score
@@ -126,6 +131,7 @@ class State:
     layers: dict[str, Layer] = field(default_factory=dict)
     group: Any = None  # of the ranks that train together
     hook: Any = None
+    running: list[Optimizer] = field(default_factory=list)  # in its step now, and what that steps
     more: dict[str, Any] = field(default_factory=dict)  # of the method's own: plain values, saved with the rest
 
 
@@ -141,15 +147,22 @@ class Pruner:
         """How a layer with this target computes at that moment: the method. A pure function of the settings."""
         raise NotImplementedError
 
-    def check(self, model: nn.Module, targets: Targets) -> dict[str, Target]:
+    def check(self, model: nn.Module, targets: Targets, total_steps: int) -> dict[str, Target]:
         """The layers to prune, and to what. Changes nothing.
 
-        Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so.
+        Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so, and
+        where a first mask would be drawn before there is any of the gradients that the score asks for.
         """
         inner, _ = _unwrapped(model)
         found = targets_of(targets, inner)
-        for name, target in found.items():
-            if (reason := self.refuses(target, shape_of(inner.get_submodule(name)))) is not None:
+        for number, (name, target) in enumerate(found.items()):
+            reason = self.refuses(target, shape_of(inner.get_submodule(name)))
+            if self.score.gradients and self.stage(target, When(0, total_steps, number, len(found))).target:
+                reason = (
+                    f"its first mask comes before the first step, when no gradient is there for "
+                    f"{type(self.score).__name__}: let training begin dense, or score by magnitude"
+                )
+            if reason is not None:
                 raise UsageError(f"layer {name}: {reason}")
         return found
 
@@ -173,9 +186,10 @@ class Pruner:
     def prepare(self, model: nn.Module, targets: Targets, *, total_steps: int, group: Any = None) -> None:
         """Start pruning `model` to `targets` over `total_steps` optimizer steps; the first masks are drawn if due.
 
-        `targets` is a Profile or {layer: Target or (pattern, sparsity)}. `group` are the ranks that train the model
-        together, where DistributedDataParallel does not say. Raises UsageError as `check` does, and where there is
-        nothing to prune or this pruner is at work already; the model is then as it was.
+        `targets` is a Profile or {layer: Target or (pattern, sparsity)}. A profile goes by the names of its layers;
+        its hash of the model is not looked at, whose weights may have been trained since. `group` are the ranks that
+        train the model together, where DistributedDataParallel does not say. Raises UsageError as `check` does, and
+        where there is nothing to prune or this pruner is at work already; the model is then as it was.
         """
         if self.at_work:
             raise UsageError("this pruner is at work already: finish() it first, or make another")
@@ -183,7 +197,7 @@ class Pruner:
             raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
         inner, own = _unwrapped(model)
         group = group if own is None else own
-        found = self.check(model, targets)
+        found = self.check(model, targets, total_steps)
         if not found:
             raise UsageError("no layer is to be pruned: all targets are dense")
         modules = dict(inner.named_modules())
@@ -200,16 +214,23 @@ class Pruner:
             pruner = reference()
             return None if pruner is None else pruner._before_update(optimizer, args, kwargs)
 
+        def after_update(optimizer: Optimizer, *_: Any) -> None:
+            if (pruner := reference()) is not None and pruner.state.running[:1] == [optimizer]:
+                pruner.state.running = []
+
         if self.keeps_dense:
             for layer in state.layers.values():
                 layer.dense = layer.weight.detach().clone()
         self._advance()
-        state.hook = register_optimizer_step_pre_hook(before_update)
-        weakref.finalize(self, state.hook.remove)
+        state.hook = ExitStack()
+        state.hook.callback(register_optimizer_step_pre_hook(before_update).remove)
+        state.hook.callback(register_optimizer_step_post_hook(after_update).remove)
+        weakref.finalize(self, state.hook.close)
 
     def step(self) -> None:
         """Call once after every optimizer step: takes its result, draws masks that are due and applies them."""
         self._check_at_work()
+        self.state.running = []  # also where a step was broken off
         self.after_update()
         self.state.step += 1
         for layer in self.state.layers.values():
@@ -227,7 +248,7 @@ class Pruner:
                 layer.weight.copy_(_masked(layer.values, _mask(layer), 0.0))
                 layer.dense = None
                 layer.gradients.clear()
-        self.state.hook.remove()
+        self.state.hook.close()
         self.state.hook = None
 
     @property
@@ -277,18 +298,12 @@ class Pruner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`, once `prepare` was called with the same model, targets and steps.
 
-        Raises BadData when it was saved by another pruner, for other targets or for another number of steps.
+        Raises BadData when it was saved by another pruner, for other targets, another number of steps or layers of
+        other shapes; nothing is changed then.
         """
         self._check_at_work()
+        self.check_state(state)
         own = self.state
-        mine = {
-            "pruner": repr(self),
-            "total_steps": own.total_steps,
-            "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
-        }
-        for key, value in mine.items():
-            if state.get(key) != value:
-                raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
         own.step = state["step"]
         own.more = copy.deepcopy(state["more"])
         for layer in own.layers.values():
@@ -305,6 +320,26 @@ class Pruner:
             self._show(layer, stage)
 
     # What a method may add to.
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise BadData where `load_state_dict` cannot go on from `state`. Changes nothing."""
+        own = self.state
+        mine = {
+            "pruner": repr(self),
+            "total_steps": own.total_steps,
+            "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
+        }
+        for key, value in mine.items():
+            if state.get(key) != value:
+                raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
+        for name, layer in own.layers.items():
+            saved, shape = state["layers"][name], layer.weight.shape
+            tensors = [saved["weight"], *saved["gradients"], *([] if saved["mask"] is None else [saved["mask"]])]
+            if other := [tuple(tensor.shape) for tensor in tensors if tensor.shape != shape]:
+                raise BadData(
+                    f"the checkpoint's pruner is of another model: layer {name} is {other[0]} there and "
+                    f"{tuple(shape)} here"
+                )
 
     def refuses(self, target: Target, shape: Shape) -> str | None:
         """Why this method cannot prune a layer of that shape, which can hold its target; None if it can."""
@@ -342,6 +377,7 @@ class Pruner:
     @torch.no_grad()
     def _take(self, layer: Layer) -> None:
         """Take what the optimizer made of the trained weights."""
+        layer.forget &= not layer.stepping
         if layer.dense is not None:
             if layer.stepping:
                 layer.dense.copy_(layer.weight)
@@ -413,9 +449,16 @@ class Pruner:
             )
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What torch calls before each optimizer's step, and what may change its arguments."""
-        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        layers = [layer for layer in self.state.layers.values() if id(layer.weight) in owned]
+        """What torch calls before each optimizer's step, and what may change its arguments.
+
+        An optimizer that another one steps (as ZeroRedundancyOptimizer and Lookahead do) makes part of its update.
+        """
+        layers = self._layers_of(optimizer)
+        running = self.state.running
+        if running and running[0] is not optimizer and set(layers) <= set(self._layers_of(running[0])):
+            running.append(optimizer)
+            _forget([layer for layer in layers if layer.stepping], optimizer)
+            return None
         for layer in layers:
             if layer.stepping:
                 raise UsageError(
@@ -424,6 +467,7 @@ class Pruner:
         closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not layers:
             return None
+        self.state.running = [optimizer]
         if closure is None:
             self._to_dense(layers, optimizer)
             return None
@@ -438,6 +482,10 @@ class Pruner:
             return loss
 
         return (args[0], *args[2:]), {**kwargs, "closure": forward_and_backward}
+
+    def _layers_of(self, optimizer: Optimizer) -> list[Layer]:
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [layer for layer in self.state.layers.values() if id(layer.weight) in owned]
 
     @torch.no_grad()
     def _to_dense(self, layers: Iterable[Layer], optimizer: Optimizer) -> None:
@@ -458,13 +506,18 @@ class Pruner:
                     _chain(gradient, layer.mask, stage, layer.values, scale)
                 if self.score.gradients and not stage.last:
                     layer.gradients.append(gradient.clone() if scale is None else gradient / scale)
-            if layer.forget:
-                layer.forget = False
-                for name in ("momentum_buffer", "exp_avg"):
-                    if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
-                        buffer.zero_()
             layer.stepping = True
+        for each in self.state.running:
+            _forget(layers, each)
         self.before_update(optimizer)
+
+
+def _forget(layers: Iterable[Layer], optimizer: Optimizer) -> None:
+    """Start the momentum of those layers that are to forget it from zero."""
+    for layer in layers:
+        for name in ("momentum_buffer", "exp_avg") if layer.forget else ():
+            if torch.is_tensor(buffer := optimizer.state[layer.weight].get(name)):
+                buffer.zero_()
 
 
 def _chain(gradient: Tensor, mask: Tensor, stage: Stage, dense: Tensor, scale: Tensor | None) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import Tensor
 
-from latbench import strict_yaml
+from latbench import MOST_SEED, strict_yaml
 from latbench.errors import BadData, UsageError
 from latbench.strict_yaml import meant
 from search.pruning.acdc import ACDC
@@ -103,10 +103,16 @@ class Recipe:
                     f"{name} {getattr(self, name)!r} is unknown{meant(getattr(self, name), known)}: "
                     f"known are {', '.join(known)}"
                 )
-        for name, least in (("steps", 1), ("warmup", 0), ("accumulate", 1), ("seed", 0)):
+        for name, least, most in (
+            ("steps", 1, math.inf),
+            ("warmup", 0, math.inf),
+            ("accumulate", 1, math.inf),
+            ("seed", 0, MOST_SEED),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"{name} is a whole number of at least {least}, not {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+                bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise UsageError(f"{name} is a whole number {bounds}, not {value!r}")
         for name, above in (
             ("learning_rate", True),
             ("weight_decay", False),

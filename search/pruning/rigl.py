@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from latbench import MOST_SEED
 from latbench.errors import UsageError
 from search.pruning.phases import check_every
 from search.pruning.pruner import Layer, Pruner, Stage, When
@@ -36,6 +37,8 @@ class RigL(Pruner):
 
     def __post_init__(self) -> None:
         check_every(self.every)
+        if not 0 <= self.seed <= MOST_SEED:
+            raise UsageError(f"RigL's seed is from 0 to {MOST_SEED}, not {self.seed}")
         if not 0 <= self.until <= 1 or not 0 <= self.alpha <= 1:
             raise UsageError("RigL's `until` and `alpha` are shares, from 0 to 1")
 

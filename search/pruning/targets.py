@@ -9,6 +9,7 @@ targets = erk(model, "unstructured", 0.9)
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
@@ -95,27 +96,31 @@ def targets_of(wanted: Targets, model: nn.Module) -> dict[str, Target]:
     """The layers to prune, checked against the model; dense ones are left out.
 
     Raises UsageError, naming the layer, for one that the model lacks, that has no sparse kernel, that shares its
-    weight with another or computes it, or whose shape the pattern cannot hold.
+    weight with any other module (such as an embedding) or computes it, or whose shape the pattern cannot hold.
     """
     if isinstance(wanted, Profile):
         wanted = {name: (choice.pattern, choice.sparsity) for name, choice in wanted.layers.items()}
     modules = dict(model.named_modules())
     found: dict[str, Target] = {}
-    owners: dict[int, str] = {}
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)].append(name)
     for name, entry in wanted.items():
         if name not in modules:
             raise UsageError(f"the model has no layer {name!r}: it has {_some(prunable(model))}")
         if (reason := refuses(modules[name])) is not None:
             raise UsageError(f"layer {name}: {reason}")
-        target = _target(name, entry)
+        target = target_of(name, entry)
         if isinstance(target.pattern, Dense):
             continue
         weight = modules[name]._parameters.get("weight")
         if weight is None:
             raise UsageError(f"layer {name}: its weight is computed by a parametrization; remove that first")
-        if (other := owners.setdefault(id(weight), name)) != name:
+        if others := [other for other in owners[id(weight)] if other != name]:
             raise UsageError(
-                f"layers {other} and {name} share one weight, which can have one mask only: leave one out"
+                f"layer {name}: its weight is shared with {', '.join(others)}, where it would be pruned too: "
+                "leave the layer out, or give it a weight of its own"
             )
         if (reason := target.refuses(shape_of(modules[name]))) is not None:
             raise UsageError(f"layer {name}: {reason}")
@@ -172,7 +177,8 @@ def shape_of(module: nn.Module) -> Shape:
     return Conv2dShape(1, module.in_channels, kh, kw, m, kh, kw)
 
 
-def _target(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
+def target_of(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
+    """The layer's entry as a Target. Raises UsageError, naming the layer, where it cannot be one."""
     if isinstance(entry, Target):
         return entry
     pattern, sparsity = entry

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from latbench.errors import BadData, UsageError
@@ -81,10 +81,12 @@ def train(
                 counted = count_forward(model, lambda: _backward(task, model, batches, recipe, step=0))
             else:
                 _backward(task, model, batches, recipe, step=step)
-            norm = clip_grad_norm_(model.parameters(), recipe.clip_norm or math.inf)
+            norm = get_total_norm([it.grad for it in model.parameters() if it.grad is not None])
             if not bool(torch.isfinite(norm)):
-                bad = bad_gradient(model) or "the gradients' norm is not finite"
+                bad = bad_gradient(model) or "the norm of all gradients is too large for their type"
                 raise BadData(f"training diverged: {bad} at step {step}; lower the learning rate")
+            if recipe.clip_norm is not None:
+                clip_grads_with_norm_(model.parameters(), recipe.clip_norm, norm)
             optimizer.step()
             schedule.step()
             if wanted:

@@ -11,30 +11,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from search.pruning.fisher import BLOCK, DAMPING, blocks_of, columns_of
+from search.pruning.fisher import BLOCK, DAMPING, blocks_of
 
 
 def inverse_diagonal(gradients: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
     """The diagonal (d,) float64 of the block-wise F^-1 of gradients (m, d). Raises BadData as `blocks_of` does."""
-    parts = [inverse.diagonal(dim1=1, dim2=2).flatten() for _, inverse in _inverses(gradients, damping, block)]
+    parts = [inverse.diagonal(dim1=1, dim2=2).flatten() for inverse in _inverses(gradients, damping, block)]
     return torch.cat(parts)[: gradients.shape[1]]
 
 
-def inverse_times(gradients: Tensor, x: Tensor, *, damping: float = DAMPING, block: int = BLOCK) -> Tensor:
-    """F^-1 x (d,) float64, for the block-wise F^-1 of gradients (m, d) and x (d,)."""
-    parts = []
-    for at, inverse in _inverses(gradients, damping, block):
-        parts.append((inverse @ columns_of(x[at], block)).flatten()[: len(x[at])])
-    return torch.cat(parts)
-
-
-def _inverses(gradients: Tensor, damping: float, block: int) -> Iterator[tuple[slice, Tensor]]:
-    """(weights, F^-1 (blocks, block, block)), some blocks at a time."""
+def _inverses(gradients: Tensor, damping: float, block: int) -> Iterator[Tensor]:
+    """F^-1 (blocks, block, block), some blocks at a time."""
     m = len(gradients)
-    for at, g in blocks_of(gradients, block, 8 * (m + block)):
+    for _, g in blocks_of(gradients, block, 8 * (m + block)):
         inverse = (torch.eye(block, dtype=g.dtype, device=g.device) / damping).repeat(len(g), 1, 1)
         for i in range(m):
             latest = g[:, i, :, None]
             moved = inverse @ latest
             inverse.baddbmm_(moved / (m + latest.mT @ moved), moved.mT, alpha=-1)
-        yield at, inverse
+        yield inverse

@@ -40,6 +40,18 @@ def test_a_command_line_that_is_not_understood_is_one_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("seed", ["-1", "100000000000000000000"])
+@pytest.mark.parametrize("verb", ["fit", "layers", "prune", "search", "sweep"])
+def test_a_seed_that_no_generator_takes_is_refused_before_any_work(
+    verb: str, seed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = "--random-state" if verb == "fit" else "--seed"
+    code, _, err = outcome(monkeypatch, capsys, verb, option, seed)
+    assert code == 2
+    assert err.startswith(f"latbench: Invalid value for '{option}': ")
+    assert err.endswith(f"{0 if seed == '-1' else 4294967295}: see `latbench {verb} --help`\n")
+
+
 def test_a_command_is_set_up_without_the_others() -> None:
     assert [command.name for command in cli.application("import").registered_commands] == ["import"]
     assert len(cli.application("nosuch").registered_commands) == len(cli.VERBS)

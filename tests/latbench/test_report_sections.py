@@ -430,3 +430,13 @@ def test_tables_of_dense_times_alone_are_compared() -> None:
 def test_tables_with_nothing_in_common_are_refused() -> None:
     with pytest.raises(BadData, match="nothing can be compared"):
         comparison.paired(*two([row("dense", 0.0, 4.0)], [row("dense", 0.0, 4.0, m=9)]))
+
+
+def test_a_pruned_model_that_was_saved_without_stages_has_its_weights_alone() -> None:
+    """As a user's own training saves it."""
+    layer = {"weights": 200, "kept_weights": 50, "packed_bytes": 240}
+    found = sections.pruned({"layers": {"fc": layer}})
+    assert found.sentences == [
+        "50 of 200 weights are kept in 1 layers (75% pruned); packed they take 240 bytes, dense 800 bytes."
+    ]
+    assert not found.tables

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
@@ -107,6 +108,34 @@ def test_only_the_product_along_the_groups_is_sparse() -> None:
     assert step_cost(Stage(HALF, fade=0.01)) == Flop(1.0, 1.0, 1.0)
     # What 2:4 SR-STE takes with the kernels that there are.
     assert layer_cost(SRSTE(), Target(NM(2, 4), 0.5), 10).total / 3 == pytest.approx(2.5 / 3)
+
+
+class Doubling(nn.Linear):
+    """A layer that no sparse kernel can take the place of, and which returns more than its product."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return super().forward(2 * x), None
+
+
+def test_layers_without_a_sparse_kernel_are_counted_too_as_torch_counts_them() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.depthwise = nn.Conv2d(6, 12, 3, groups=6)
+            self.grouped = nn.Conv2d(12, 8, 1, groups=4)
+            self.reflected = nn.Conv2d(8, 4, 3, padding=1, padding_mode="reflect")
+            self.doubling = Doubling(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.doubling(self.reflected(self.grouped(self.depthwise(x))))[0]
+
+    model, x = Net(), torch.zeros(2, 6, 7, 7)
+    counted = count_forward(model, lambda: model(x))
+    assert list(counted) == ["depthwise", "grouped", "reflected", "doubling"]
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    assert sum(counted.values()) == counter.get_total_flops()
+    assert counted["depthwise"] == 2 * 12 * 9 * (2 * 5 * 5)
 
 
 def test_a_models_flop_are_counted_by_layer_with_shared_calls() -> None:

@@ -288,6 +288,7 @@ def test_a_database_is_of_one_method(method: str, task: Task, tmp_path: Path) ->
         ({"conv": [("vector:4", 0.5), ("nm:2:4", 0.5)]}, "layer conv: nm:2:4 needs input channels in multiples of 4"),
         ({"fc": [("block:16x72", 0.5)]}, "layer fc: one block of block:16x72 covers the whole 16x72 layer"),
         ({"fc": [("nm:2:4", 0.75)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
+        ({"fc": [("nm:2:4", 0.75), ("nm:2:4", 0.5)]}, "layer fc: nm:2:4 has sparsity 0.5 and no other, not 0.75"),
         ({"fc": [("nm:2", 0.5)]}, "unknown pattern 'nm:2'"),
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The adapters for transformers and Lightning, under loops that call what the real ones call, in their order."""
 
 import copy
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -76,18 +77,31 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer(
-    callback: Any, model: nn.Module, folder: Path, *, first: int = 0, best: int = 0, last: int = STEPS
+    callback: Any,
+    model: nn.Module,
+    folder: Path,
+    *,
+    first: int = 0,
+    best: int = 0,
+    last: int = STEPS,
+    resumed: Path | None = None,
+    told: str | None = None,
 ) -> None:
-    """What transformers.Trainer does: events with (args, state, control), the model among the keywords."""
-    args = SimpleNamespace(output_dir=str(folder), load_best_model_at_end=best > 0)
+    """What transformers.Trainer does: events with (args, state, control), the model among the keywords.
+
+    It goes on after `first` steps from the checkpoint in `resumed`, by default its own in `folder`.
+    """
+    args = SimpleNamespace(output_dir=str(folder), load_best_model_at_end=best > 0, resume_from_checkpoint=told)
     state = SimpleNamespace(
-        global_step=first, max_steps=STEPS, is_world_process_zero=True, best_model_checkpoint=None
-    )
+        global_step=first, max_steps=STEPS, is_world_process_zero=True, best_model_checkpoint=None,
+        stateful_callbacks={},
+    )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     if first:
-        saved = torch.load(folder / f"checkpoint-{first}" / "trainer.pt")
+        saved = torch.load((resumed or folder / f"checkpoint-{first}") / "trainer.pt")
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
+        state.stateful_callbacks = json.loads(saved["callbacks"])
     callback.on_train_begin(args, state, None, model=model, optimizer=optimizer)
     for step in range(first, last):
         loss(model, step).backward()
@@ -96,8 +110,9 @@ def trainer(
         state.global_step = step + 1
         callback.on_step_end(args, state, None, model=model, optimizer=optimizer)
         checkpoint = folder / f"checkpoint-{state.global_step}"
-        checkpoint.mkdir(exist_ok=True)
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint / "trainer.pt")
+        checkpoint.mkdir(exist_ok=True, parents=True)
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**saved, "callbacks": json.dumps(state.stateful_callbacks)}, checkpoint / "trainer.pt")
         callback.on_save(args, state, None, model=model)
     if best:
         state.best_model_checkpoint = str(folder / f"checkpoint-{best}")
@@ -118,6 +133,29 @@ def test_under_transformers_training_is_as_by_hand_and_resumes(make: Callable[[]
     (tmp_path / "checkpoint-4" / "pruner.pt").unlink()
     with pytest.raises(BadData, match=r"checkpoint-4/pruner.pt is missing"):
         trainer(transformers_callback(make(), TARGETS), net(), tmp_path, first=4)
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("moved", [False, True])
+def test_under_transformers_a_run_that_is_resumed_from_another_folder_takes_the_pruner_from_there(
+    moved: bool, tmp_path: Path
+) -> None:
+    """train(resume_from_checkpoint="a/checkpoint-4") with output_dir="b", where another run left a checkpoint-4."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    model, other, resumed = net(), net(), net()
+    trainer(transformers_callback(STE(), TARGETS), model, a)
+    with torch.no_grad():
+        other[0].weight.neg_()
+    trainer(transformers_callback(STE(), TARGETS), other, b)
+    if moved:
+        a = a.rename(tmp_path / "c")
+        with pytest.raises(BadData, match=r"b/checkpoint-4/pruner.pt is not of the checkpoint that .* goes on from"):
+            trainer(transformers_callback(STE(), TARGETS), net(), b, first=4, resumed=a / "checkpoint-4")
+    trainer(
+        transformers_callback(STE(), TARGETS), resumed, b, first=4, resumed=a / "checkpoint-4",
+        told=str(a / "checkpoint-4") if moved else None,
+    )  # fmt: skip
+    assert same(model, resumed)
 
 
 @pytest.mark.usefixtures("fakes")

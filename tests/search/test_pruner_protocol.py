@@ -25,11 +25,12 @@ from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
 from search.pruning.rigl import RigL
+from search.pruning.scores import Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, targets_of
+from search.pruning.targets import Target, Targets, targets_of
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
 
@@ -52,7 +53,7 @@ METHODS: dict[str, Callable[[], Pruner]] = {
 }
 ON_DEVICES = METHODS | {
     "gmp_mfac_dynamic": lambda: GMP(updates=2, score=DynamicMFAC(gradients=3, damping=1e-3)),
-    "gmp_woodfisher": lambda: GMP(updates=2, initial=0.5, score=WoodFisher(gradients=3, damping=1e-3)),
+    "gmp_woodfisher": lambda: GMP(begin=0.2, updates=2, initial=0.5, score=WoodFisher(gradients=3, damping=1e-3)),
 }
 
 
@@ -141,12 +142,23 @@ def test_every_method_ends_at_its_targets_and_masks_hold_through_momentum_and_we
     Net().load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ON_DEVICES)
 @pytest.mark.parametrize(("stop", "model_first"), [(3, True), (7, False), (13, True)])
 def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model_first: bool) -> None:
+    goes_on_bit_equal(ON_DEVICES[method], TARGETS, stop, model_first)
+
+
+@pytest.mark.parametrize("along", ["outputs", "both"])
+@pytest.mark.parametrize("method", ["gmp", "ste", "rigl", "structure_decay"])
+def test_a_run_under_masks_along_the_outputs_goes_on_bit_equal(method: str, along: str) -> None:
+    half = Target(NM(2, 4), 0.5, along=along, exact=False)
+    goes_on_bit_equal(METHODS[method], {"conv": half, "fc1": half}, stop=7, model_first=True)
+
+
+def goes_on_bit_equal(make: Callable[[], Pruner], targets: Targets, stop: int, model_first: bool) -> None:
     """transformers and Lightning load the model before callbacks prepare; a user may do so after."""
-    whole, pruner = net(), METHODS[method]()
-    pruner.prepare(whole, TARGETS, total_steps=STEPS)
+    whole, pruner = net(), make()
+    pruner.prepare(whole, targets, total_steps=STEPS)
     optimizer = adam(whole)
     train(whole, pruner, optimizer, 0, stop)
     buffer = io.BytesIO()
@@ -156,19 +168,19 @@ def test_a_run_goes_on_bit_equal_from_a_checkpoint(method: str, stop: int, model
 
     buffer.seek(0)
     saved = torch.load(buffer, weights_only=True)
-    resumed, again = Net(), METHODS[method]()
+    resumed, again = Net(), make()
     optimizer = adam(resumed)
     optimizer.load_state_dict(saved[1])
     if model_first:
         resumed.load_state_dict(saved[0])
-    again.prepare(resumed, TARGETS, total_steps=STEPS)
+    again.prepare(resumed, targets, total_steps=STEPS)
     again.load_state_dict(saved[2])
     if not model_first:
         resumed.load_state_dict(saved[0])
     train(resumed, again, optimizer, stop, STEPS)
     again.finish()
     assert same(whole, resumed)
-    assert all(torch.equal(pruner.masks[name], again.masks[name]) for name in TARGETS)
+    assert all(torch.equal(pruner.masks[name], again.masks[name]) for name in targets)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -210,6 +222,56 @@ def test_a_closure_does_the_same_as_a_backward_before_the_step(method: str) -> N
         pruner.finish()
         models.append(model)
     assert same(*models)
+
+
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer that has another one make its updates, as ZeroRedundancyOptimizer and Lookahead do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        return self.inner.step(closure)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("method", ["acdc", "asp", "gmp_mfac", "mask_decay", "rigl"])
+def test_an_optimizer_in_another_one_makes_one_update_a_step(method: str, closed: bool) -> None:
+    models = []
+    for wrap in (False, True):
+        model, pruner = net(), METHODS[method]()
+        inner = adam(model)
+        optimizer = Wrapped(inner) if wrap else inner
+        pruner.prepare(model, TARGETS, total_steps=STEPS)
+        for step in range(STEPS):
+
+            def closure(
+                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, step: int = step
+            ) -> Tensor:
+                optimizer.zero_grad()
+                value = loss(model, step)
+                value.backward()
+                return value
+
+            if closed:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            pruner.step()
+        pruner.finish()
+        models.append(model)
+    assert same(*models)
+
+
+def test_two_optimizers_of_the_same_layers_are_not_taken_for_one_in_the_other() -> None:
+    model, pruner = net(), STE()
+    pruner.prepare(model, TARGETS, total_steps=5)
+    loss(model, 0).backward()
+    adam(model).step()
+    with pytest.raises(UsageError, match=r"call pruner.step\(\) after every optimizer.step\(\)"):
+        sgd(model).step()
 
 
 def test_an_optimizer_that_calls_its_closure_often_sees_the_masked_function() -> None:
@@ -403,18 +465,28 @@ def test_nothing_is_made_on_torchs_default_device(method: str) -> None:
     assert same(*models)
 
 
-@pytest.mark.parametrize("method", ["asp", "gmp_mfac", "ste"])
-def test_a_mask_that_cannot_be_drawn_leaves_the_model_as_it_was(method: str) -> None:
-    model, pruner = net(), ASP() if method == "asp" else METHODS[method]()
+@pytest.mark.parametrize("pruner", [ASP(), GMP(initial=0.5), STE()], ids=["asp", "gmp", "ste"])
+def test_a_mask_that_cannot_be_drawn_leaves_the_model_as_it_was(pruner: Pruner) -> None:
+    model = net()
     with torch.no_grad():
         model.fc2.weight[0, 0] = torch.nan  # the last layer: the others' masks are drawn by then
     before = copy.deepcopy(model.state_dict())
-    if method == "gmp_mfac":
-        pruner = GMP(initial=0.5, score=MFAC())
     with pytest.raises(BadData, match="layer fc2, after 0 steps: the weights hold NaN"):
         pruner.prepare(model, TARGETS, total_steps=STEPS)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items() if name != "fc2.weight")
     assert not pruner.at_work
+
+
+@pytest.mark.parametrize("score", [MFAC(), WoodFisher(), DynamicMFAC()], ids=lambda score: type(score).__name__)
+def test_a_mask_that_is_due_before_any_gradient_is_refused_where_its_score_needs_some(score: Score) -> None:
+    due: tuple[type[Pruner], ...] = (ASP, STE, SRSTE, GrowAndPrune)
+    for pruner in (*(kind(score=score) for kind in due), GMP(initial=0.5, score=score), GMP(end=0.0, score=score)):
+        model = net()
+        with pytest.raises(UsageError, match=f"before the first step, when .* for {type(score).__name__}: let"):
+            pruner.prepare(model, TARGETS, total_steps=STEPS)
+        assert same(model, net()) and not pruner.at_work
+    for fine in (ASP(dense=0.1, score=score), GMP(score=score), GMP(begin=0.1, initial=0.5, score=score)):
+        fine.prepare(net(), TARGETS, total_steps=STEPS)
 
 
 @pytest.mark.gpu
@@ -501,6 +573,24 @@ def test_a_checkpoint_of_another_pruner_is_refused() -> None:
             other.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("part", ["weight", "mask", "gradients"])
+def test_a_checkpoint_of_layers_of_other_shapes_is_refused_before_anything_is_changed(part: str) -> None:
+    """Of one row it would fit in any number of them."""
+    model, pruner = net(), GMP(begin=0.1, score=MFAC(gradients=2))
+    pruner.prepare(model, TARGETS, total_steps=STEPS)
+    train(model, pruner, adam(model), 0, STEPS // 2 - 1)
+    saved = pruner.state_dict()
+    last = saved["layers"]["fc2"]
+    last[part] = [last[part][0][:1]] if part == "gradients" else last[part][:1]
+    other = GMP(begin=0.1, score=MFAC(gradients=2))
+    resumed = net()
+    other.prepare(resumed, TARGETS, total_steps=STEPS)
+    with pytest.raises(BadData, match=r"of another model: layer fc2 is \(1, 12\) there and \(6, 12\) here"):
+        other.load_state_dict(saved)
+    assert same(resumed, net())
+    assert other.state.step == 0
+
+
 def test_weights_that_are_not_finite_are_said_with_layer_and_step() -> None:
     model, pruner = net(), STE()
     pruner.prepare(model, TARGETS, total_steps=5)
@@ -531,12 +621,16 @@ def test_targets_that_do_not_fit_are_refused_by_name(targets: dict[str, tuple[st
         STE().prepare(net(), targets, total_steps=5)
 
 
-def test_a_shared_weight_has_one_mask() -> None:
+@pytest.mark.parametrize("other", [nn.Linear(32, 12), nn.Embedding(12, 32)], ids=lambda other: type(other).__name__)
+def test_a_weight_that_another_module_has_too_is_not_pruned(other: nn.Module) -> None:
+    """Such as an output layer's, which is the embedding: whether the other is to be pruned or not."""
     model = net()
-    model.fc3 = nn.Linear(32, 12)
-    model.fc3.weight = model.fc1.weight
-    with pytest.raises(UsageError, match="fc1 and fc3 share one weight"):
-        targets_of({name: (Unstructured(), 0.5) for name in ("fc1", "fc3")}, model)
+    model.other = other
+    other.weight = model.fc1.weight
+    for names in [["fc1"], *([["fc1", "other"]] if isinstance(other, nn.Linear) else [])]:
+        with pytest.raises(UsageError, match="layer fc1: its weight is shared with other, where it would be pruned"):
+            targets_of({name: (Unstructured(), 0.5) for name in names}, model)
+    assert list(targets_of({"fc2": (Unstructured(), 0.5)}, model)) == ["fc2"]
 
 
 def test_a_forgotten_pruner_leaves_optimizers_alone() -> None:

@@ -1,5 +1,9 @@
 """One layer at a time: H, saliency masks, and least squares, against NumPy done the long way."""
 
+import itertools
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +23,7 @@ from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
 
+TASK = Path(__file__).parent / "pruning_task.py"
 PATTERNS: list[tuple[Pattern, float]] = [
     (Unstructured(), 0.6),
     (NM(2, 4), 0.5),
@@ -30,7 +35,7 @@ PATTERNS: list[tuple[Pattern, float]] = [
 
 @pytest.fixture
 def task() -> Task:
-    return load(str(Path(__file__).parent / "pruning_task.py"))
+    return load(str(TASK))
 
 
 def problem(rng: np.random.Generator, m: int, k: int, samples: int) -> tuple[Tensor, np.ndarray, Tensor]:
@@ -205,6 +210,47 @@ def test_a_database_holds_every_option_and_a_killed_build_goes_on(task: Task, tm
     for layer in options:
         for pair in OPTIONS[1:]:
             assert torch.equal(killed.get(layer, *pair).weight, whole.get(layer, *pair).weight)
+
+
+@pytest.mark.slow
+def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(task: Task, tmp_path: Path) -> None:
+    model, options = task.model(), {"conv": OPTIONS, "fc": OPTIONS}
+    dying = (
+        "import os, signal\n"
+        "from pathlib import Path\n"
+        "from search import database\n"
+        "from search.pruning.build import build_database\n"
+        "from search.task import load\n"
+        "write, written = database.save_file, []\n"
+        "def save(tensors, path, **more):\n"
+        "    if len(written) == 2:\n"
+        "        path.write_bytes(b'half')\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    written.append(write(tensors, path, **more))\n"
+        "database.save_file = save\n"
+        f"task = load({str(TASK)!r})\n"
+        f"there = database.Database(Path('killed'), {model_hash(model)!r})\n"
+        f"build_database(task, task.model(), {options!r}, there)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", dying], cwd=tmp_path, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    folder = tmp_path / "killed"
+    entries = {path: path.read_bytes() for path in folder.rglob("*.safetensors")}
+    times = [path.stat().st_mtime_ns for path in entries]
+    assert len(entries) == 2
+    assert [path.read_bytes() for path in folder.rglob("*.tmp")] == [b"half"]
+    seen: list[tuple[int, int]] = []
+    goes_on, whole = (Database(tmp_path / name, model_hash(model)) for name in ("killed", "whole"))
+    assert build_database(task, model, options, goes_on, lambda *it: seen.append(it)) == 2
+    assert seen == [(2, 4), (3, 4), (4, 4)]
+    assert [path.stat().st_mtime_ns for path in entries] == times
+    build_database(task, model, options, whole)
+    left, expected = ({it.relative_to(each) for it in each.rglob("*")} for each in (folder, whole.folder))
+    assert left == expected
+    for layer, (pattern, sparsity) in itertools.product(options, OPTIONS[1:]):
+        one, other = (it.get(layer, pattern, sparsity) for it in (goes_on, whole))
+        assert torch.equal(one.weight, other.weight) and torch.equal(one.mask, other.mask)
+        assert one.error == other.error
 
 
 def test_the_error_in_the_database_is_that_of_the_layers_outputs(task: Task, tmp_path: Path) -> None:

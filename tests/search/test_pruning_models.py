@@ -1,5 +1,6 @@
 """Whole models: joint tuning, batch norms, gradual pruning, the stages of `latbench prune` and its folder."""
 
+import copy
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from search.pruning.build import build_database, made_by
 from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
 from search.pruning.global_adaprune import global_adaprune
 from search.pruning.masks import apply_masks
+from search.pruning.packed import write_packed
 from search.pruning.recipe import Recipe
 from search.pruning.train import Trained, train
 from search.task import Task, load
@@ -36,6 +38,7 @@ from sparse_kernels.patterns import Dense, Unstructured, VectorWise
 
 TASK = Path(__file__).parent / "pruning_task.py"
 CHOICES = {"conv": ("vector:4", 0.75), "fc": ("unstructured", 0.5)}
+NOBODY = 999_999_999  # no process has such a number
 
 
 @pytest.fixture
@@ -319,8 +322,14 @@ def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, 
     pruned = tmp_path / "pruned"
     model = task.model()
     save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
-    with pytest.raises(BadData, match="pruned from another model"):
+    with pytest.raises(BadData, match=r"pruned from another model .*: bias is missing, here \(2,\)"):
         load_pruned(pruned, nn.Linear(2, 2))
+    other = task.model()
+    other.head = nn.Linear(16, 4)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(BadData, match=r"pruned from another model .*: head.bias is \(3,\), here \(4,\)"):
+        load_pruned(pruned, other)
+    assert all(torch.equal(before[name], tensor) for name, tensor in other.state_dict().items())
     (pruned / "masks.safetensors").write_bytes((pruned / "masks.safetensors").read_bytes()[:-1])
     with pytest.raises(BadData, match=r"masks.safetensors: missing, or not as it was written"):
         load_pruned(pruned, task.model())
@@ -439,6 +448,23 @@ def test_checkpoints_of_other_recipes_go_when_a_model_is_written(
 ) -> None:
     profile_of(task, CHOICES).save(tmp_path / "profile.json")
     (tmp_path / ".pruned.0123456789abcdef.training").write_bytes(b"half")
-    (tmp_path / ".other.0123456789abcdef.training").write_bytes(b"half")
+    other, half, being_written = (
+        f".{name}.0123456789abcdef.training{ending}"
+        for name, ending in (("other", ""), ("pruned", f".{NOBODY}.x_1.tmp"), ("pruned", f".{os.getppid()}.x_1.tmp"))
+    )
+    for name in (other, half, being_written):
+        (tmp_path / name).write_bytes(b"half")
     prune_command(str(TASK), tmp_path / "profile.json", database.folder, tmp_path / "pruned", joint=False)
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".other.0123456789abcdef.training"]
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [other, being_written]
+
+
+def test_what_killed_writers_of_packed_weights_left_goes_and_nothing_else(
+    task: Task, database: Database, tmp_path: Path
+) -> None:
+    model, pruned = task.model(), tmp_path / "pruned"
+    save_pruned(pruned, model, stitch(model, CHOICES, database), profile_of(task, CHOICES), {})
+    names = [f".{name}.{NOBODY}.x_1.tmp" for name in ("packed.safetensors", "manifest.json", "thesis.tex")]
+    for name in names:
+        (pruned / name).write_bytes(b"half")
+    write_packed(pruned)
+    assert [path.name for path in pruned.glob(".*")] == [names[-1]]

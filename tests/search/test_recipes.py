@@ -100,6 +100,9 @@ def test_a_recipe_tells_its_method_what_it_knows() -> None:
         ("steps: 0", "steps is a whole number of at least 1, not 0", 2),
         ("steps: 1.5", "steps is a whole number", 2),
         ("learning_rate: fast", "learning_rate is a number above 0, not 'fast'", 2),
+        ("seed: -1", "seed is a whole number from 0 to 4294967295, not -1", 2),
+        ("seed: 100000000000000000000", "seed is a whole number from 0 to 4294967295, not 1000000", 2),
+        ("{method: rigl, settings: {seed: -1}}", "RigL's seed is from 0 to 4294967295, not -1", 2),
         ("transposable: 1", "transposable is exact or quick, not 1", 2),
         ("{method: sr_ste, transposable: exact}", "sr_ste draws masks at every step.*take `transposable: quick`", 2),
         ("schedule: up", "schedule 'up' is unknown", 2),
@@ -274,6 +277,23 @@ class Diverging:
 def test_training_that_diverges_is_said_at_once(gradient: bool, sentence: str, task: Task) -> None:
     with pytest.raises(BadData, match=f"training diverged: {sentence}; lower the learning rate"):
         train(replace(task, implementation=Diverging(task, gradient)), task.model(), TARGETS, Recipe(steps=3))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (torch.nan, "the gradient of fc.weight holds NaN or infinite values"),
+        (1e30, "the norm of all gradients is too large for their type"),  # its square is above float32's most
+    ],
+)
+def test_the_gradient_that_diverged_is_named_and_no_other(
+    value: float, sentence: str, clip_norm: float | None, task: Task
+) -> None:
+    model = task.model()
+    model.get_parameter("fc.weight").register_hook(lambda gradient: torch.full_like(gradient, value))
+    with pytest.raises(BadData, match=f"training diverged: {sentence} at step 0; lower the learning rate"):
+        train(task, model, TARGETS, Recipe(steps=3, clip_norm=clip_norm))
 
 
 @pytest.mark.parametrize("method", sorted(TRAINING_METHODS.keys() - {"held"}))

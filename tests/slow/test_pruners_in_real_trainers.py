@@ -1,6 +1,6 @@
 """The adapters under the real transformers.Trainer and lightning.Trainer, whose order of calls quick tests imitate.
 
-Each library is skipped where it is not installed: `pip install transformers accelerate lightning`.
+`make test-slow` installs these libraries; where one is missing its tests are skipped.
 """
 
 import itertools
@@ -99,6 +99,15 @@ def test_transformers_trains_bert_and_goes_on_bit_equal(
     first = train_bert(transformers, whole, tmp_path)
     check(first.model, whole, BERT_TARGETS)
     second = train_bert(transformers, resumed, tmp_path, str(tmp_path / f"checkpoint-{SAVED}"))
+    check_same(whole, resumed, first.model, second.model)
+
+
+def test_transformers_goes_on_from_a_checkpoint_in_another_folder(transformers: ModuleType, tmp_path: Path) -> None:
+    """Where another run left one after as many steps."""
+    whole, resumed = METHODS["mask_decay"](), METHODS["mask_decay"]()
+    first = train_bert(transformers, whole, tmp_path / "a")
+    train_bert(transformers, METHODS["mask_decay"](), tmp_path / "b", seed=4)
+    second = train_bert(transformers, resumed, tmp_path / "b", str(tmp_path / "a" / f"checkpoint-{SAVED}"))
     check_same(whole, resumed, first.model, second.model)
 
 
