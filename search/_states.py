@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from search.solve import Floats, Places
 
+ROOM = 2**18
+"""So many sums of a layer, or four times as many as shall be left, are held before the less promising ones go."""
+
 
 @numba.njit(cache=True)
 def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
@@ -23,8 +26,9 @@ def lower_hull(seconds: Floats, errors: Floats, first: Places) -> Places:
         for j in range(first[layer], first[layer + 1]):
             while count > base + 1:
                 a, b = hull[count - 2], hull[count - 1]
-                along = (errors[b] - errors[a]) * (seconds[j] - seconds[a])
-                if along < (errors[j] - errors[a]) * (seconds[b] - seconds[a]):
+                # Slopes, not their products with both differences, which may be too small to tell apart.
+                slope = (errors[b] - errors[a]) / (seconds[b] - seconds[a])
+                if slope < (errors[j] - errors[a]) / (seconds[j] - seconds[a]):
                     break
                 count -= 1
             hull[count] = j
@@ -64,12 +68,33 @@ def merge(spent_a: Floats, error_a: Floats, spent_b: Floats, error_b: Floats) ->
 
 
 @numba.njit(cache=True, nogil=True)
-def extend_all(spent: Floats, error: Floats, seconds: Floats, errors: Floats) -> tuple[Floats, Floats]:
-    """The efficient sums of a state and an option: one shifted copy of the states an option, merged in turn."""
+def below(spent: Floats, seconds: float, end: float) -> int:
+    """How many sums of a state and `seconds` are below `end`: the first ones, because they rise."""
+    low, high = 0, len(spent)
+    while low < high:
+        middle = (low + high) // 2
+        if spent[middle] + seconds < end:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True, nogil=True)
+def extend_between(
+    spent: Floats, error: Floats, seconds: Floats, errors: Floats, start: float, end: float
+) -> tuple[Floats, Floats]:
+    """The efficient ones among the sums of a state and an option that take from `start` to below `end` seconds.
+
+    One shifted copy of the states an option, merged in turn.
+    """
     front_spent, front_error = np.empty(0), np.empty(0)
     for option in range(len(seconds)):
+        own = slice(below(spent, seconds[option], start), below(spent, seconds[option], end))
         # States that differ may round to equal sums: the first copy goes through the filter too.
-        front_spent, front_error = merge(front_spent, front_error, spent + seconds[option], error + errors[option])
+        front_spent, front_error = merge(
+            front_spent, front_error, spent[own] + seconds[option], error[own] + errors[option]
+        )
     return front_spent, front_error
 
 
@@ -82,6 +107,30 @@ def least_after(x: float, left: Floats, after: Floats, k: int) -> float:
 
 
 @numba.njit(cache=True)
+def most_promising(
+    spent: Floats, error: Floats, left: Floats, after: Floats, horizon: float, width: int
+) -> tuple[Floats, Floats, float]:
+    """The `width` states of least bound, of equal ones those of fewer seconds; and the least bound of the others."""
+    bound = np.empty(len(spent))
+    k = len(left) - 1
+    for i in range(len(spent)):
+        x = horizon - spent[i]
+        while left[k] > x:
+            k -= 1
+        bound[i] = error[i] + least_after(x, left, after, k)
+    limit = np.partition(bound, width)[width]
+    equal = width - np.sum(bound < limit)
+    keep = np.empty(width, np.intp)
+    count = 0
+    for i in range(len(spent)):
+        if bound[i] < limit or (bound[i] == limit and equal > 0):
+            equal -= bound[i] == limit
+            keep[count] = i
+            count += 1
+    return spent[keep], error[keep], limit
+
+
+@numba.njit(cache=True)
 def extend(
     spent: Floats,
     error: Floats,
@@ -91,12 +140,15 @@ def extend(
     after: Floats,
     horizon: float,
     ceiling: float,
-) -> tuple[Floats, Floats]:
+    width: int,
+) -> tuple[Floats, Floats, float]:
     """The efficient sums of a state and an option whose completions may end within `horizon`, under `ceiling`.
 
-    (left, after) is the relaxation of the layers to come: the least error within so many seconds.
+    (left, after) is the relaxation of the layers to come: the least error within so many seconds. At most `width` of
+    the sums, the most promising ones, and the least bound of those dropped for that.
     """
     front_spent, front_error = np.empty(0), np.empty(0)
+    least_dropped = np.inf
     more_spent, more_error = np.empty(len(spent)), np.empty(len(spent))
     for option in range(len(seconds)):
         count = 0
@@ -114,7 +166,10 @@ def extend(
                 count += 1
         if count:
             front_spent, front_error = merge(front_spent, front_error, more_spent[:count], more_error[:count])
-    return front_spent, front_error
+        if len(front_spent) > (width if option == len(seconds) - 1 else max(4 * width, ROOM)):
+            front_spent, front_error, least = most_promising(front_spent, front_error, left, after, horizon, width)
+            least_dropped = min(least_dropped, least)
+    return front_spent, front_error, least_dropped
 
 
 @numba.njit(cache=True)
@@ -151,20 +206,18 @@ def label(
                 after[steps] = after[steps - 1] - step_gain[i]
                 steps += 1
         start, stop = first[depth - 1], first[depth]
-        spent, error = extend(
-            spent, error, seconds[start:stop], errors[start:stop], left[:steps], after[:steps], horizon, ceiling
+        spent, error, dropped = extend(
+            spent,
+            error,
+            seconds[start:stop],
+            errors[start:stop],
+            left[:steps],
+            after[:steps],
+            horizon,
+            ceiling,
+            width,
         )
-        if len(spent) > width:
-            bound = np.empty(len(spent))
-            for i in range(len(spent)):
-                x = horizon - spent[i]
-                bound[i] = error[i] + least_after(
-                    x, left[:steps], after[:steps], np.searchsorted(left[:steps], x, side="right") - 1
-                )
-            ranked = np.argsort(bound, kind="mergesort")
-            least_dropped = min(least_dropped, bound[ranked[width]])
-            keep = np.sort(ranked[:width])
-            spent, error = spent[keep], error[keep]
+        least_dropped = min(least_dropped, dropped)
         begin[depth + 1] = begin[depth] + len(spent)
         if begin[depth + 1] > len(all_spent):
             room = np.empty(begin[depth + 1])
@@ -206,24 +259,22 @@ def trace_back(
 def efficient_in_three(spent: Floats, other: Floats, error: Floats) -> NDArray[np.bool_]:
     """Which states none beats in all three; of equal ones the first. They come by rising seconds, other, error.
 
-    A staircase holds the least error for so much of the other: a state is beaten by an earlier one or not at all.
+    Places of a Fenwick tree hold the least error for so much of the other: a state is beaten by an earlier one or not
+    at all. Source: Fenwick 1994, "A new data structure for cumulative frequency tables".
     """
     keep = np.zeros(len(spent), np.bool_)
-    stair_other, stair_error = np.empty(len(spent)), np.empty(len(spent))
-    height = 0
+    rank = np.searchsorted(np.unique(other), other) + 1
+    least = np.full(len(other) + 1, np.inf)
     for i in range(len(spent)):
-        place = np.searchsorted(stair_other[:height], other[i], side="right")
-        if place and stair_error[place - 1] <= error[i]:
+        place, best = rank[i], np.inf
+        while place > 0:
+            best = min(best, least[place])
+            place &= place - 1
+        if best <= error[i]:
             continue
         keep[i] = True
-        start = place - 1 if place and stair_other[place - 1] == other[i] else place
-        stop = start
-        while stop < height and stair_error[stop] >= error[i]:
-            stop += 1
-        rest = height - stop
-        moved_other, moved_error = stair_other[stop:height].copy(), stair_error[stop:height].copy()
-        stair_other[start], stair_error[start] = other[i], error[i]
-        stair_other[start + 1 : start + 1 + rest] = moved_other
-        stair_error[start + 1 : start + 1 + rest] = moved_error
-        height = start + 1 + rest
+        place = rank[i]
+        while place < len(least):
+            least[place] = min(least[place], error[i])
+            place += place & -place
     return keep

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,8 +14,14 @@ from numpy.typing import ArrayLike
 from latbench import devices
 from search.solve import BadProblem, Choice, Floats, efficient_options, solve
 
-# From so many states on, the threads share a layer's options.
+AT_ONCE = 2**19
+"""So many sums of a state and an option are looked at together, about: all at once would take any memory."""
+
+SAMPLED = 2**15
+"""Of so many of them it is seen how they spread over the seconds."""
+
 WORTH_SHARING = 4096
+"""From so many states on, the threads share the work."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +52,36 @@ def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_p
     `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs; raises
     BadProblem where there are more than `max_points`, and for what states no problem.
     """
-    from search._states import extend_all, merge
+    from search._states import extend_between
 
     options = efficient_options(seconds, errors)
     spent, error = np.zeros(1), np.zeros(1)
     with ThreadPoolExecutor(cores := devices.cores()) as pool:
         for start, stop in itertools.pairwise(options.first.tolist()):
-            threads = min(cores, stop - start) if len(spent) > WORTH_SHARING else 1
-            shares = [np.arange(start + i, stop, threads) for i in range(threads)]
-            own = ([of[share] for share in shares] for of in (options.seconds, options.errors))
-            extended = pool.map(partial(extend_all, spent, error), *own)
-            spent, error = reduce(lambda a, b: merge(*a, *b), extended)
-            if len(spent) > max_points:
-                raise BadProblem(
-                    f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
-                    "measured, or ask `solve` for the budgets of interest"
-                )
+            own = options.seconds[start:stop], options.errors[start:stop]
+            ends = _ends(spent, own[0], cores)
+            found: list[tuple[Floats, Floats]] = []
+            points, least = 0, np.inf
+            for i in range(0, len(ends) - 1, cores):
+                some = ends[i : i + cores + 1]
+                for later, wrong in pool.map(partial(extend_between, spent, error, *own), some[:-1], some[1:]):
+                    better = wrong < least  # than all that take less
+                    found.append((later[better], wrong[better]))
+                    points += len(found[-1][0])
+                    least = min([least, *wrong[-1:].tolist()])
+                if points > max_points:
+                    raise BadProblem(
+                        f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
+                        "measured, or ask `solve` for the budgets of interest"
+                    )
+            spent, error = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return Frontier(spent, error, (seconds, errors))
+
+
+def _ends(spent: Floats, seconds: Floats, cores: int) -> list[float]:
+    """Seconds that part the sums of a state and an option into pieces of AT_ONCE, about, from -inf to inf."""
+    sums = len(spent) * len(seconds)
+    pieces = max(-(-sums // AT_ONCE), cores if len(spent) > WORTH_SHARING else 1)
+    sampled = np.sort(np.add.outer(spent[:: -(-sums // SAMPLED)], seconds), axis=None)
+    between = sampled[len(sampled) * np.arange(1, pieces) // pieces]
+    return [-np.inf, *np.unique(between).tolist(), np.inf]

@@ -117,8 +117,9 @@ def solve(
     profiles = [options.profile(greedy(options, relaxation, budget - spare.share * budget))]
     bound = -math.inf
     for width in (*(narrow for narrow in NARROW if narrow < max_states), max_states):
-        options, labels = label(options, relaxation, budget, min(profiles)[0], spare, width)
-        spent, error, begin, least_dropped = labels
+        options, relaxation = contending(options, relaxation, budget, min(profiles)[0], spare)
+        spare = Spare(options)  # an option of huge error, which blurs all sums, may be gone
+        spent, error, begin, least_dropped = label(options, relaxation, budget, min(profiles)[0], spare, width)
         last = slice(begin[-2], begin[-1])
         fitting = np.flatnonzero(spent[last] <= budget)
         if len(fitting):
@@ -130,7 +131,6 @@ def solve(
         bound = max(bound, least_dropped - spare.error)
         if bound > min(profiles)[0]:  # what was dropped is worse
             break
-        relaxation = Relaxation(options)
     total_error, total_seconds, choice = min(profiles)
     return Solution(choice, total_seconds, total_error, min(total_error, bound))
 
@@ -146,19 +146,23 @@ class Spare:
         self.error = self.share * float(np.maximum.reduceat(np.abs(options.errors), options.first[:-1]).sum())
 
 
-def label(
-    options: Options, relaxation: Relaxation, budget: float, best: float, spare: Spare, width: int
-) -> tuple[Options, Labels]:
-    """The options and the states that a profile within `budget` of an error up to `best` can have.
+def contending(
+    options: Options, relaxation: Relaxation, budget: float, best: float, spare: Spare
+) -> tuple[Options, Relaxation]:
+    """The options that a profile within `budget` of an error up to `best` can have, and their relaxation.
 
-    The states are `search._states.label`'s: at most `width` a layer.
+    With fewer options it has fewer steps, and is a bound as good or better.
     """
+    kept = contenders(options, relaxation.price(budget), budget, best + spare.error, spare.share)
+    options = options.only(kept)
+    return options, Relaxation(options)
+
+
+def label(options: Options, relaxation: Relaxation, budget: float, best: float, spare: Spare, width: int) -> Labels:
+    """`search._states.label`'s states that a profile within `budget` of an error up to `best` can have."""
     from search._states import label as compiled
 
-    ceiling = best + spare.error
-    options = options.only(contenders(options, relaxation.price(budget), budget, ceiling, spare.share))
-    relaxation = Relaxation(options)  # fewer options: fewer steps, and a bound as good or better
-    return options, compiled(
+    return compiled(
         options.first,
         options.seconds,
         options.errors,
@@ -168,7 +172,7 @@ def label(
         relaxation.fastest_seconds,
         relaxation.fastest_error,
         budget + spare.share * budget,
-        ceiling,
+        best + spare.error,
         width,
     )
 

@@ -57,6 +57,7 @@ def solve_two(
     proven and is less where more than `max_states` states a layer would have been needed.
     Raises BadProblem for what states no problem, Infeasible when nothing keeps both budgets.
     """
+    efficient_options(seconds, errors)
     try:
         efficient_options(other, seconds)
     except BadProblem as error:
@@ -111,11 +112,15 @@ class _Two:
         """Errors, with the other paid for."""
         return [e + price * o for e, o in zip(self.errors, self.other, strict=True)]
 
-    def spare(self, price: float) -> float:
-        """What rounding can do to a bound at this price."""
-        layers = range(len(self.errors))
-        largest = sum(float((np.abs(self.errors[i]) + price * self.other[i]).max()) for i in layers)
-        return Spare(_all_options(self.seconds, self.errors)).share * (largest + price * self.other_budget)
+    @property
+    def share(self) -> float:
+        """`Spare.share` of all options."""
+        return Spare(_all_options(self.seconds, self.errors)).share
+
+    def spare(self, price: float, error: float) -> float:
+        """What rounding can do to the sums of a profile that keeps the other budget, with an error up to `error`."""
+        negative = sum(max(0.0, -float(layer.min())) for layer in self.errors)
+        return self.share * (error + 2 * negative + price * self.other_budget)  # its numbers without their signs
 
     def best_price(self, over: Solution, within: Solution) -> tuple[float, float, list[Choice]]:
         """The price whose bound is highest, that bound, and the profiles met that keep both budgets.
@@ -133,32 +138,34 @@ class _Two:
                 break
             here = gain / weight
             solution = solve(self.seconds, self.priced(here), self.budget)
-            proven = solution.bound - here * self.other_budget - self.spare(here)
+            spare = self.spare(here, _total(self.errors, b))
+            proven = solution.bound - here * self.other_budget - spare
             if proven > bound:
                 price, bound = here, proven
             if self.fits(solution.choice):
                 fitting.append(solution.choice)
-            if solution.choice in (a, b) or solution.error >= _total(self.priced(here), a) - self.spare(here):
+            if solution.choice in (a, b) or solution.error >= _total(self.priced(here), a) - spare:
                 break
             a, b = (a, solution.choice) if self.fits(solution.choice) else (solution.choice, b)
         return price, bound, fitting
 
     def states(self, price: float, best: float, width: int) -> tuple[list[Choice], float]:
         """The best profile among the states that bounds leave, if any fits, and the least bound of those dropped."""
-        from search._states import efficient_in_three
+        from search._states import ROOM, efficient_in_three
 
-        spare, priced = self.spare(price), self.priced(price)
-        ceiling = best + price * self.other_budget + spare
-        every = _all_options(self.seconds, priced)
-        share = Spare(every).share
-        relaxation = Relaxation(efficient_options(self.seconds, priced))
-        kept = contenders(every, relaxation.price(self.budget), self.budget, ceiling, share)
-        places = [every.place[kept & (every.layer == i)] for i in range(len(priced))]
-        t, e, o, p = (
-            [layer[here] for layer, here in zip(arrays, places, strict=True)]
-            for arrays in (self.seconds, self.errors, self.other, priced)
-        )
-        relaxation = Relaxation(efficient_options(t, p))
+        arrays = self.seconds, self.errors, self.other, self.priced(price)
+        places = [np.arange(len(layer)) for layer in self.seconds]
+        while True:  # each time without the options of huge error that blurred the sums before
+            t, e, o, p = ([layer[here] for layer, here in zip(of, places, strict=True)] for of in arrays)
+            every, relaxation = _all_options(t, p), Relaxation(efficient_options(t, p))
+            share = Spare(every).share
+            largest = sum(float((np.abs(errors) + price * other).max()) for errors, other in zip(e, o, strict=True))
+            spare = share * (largest + price * self.other_budget)
+            ceiling = best + price * self.other_budget + spare
+            kept = contenders(every, relaxation.price(self.budget), self.budget, ceiling, share)
+            if kept.all():
+                break
+            places = [here[kept[every.layer == i]] for i, here in enumerate(places)]
         least_other = np.append(np.cumsum([layer.min() for layer in o][::-1])[::-1], 0.0)
         spent, used, error = np.zeros(1), np.zeros(1), np.zeros(1)
         came: list[tuple[Places, Places]] = []
@@ -171,12 +178,11 @@ class _Two:
             bound = error + price * used + error_after(relaxation, depth, left)
             enough = used + least_other[depth] <= self.other_budget * (1 + share)
             keep = np.flatnonzero((bound <= ceiling) & enough)
+            keep, least = _promising(keep, bound, max(4 * width, ROOM))
             keep = keep[np.lexsort((error[keep], used[keep], spent[keep]))]
             keep = keep[efficient_in_three(spent[keep], used[keep], error[keep])]
-            if len(keep) > width:
-                keep = keep[np.argsort(bound[keep], kind="stable")]
-                dropped = min(dropped, float(bound[keep[width]]) - price * self.other_budget - spare)
-                keep = np.sort(keep[:width])
+            keep, less = _promising(keep, bound, width)
+            dropped = min(dropped, min(least, less) - price * self.other_budget - spare)
             came.append((keep // len(t[depth - 1]), keep % len(t[depth - 1])))
             spent, used, error = spent[keep], used[keep], error[keep]
         fitting = np.flatnonzero((spent <= self.budget) & (used <= self.other_budget))
@@ -196,6 +202,14 @@ def error_after(relaxation: Relaxation, depth: int, seconds_left: Floats) -> Flo
     seconds = np.cumsum(np.append(relaxation.fastest_seconds[depth], relaxation.seconds[open_]))
     error = np.cumsum(np.append(relaxation.fastest_error[depth], -relaxation.gain[open_]))
     return np.interp(seconds_left, seconds, error, left=math.inf)
+
+
+def _promising(states: Places, bound: Floats, width: int) -> tuple[Places, float]:
+    """The `width` states of least bound, and the least bound of the others."""
+    if len(states) <= width:
+        return states, math.inf
+    ranked = states[np.argpartition(bound[states], width)]
+    return np.sort(ranked[:width]), float(bound[ranked[width]])
 
 
 def _all_options(seconds: Arrays, errors: Arrays) -> Options:

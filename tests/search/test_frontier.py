@@ -1,12 +1,15 @@
 """The frontier holds every efficient trade-off, and nothing else."""
 
 import itertools
+import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from search._states import extend_between
 from search.frontier import frontier
 from search.solve import BadProblem, solve
 
@@ -63,6 +66,35 @@ def test_each_point_is_what_solve_answers_for_its_seconds(rng: np.random.Generat
 def test_one_option_a_layer_is_one_point() -> None:
     found = frontier([[2.0], [3.0]], [[0.5], [0.25]])
     assert (found.seconds.tolist(), found.errors.tolist(), found.choice(0)) == ([5.0], [0.75], (0, 0))
+
+
+def test_pieces_of_a_layer_make_the_same_frontier(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = rng.integers(1, 9, 7)
+    seconds, errors = ([rng.integers(0, 50, n) / 7 for n in sizes] for _ in range(2))
+    whole = frontier(seconds, errors)
+    monkeypatch.setattr(sys.modules["search.frontier"], "AT_ONCE", 40)
+    monkeypatch.setattr(sys.modules["search.frontier"], "SAMPLED", 100)
+    parts = frontier(seconds, errors)
+    np.testing.assert_array_equal((parts.seconds, parts.errors), (whole.seconds, whole.errors))
+
+
+def test_not_all_sums_are_formed_where_there_are_too_many(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formed = 0
+
+    def counted(*given: Any) -> tuple[np.ndarray, np.ndarray]:
+        nonlocal formed
+        found = extend_between(*given)
+        formed += len(found[0])
+        return found
+
+    monkeypatch.setattr("search._states.extend_between", counted)
+    monkeypatch.setattr(sys.modules["search.frontier"], "AT_ONCE", 1000)
+    seconds = [rng.random(30) for _ in range(4)]
+    with pytest.raises(BadProblem, match="more than 30,000 efficient"):
+        frontier(seconds, [1 - t for t in seconds], max_points=30_000)
+    assert formed < 30 + 30**2 + 30**3 + 50_000  # of 30^4 in the last layer
 
 
 def test_more_points_than_wanted_are_refused_with_advice(rng: np.random.Generator) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize, sparse
 
 from latbench.interchange import read_spdy
-from search._states import extend
+from search._states import ROOM, extend
 from search.solve import BadProblem, Infeasible, Solution, efficient, solve
 
 Arrays = list[np.ndarray]
@@ -193,6 +193,21 @@ def test_many_layers_are_proven(layers: int, options: int, rng: np.random.Genera
     assert total(errors, solution.choice) == solution.error == solution.bound
 
 
+def test_a_huge_error_in_place_of_an_infinite_one_leaves_the_proof_as_it_is(rng: np.random.Generator) -> None:
+    seconds, errors, budget = convex_problem(rng, 30, 20)
+    exact = solve(seconds, errors, budget)
+    seconds[0], errors[0] = np.append(seconds[0], 0.0), np.append(errors[0], 1e12)
+    solution = solve(seconds, errors, budget, max_states=2000)
+    assert (solution.choice, solution.error) == (exact.choice, exact.error) and solution.bound == solution.error
+
+
+def test_the_unit_of_seconds_and_errors_does_not_count(rng: np.random.Generator) -> None:
+    seconds, errors, budget = convex_problem(rng, 20, 10)
+    solution, unit = solve(seconds, errors, budget), 2.0**-600
+    tiny = solve([unit * t for t in seconds], [unit * e for e in errors], unit * budget)
+    assert (tiny.choice, tiny.error, tiny.bound) == (solution.choice, unit * solution.error, unit * solution.bound)
+
+
 def test_a_narrow_search_is_honest_about_its_bound(rng: np.random.Generator) -> None:
     seconds, errors, budget = convex_problem(rng, 80, 30)
     exact = solve(seconds, errors, budget)
@@ -216,8 +231,26 @@ def test_states_agree_with_numpy(rng: np.random.Generator) -> None:
         bound = wrong + np.interp(horizon - sums, left, after, left=np.inf)
         keep = np.flatnonzero(bound <= ceiling)
         keep = keep[efficient(sums[keep], wrong[keep])]
-        got = extend(spent, error, seconds, errors, left, after, horizon, ceiling)
+        *got, dropped = extend(spent, error, seconds, errors, left, after, horizon, ceiling, 99)
         np.testing.assert_array_equal(got, (sums[keep], wrong[keep]))
+        assert dropped == np.inf
+        *got, dropped = extend(spent, error, seconds, errors, left, after, horizon, ceiling, 3)
+        bounds = np.sort(bound[keep])
+        left_in = got[1] + np.interp(horizon - got[0], left, after)
+        assert np.sort(left_in) == pytest.approx(bounds[:3])
+        assert dropped == (pytest.approx(bounds[3]) if len(keep) > 3 else np.inf)
+
+
+def test_sums_without_end_are_cut_before_they_fill_the_memory(rng: np.random.Generator) -> None:
+    # Every sum is efficient and looks as good as any other.
+    spent = np.sort(rng.random(3000))
+    seconds = rng.random(100)
+    assert len(spent) * len(seconds) > ROOM
+    left, after = np.array([0.0, 9.0]), np.array([9.0, 0.0])
+    sums, error, dropped = extend(spent, 1 - spent, seconds, 1 - seconds, left, after, 8.0, 99.0, 1000)
+    assert len(sums) == 1000 and (np.diff(sums) > 0).all() and error == pytest.approx(2 - sums)
+    assert np.isin(sums, np.add.outer(spent, seconds)).all()
+    assert dropped == pytest.approx(3.0)  # 2 - s, and 9 less the 8 - s that are left
 
 
 def test_infeasible_is_said_not_guessed() -> None:

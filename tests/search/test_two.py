@@ -127,6 +127,33 @@ def test_states_that_another_beats_in_all_three_are_dropped(rng: np.random.Gener
     np.testing.assert_array_equal(efficient_in_three(*states.T.copy()), ~np.array(beaten))
 
 
+def test_a_huge_error_in_place_of_an_infinite_one_leaves_the_proof_as_it_is(rng: np.random.Generator) -> None:
+    seconds = [np.sort(rng.random(12))[::-1] * rng.random() for _ in range(20)]
+    errors = [np.linspace(0, 1, 12) ** 2 * rng.random() for _ in range(20)]
+    other = [rng.random(12) * rng.random() for _ in range(20)]
+    budget, other_budget = (sum(0.6 * v.min() + 0.4 * v.max() for v in values) for values in (seconds, other))
+    exact = solve_two(seconds, errors, budget, other, other_budget)
+    huge = [np.append(errors[0], 1e13), *errors[1:]]
+    tempting = ([np.append(of[0], 0.0), *of[1:]] for of in (seconds, other))
+    fast, light = tempting
+    solution = solve_two(fast, huge, budget, light, other_budget)
+    assert (solution.choice, solution.error) == (exact.choice, exact.error) and solution.bound == solution.error
+
+
+def test_states_without_end_are_cut_before_they_fill_the_memory(rng: np.random.Generator) -> None:
+    # Error = constant - seconds - other: every state is efficient, and looks as good as any other.
+    seconds, other = ([rng.random(60) for _ in range(3)] for _ in range(2))
+    errors = [2 - t - o for t, o in zip(seconds, other, strict=True)]
+    exact = solve_two(seconds, errors, 1.35, other, 1.35, max_states=60**3)
+    assert exact.bound == exact.error
+    for room in (100, 2000):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("search._states.ROOM", room)
+            short = solve_two(seconds, errors, 1.35, other, 1.35, max_states=room // 10)
+        assert total(seconds, short.choice) <= 1.35 and total(other, short.choice) <= 1.35
+        assert short.bound <= exact.error <= short.error
+
+
 def test_budgets_that_exclude_each_other_are_infeasible() -> None:
     with pytest.raises(Infeasible, match=r"keeps the other budget of 1\.5: the least that one takes is 3"):
         solve_two([[1.0, 2.0]], [[0.0, 0.0]], 1.5, [[3.0, 1.0]], 1.5)
@@ -139,5 +166,7 @@ def test_what_is_no_problem_is_refused() -> None:
         solve_two([[1.0]], [[1.0]], 1.0, [[-1.0]], 1.0)
     with pytest.raises(BadProblem, match=r"of the other budget.* shape"):
         solve_two([[1.0]], [[1.0]], 1.0, [[1.0, 2.0]], 1.0)
+    with pytest.raises(BadProblem, match=r"^layer 0 has seconds or errors that are NaN"):
+        solve_two([[np.nan]], [[0.0]], 1.0, [[1.0]], 1.0)
     with pytest.raises(BadProblem, match="the other budget must be a finite number"):
         solve_two([[1.0]], [[1.0]], 1.0, [[1.0]], np.inf)
