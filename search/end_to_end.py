@@ -128,9 +128,9 @@ def time_engines(
 ) -> Timings:
     """Time the engines together, `rounds` times in all, built anew in `processes` processes each.
 
-    One that cannot run is left out with the reason; a `required` one raises it. known: seconds that some of them took
-    before on this machine, when it was quiet. Where others used the machine all the while, engines are built once
-    more, and that building does not count.
+    One that cannot run, in whichever building, is left out with the reason; a `required` one raises it. known:
+    seconds that some of them took before on this machine, when it was quiet. Where others used the machine all the
+    while, engines are built once more, and that building does not count.
     """
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
@@ -151,10 +151,11 @@ def time_engines(
                 progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
                 prepared, failed = _prepare(engines, workers, pool, shared)
                 for name, error in failed.items():
-                    if name in required or number > 1:
+                    if name in required:
                         raise LatbenchError(f"{name} cannot run this model: {error}") from error
                     left_out[name] = " ".join(str(error).split())
                 engines = {name: engines[name] for name in prepared}
+                taken = [{name: bursts[name] for name in engines} for bursts in taken]  # also what ran before
                 first = len(taken)
                 while len(taken) - first < MOST_TRIES * wanted:
                     quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])

@@ -1,12 +1,14 @@
 """Engines timed in processes, and what is concluded from the samples; the engines here are plain Python."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from latbench.errors import BadData, LatbenchError
 from latbench.measure import Burst
+from latbench.runners.local import WorkerDied
 from search.end_to_end import (
     MORE_PROCESSES,
     SLOW,
@@ -79,11 +81,14 @@ def test_engines_run_in_turn_and_one_that_cannot_is_left_out_with_the_reason(tmp
 
 def test_engines_are_built_anew_in_several_processes(tmp_path: Path) -> None:
     (tmp_path / "engines.py").write_text(ENGINES)
-    seen = tmp_path / "seen"
-    engine = Engine("a", f"{tmp_path / 'engines.py'}:traced", (str(seen),))
-    timings = time_engines({"one": engine}, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
-    processes = seen.read_text().split()
-    assert len(set(processes)) == len(processes)
+    engines = {
+        name: Engine(worker, f"{tmp_path / 'engines.py'}:traced", (str(tmp_path / name),))
+        for name, worker in (("one", "a"), ("two", "b"), ("three", "b"))
+    }
+    timings = time_engines(engines, threads=1, required=["one"], processes=3, rounds=3, round_seconds=0.01)
+    processes, two, three = ((tmp_path / name).read_text().split() for name in engines)
+    assert len({*processes, *two}) == len(processes) + len(two)  # a process a worker, and none of them twice
+    assert two == three
     # More than asked for where something else had the cores during one of them.
     assert 3 <= len(processes) <= 3 + MORE_PROCESSES
     assert len(timings.built) == len(timings.blocks["one"])
@@ -180,6 +185,52 @@ def test_engines_are_built_again_in_place_of_a_disturbed_building(
     timings = time_engines(engines, threads=1, required=[], processes=3, rounds=9)
     assert set(timings.built) == counted
     assert timings.seconds("4.0", 0.9).value == (8.0 if disturbed == (1, 2, 3) else 4.0)
+
+
+class Told(Busy):
+    """Workers that say whose turn it was, in which building."""
+
+    turns: ClassVar[list[tuple[int, str]]] = []
+
+    def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
+        self.turns.append((Busy.buildings, prepared))
+        return super().burst(prepared, seconds, timeout=timeout)
+
+
+def test_engines_take_turns_in_each_round_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr(Told, "turns", [])
+    monkeypatch.setattr("search.end_to_end.Worker", Told)
+    names = ["4.0", "3.0", "2.0", "1.0"]
+    engines = {name: Engine("a", name, ()) for name in names}
+    timings = time_engines(engines, threads=1, required=[], processes=2, rounds=12)
+    rounds = [Told.turns[i : i + len(names)] for i in range(0, len(Told.turns), len(names))]
+    assert len(rounds) == len(timings.built) == 12
+    for one, building in zip(rounds, timings.built, strict=True):
+        assert sorted(name for _, name in one) == sorted(names) and {number for number, _ in one} == {building}
+    assert len({tuple(name for _, name in one) for one in rounds}) > 4
+
+
+class Failing(Busy):
+    """Workers on a quiet machine, on which one engine can be built only once."""
+
+    def prepare(self, function: str, *arguments: object, timeout: float) -> str:
+        if function == "5.0" and Busy.buildings > 1:
+            raise WorkerDied("crash", "killed by signal 11")
+        return function
+
+
+def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.end_to_end.Worker", Failing)
+    engines = {name: Engine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
+    timings = time_engines(engines, threads=1, required=["4.0"], processes=3, rounds=9)
+    assert (list(timings.blocks), set(timings.built)) == (["4.0", "3.0"], {1, 2, 3})
+    assert timings.left_out == {"5.0": "killed by signal 11"}
+    assert timings.seconds("4.0", 0.9).value == 4.0
+    monkeypatch.setattr(Busy, "buildings", 0)
+    with pytest.raises(LatbenchError, match=r"5\.0 cannot run this model: killed by signal 11"):
+        time_engines(engines, threads=1, required=["5.0"], processes=3, rounds=9)
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:

@@ -111,6 +111,7 @@ def test_layers_come_from_the_table_of_the_network(little: Task, tmp_path: Path)
 
 def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(little: Task) -> None:
     own = overhead.dense_engines(little, 2, "numba")
+    assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
 
