@@ -93,10 +93,10 @@ def predicted_layers(
 ) -> tuple[Layer, ...]:
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
-    With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape that
-    the table lacks, with the patterns and sparsities of others. Rows of rounded weights are no options, because a
-    profile does not ask for them. `patterns` narrows the rest. Raises BadData where a layer has no dense time on this
-    backend with so many threads.
+    With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape of
+    which the table holds nothing, or dense times only, with the patterns and sparsities of others. Rows of rounded
+    weights are no options, because a profile does not ask for them. `patterns` narrows the rest. Raises BadData where
+    a layer has no dense time on this backend with so many threads.
     """
     rows = tables.timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
@@ -107,7 +107,7 @@ def predicted_layers(
     for name, shape in shapes.items():
         if shape not in known:
             wanted = of_shape(rows, shape)
-            if sparsities is not None or DENSE not in set(wanted["pattern"]):
+            if sparsities is not None or set(wanted["pattern"]) <= {DENSE}:
                 wanted = _covered(model, rows, shape, sparsities)
             if DENSE not in set(wanted["pattern"]):
                 raise BadData(
@@ -212,12 +212,13 @@ def one_each(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Sequence[float] | None) -> pd.DataFrame:
-    """Rows of this shape at these sparsities (None: those measured of other shapes) that the model covers.
+    """Rows of this shape: dense if that was measured, and at these sparsities (None: those of other shapes) what the
+    model covers.
 
-    They are made from measured ones of the same pattern, of this shape where there are any.
+    These are made from measured ones of the same pattern, of this shape where it was measured dense and sparse.
     """
     own = of_shape(rows, shape)
-    others = own if DENSE in set(own["pattern"]) else one_each(rows[rows["op"] == shape.op])
+    others = own if {DENSE} < set(own["pattern"]) else one_each(rows[rows["op"] == shape.op])
     made = []
     for spec, measured in others.groupby("pattern", sort=True):
         pattern = parse(str(spec))
@@ -225,10 +226,11 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
             continue
         levels = measured["sparsity_target"].unique() if sparsities is None else sparsities_of(pattern, sparsities)
         made += [measured.head(1).assign(sparsity_target=float(level), **shape_columns(shape)) for level in levels]
+    dense = own[own["pattern"] == DENSE]
     if not made:
-        return others.head(0)
+        return dense
     wanted = pd.concat(made, ignore_index=True)
-    return one_each(wanted[model.covers(wanted)])
+    return one_each(pd.concat([dense, wanted[model.covers(wanted)]]))
 
 
 def _layer(name: str, rows: pd.DataFrame, seconds: Floats, low: Floats, high: Floats, shape: Shape | None) -> Layer:

@@ -198,6 +198,9 @@ def test_a_learned_model_knows_shapes_between_those_that_were_swept() -> None:
     assert (
         known.options == between.options == (Option(DENSE, 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))
     )
+    # Where nothing but dense was measured of a shape, too.
+    dense_only = pd.concat([t, table(*measured(wanted["between"], "dense", 0.0))])
+    assert predicted_layers(model, dense_only, wanted, threads=2, coverage=0.5)[1].options == known.options
     _, finer = predicted_layers(model, t, wanted, threads=2, sparsities=(0.45, 0.6, 0.95), coverage=0.5)
     assert finer.options == (Option(DENSE, 0.0), Option("vector:8", 0.6))
     with pytest.raises(BadData, match=r"layer far .* the cost model knows none"):
