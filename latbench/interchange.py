@@ -79,10 +79,15 @@ def write_spdy(timings: SpdyTimings, path: Path) -> None:
             raise BadData(
                 f"a SPDY timing file cannot hold a layer called {name!r}: names have no space, and are no numbers"
             )
-    lines = ["base", repr(timings.base), "prunable", repr(timings.prunable)]
+    lines = ["base", _exact(timings.base), "prunable", _exact(timings.prunable)]
     for name, points in timings.layers.items():
-        lines += [name, *(f"{seconds:.9f} {sparsity:.4f}" for seconds, sparsity in points)]
+        lines += [name, *(f"{_exact(seconds)} {sparsity:.4f}" for seconds, sparsity in points)]
     write_text_atomically(path, "\n".join(lines) + "\n")
+
+
+def _exact(seconds: float) -> str:
+    """The shortest text of the very number; also of NumPy's, whose own says its type."""
+    return repr(float(seconds))
 
 
 def read_spdy_profile(path: Path) -> dict[str, float]:
@@ -128,7 +133,7 @@ def spdy_rows(
         "dtype_out": "float32", "context": "network", "threads": threads, "pattern_seed": 0, "status": "ok",
     }  # fmt: skip
     whole = {"op": "model", "model": network, "pattern": "dense", "sparsity_target": 0.0}
-    prunable = {"samples_seconds": [timings.base], "flags": f"prunable_seconds={timings.prunable!r}"}
+    prunable = {"samples_seconds": [timings.base], "flags": f"prunable_seconds={_exact(timings.prunable)}"}
     rows = [constant | whole | prunable]
     for name, points in timings.layers.items():
         shape = (shapes or {}).get(name, {})

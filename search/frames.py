@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 REQUIRED = ("layer", "pattern", "sparsity", "seconds")
 TEXTS = ("layer", "pattern", "tied")
-"""Also where they look like numbers: layer 0.10 is not layer 0.1."""
+"""Also where they look like numbers, or like nothing: layer 0.10 is not layer 0.1, and one may be called NA."""
+NUMBERS = ("sparsity", "seconds", "low_seconds", "high_seconds", "error")
+NO_NUMBER = ("", "nan", "NaN", "NA", "N/A", "null", "None")
 
 
 def from_frame(
@@ -57,7 +59,8 @@ def load(path: Path) -> pd.DataFrame:
     try:
         if path.suffix == ".parquet":
             return pd.read_parquet(path)
-        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str))
+        missing = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, NO_NUMBER)
+        return pd.read_csv(path, dtype=dict.fromkeys(TEXTS, str), keep_default_na=False, na_values=missing)
     except (OSError, ValueError) as error:
         raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -17,6 +18,15 @@ def test_a_timing_file_is_read_as_written(tmp_path: Path) -> None:
     timings = read_spdy(tmp_path / "t.txt")
     assert timings == SpdyTimings(0.5, 0.25, {"conv1": ((0.0125, 0.0), (0.01, 0.4)), "fc": ((0.2, 0.0),)})
     assert timings.fixed == 0.25
+
+
+def test_seconds_are_written_to_the_last_bit(tmp_path: Path) -> None:
+    timings = SpdyTimings(np.float64(2.5e-6), np.float64(1.2345e-6), {"fc": ((4e-10, 0.5), (1.2345678e-6, 0.0))})
+    write_spdy(timings, tmp_path / "t.txt")
+    assert read_spdy(tmp_path / "t.txt") == timings
+    assert (tmp_path / "t.txt").read_text().startswith("base\n2.5e-06\nprunable\n1.2345e-06\nfc\n4e-10 0.5000\n")
+    rows = interchange.spdy_rows(timings, network="n", pattern="unstructured", device="a-cpu")
+    assert rows[0]["flags"] == "prunable_seconds=1.2345e-06"
 
 
 def test_the_published_files_are_read_and_survive_a_round_trip(data: Path, tmp_path: Path) -> None:
