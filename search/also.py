@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from latbench.errors import UsageError
-from search.layers import DENSE_OPTION, Layer, Option
+from search.layers import DENSE_OPTION, ROUNDING, Layer, Option
 from search.solve import Choice, Floats, sum_in_order
 from search.weight_bytes import weight_bytes
 from sparse_kernels.shapes import Shape
@@ -65,8 +65,16 @@ class Also:
         return sum_in_order(taken) <= self.left
 
     def without(self, names: Iterable[str]) -> Also:
-        """What is left of it for the others where these layers stay dense."""
-        return replace(self, fixed=self.fixed + sum(self.costs[name][DENSE_OPTION] for name in names))
+        """What is left of it for the others where these layers stay dense.
+
+        That is another order of adding up: where it counts, what it can change is left unused.
+        """
+        gone = list(names)
+        fixed = self.fixed + sum(self.costs[name][DENSE_OPTION] for name in gone)
+        if not gone or not self.order:
+            return replace(self, fixed=fixed)
+        order = tuple(group for group in self.order if not set(group) & set(gone))
+        return replace(self, fixed=fixed, budget=self.budget * (1 - ROUNDING), order=order)
 
     def used(self, options: Mapping[str, Option]) -> float:
         """What a profile takes of it: `Selection.options`."""

@@ -19,6 +19,10 @@ FOUR_DIGITS = 5e-5
 """Sparsities in SPDY's files are rounded."""
 
 
+ROUNDING = 1e-12
+"""As a share of seconds: more than adding them up in another way can change."""
+
+
 @dataclass(frozen=True)
 class Interval:
     """A value and its interval."""

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.errors import BadData, UsageError
+from latbench.interchange import read_spdy_profile
 from search.also import Also, bytes_of_weights, order_of
 from search.layers import (
     DENSE,
     DENSE_OPTION,
+    ROUNDING,
     Interval,
     Layer,
     Option,
@@ -49,9 +51,6 @@ SLOWEST = 3
 
 QUICK_STATES = 1000
 """States a layer of a `Problem.solver` that is to be quick under two budgets: within a thousandth of the least."""
-
-ROUNDING = 1e-12
-"""As a share of seconds: more than adding them up in another way can change."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,21 +154,30 @@ class Problem:
     def reachable(self, target: float) -> float:
         """The `budget` of a target that some profile keeps together with `also`.
 
-        Raises Infeasible, saying which of both is too small.
+        Raises Infeasible, saying which of both is too small. Where that was not settled, the solver says so.
         """
         budget = self.budget(target)
         if self.also is None:
             return budget
         costs, fixed, left = self.also.arrays(self.layers), self.also.fixed, self.also.left
-        least, at_any_speed = solve(self.safe_seconds, costs, budget).error, sum_in_order(it.min() for it in costs)
-        if least <= left:
+        found, at_any_speed = solve(self.safe_seconds, costs, budget), sum_in_order(it.min() for it in costs)
+        if found.bound <= left:
             return budget
         fault = "that budget alone is too small" if at_any_speed > left else "either budget alone can be kept"
         raise Infeasible(
             budget, sum_in_order(layer.high.min() for layer in self.layers),
             f"no profile that reaches {target:g}x keeps {self.also.what}, {self.also.budget:.6g}: the least that one "
-            f"takes is {least + fixed:.6g}, and {at_any_speed + fixed:.6g} at whatever speed: {fault}",
+            f"takes is {found.error + fixed:.6g}, and {at_any_speed + fixed:.6g} at whatever speed: {fault}",
         )  # fmt: skip
+
+    def could_reach(self, target: float) -> None:
+        """Raise Infeasible for a target that is out of reach even where every interval's favourable end is true."""
+        best = self._changed(lambda it: replace(it, high=np.maximum(it.low, 0.0)))
+        best = replace(best, fixed=interval(self.fixed.low), dense=interval(self.dense.high))
+        try:
+            best.reachable(target)
+        except Infeasible:
+            self.reachable(target)
 
     def keeps(self, choice: Choice, target: float) -> bool:
         """Whether the profile reaches the target, and keeps `also`. Raises Infeasible where none reaches it."""
@@ -181,11 +189,13 @@ class Problem:
         return self.also is None or self.also.keeps(self.layers, choice)
 
     def solve(self, target: float, *, also: Also | None = None) -> Selection:
-        """The profile of least total error that keeps the promise, and `also`, here or of the problem.
+        """The profile of least total error that keeps the promise, and `also`, given here or the problem's own.
 
-        Raises Infeasible.
+        Raises Infeasible, and UsageError where both are there.
         """
         self._check_errors()
+        if also is not None and self.also is not None:
+            raise UsageError(f"the problem keeps {self.also.what} already, and a profile can have one second budget")
         problem = self if also is None else replace(self, also=also)
         solution = problem.solver(target)(self.errors)
         return Selection(problem, solution.choice, solution.bound)
@@ -257,12 +267,15 @@ class Problem:
         if not self.errors_known:
             raise UsageError("errors are not known yet: give them by `with_errors`, or take SPDY's, `with_prior`")
 
-    def selection(self, profile: Mapping[str, Option | float]) -> Selection:
+    def selection(self, profile: Mapping[str, Option | float] | str | Path) -> Selection:
         """The profile that gives each layer of the model an option, or an option by its sparsity alone.
 
-        A layer that it does not name stays dense. Raises UsageError for a layer or an option that is not there, for
-        a sparsity that several patterns have, and for tied layers with unlike options.
+        Or the one in a file of SPDY's text format, as `Selection.save_spdy` writes it. A layer that it does not name
+        stays dense. Raises UsageError for a layer or an option that is not there, for a sparsity that several
+        patterns have, and for tied layers with unlike options; BadData for what is no such file.
         """
+        if isinstance(profile, str | Path):
+            profile = read_spdy_profile(Path(profile))
         known = [part.name for layer in self.layers for part in layer.parts]
         if unknown := [name for name in profile if name not in known]:
             raise UsageError(f"the profile names layer {unknown[0]}, and the problem has {listed(known)}")
@@ -357,11 +370,11 @@ class Problem:
         """The problem with every layer of the model changed."""
         return replace(self, layers=tuple(layer.changed(change) for layer in self.layers))
 
-    def without_hopeless(self) -> Problem:
-        """Leave out what no efficient profile needs, before its errors are known.
+    def without_hopeless(self, *, by_errors: bool = False) -> Problem:
+        """Leave out what no efficient profile needs: by their errors, or before those are known.
 
-        An option goes if another is no slower, drops no more, has a pattern that is at least as free, and takes no
-        more of a second budget. Dense stays.
+        An option goes if another is no slower, takes no more of a second budget, and has no larger error; or without
+        errors, if it drops no more and has a pattern that is at least as free. Dense stays.
         """
         costs = None if self.also is None else self.also.arrays(self.layers)
 
@@ -369,12 +382,16 @@ class Problem:
             layer = self.layers[i]
             patterns = [option.pattern for option in layer.options]
             sparsity = np.array([option.sparsity for option in layer.options])
-            other = ~np.eye(len(patterns), dtype=bool)
-            freer = np.array([[as_free(a, b) for b in patterns] for a in patterns])
-            beaten = other & freer & (sparsity[:, None] <= sparsity) & (layer.high[:, None] <= layer.high)
+            if by_errors:
+                no_worse = layer.errors[:, None] <= layer.errors
+            else:
+                no_worse = sparsity[:, None] <= sparsity
+                no_worse &= np.array([[as_free(a, b) for b in patterns] for a in patterns])
+            beats = no_worse & (layer.high[:, None] <= layer.high)
             if costs is not None:
-                beaten &= costs[i][:, None] <= costs[i]
-            return np.flatnonzero(~beaten.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
+                beats &= costs[i][:, None] <= costs[i]
+            beats &= ~beats.T | np.tri(len(patterns), k=-1, dtype=bool).T  # of equal ones the first
+            return np.flatnonzero(~beats.any(axis=0) | (np.array(patterns) == DENSE)).tolist()
 
         return replace(self, layers=tuple(it.take(hopeful(i)) for i, it in enumerate(self.layers)))
 
@@ -401,7 +418,7 @@ class Problem:
         return replace(self, layers=tuple(_finite(it, np.isfinite(it.errors).tolist()) for it in found.layers))
 
     def without_infinite(self, errors: Mapping[str, Mapping[Option, float]]) -> Problem:
-        """Leave out the options whose error is infinite, before `without_hopeless` leaves out what they beat."""
+        """Leave out the options whose error is infinite; what they beat may have hope without them."""
 
         def possible(layer: Layer) -> list[bool]:
             own = [errors.get(part.name, {}) for part in layer.parts]
@@ -456,7 +473,11 @@ class Problem:
         return from_spdy(path, **settings)
 
     def to_frame(self) -> pd.DataFrame:
-        """A row an option; `from_frame` reads it back."""
+        """A row an option of the layers that are searched.
+
+        `from_frame` reads it back with `dense_seconds=problem.dense, fixed_seconds=problem.fixed`: in these is what
+        the excluded layers take.
+        """
         from search import frames
 
         return frames.of_problem(self)

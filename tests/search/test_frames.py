@@ -71,6 +71,9 @@ def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tm
     for target in (1.1, 1.7, 3.0):
         assert again.solve(target) == p.solve(target)
         assert again.solve(target).predicted == p.solve(target).predicted
+    p = p.limited(excluded=["fc0"])
+    again = Problem.from_frame(p.to_frame(), dense_seconds=p.dense, fixed_seconds=p.fixed)
+    assert again.solve(1.5).predicted == p.solve(1.5).predicted
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,10 @@ def test_a_profile_is_a_frame_of_layers_and_a_text(rng: np.random.Generator, tmp
     unambiguous = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers))
     solution = unambiguous.solve(2.0)
     solution.save_spdy(tmp_path / "profile.txt")
-    assert unambiguous.selection(read_spdy_profile(tmp_path / "profile.txt")).choice == solution.choice
+    assert unambiguous.selection(tmp_path / "profile.txt").choice == solution.choice
+    assert unambiguous.selection(str(tmp_path / "profile.txt")).choice == solution.choice
+    with pytest.raises(BadData, match="no such file"):
+        unambiguous.selection(tmp_path / "profile")
     assert p.selection({"fc1": Option("nm:2:4", 0.5)}).choice == (0, 3, 0)
     for profile, said in (
         ({"fc9": 0.5}, "the profile names layer fc9, and the problem has fc0, fc1, fc2"),
@@ -187,6 +193,11 @@ def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Pa
     again = Problem.from_spdy(tmp_path / "t.txt", pattern="vector:8")
     assert again.solve(2.0).options == p.solve(2.0).options
     assert again.fixed.value == pytest.approx(0.5)
+    tiny = p._timed(Interval(1e-10, 1e-10, 1e-10), Interval(0, 0, 0), np.float64(1e-9), "torch")
+    tiny.save_spdy(tmp_path / "tiny.txt")
+    again = Problem.from_spdy(tmp_path / "tiny.txt", pattern="vector:8")
+    assert [layer.seconds.tolist() for layer in again.layers] == [layer.seconds.tolist() for layer in tiny.layers]
+    assert again.dense.value == 1e-9
 
 
 @pytest.mark.parametrize("target", [1.5, 2.0, 3.0])
@@ -223,6 +234,13 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     like_numbers = given.assign(layer=given["layer"].replace({"fc0": "0.1", "fc1": "0.10", "fc2": "007"}))
     like_numbers.to_csv(tmp_path / "numbers.csv", index=False)
     assert [it.name for it in sources.read(str(tmp_path / "numbers.csv")).layers] == ["0.1", "0.10", "007"]
+    like_nothing = given.assign(layer=given["layer"].replace({"fc0": "NA", "fc1": "null"}), tied="None")
+    like_nothing.assign(error=np.nan).to_csv(tmp_path / "nothing.csv", index=False)
+    p = sources.read(str(tmp_path / "nothing.csv"))
+    assert [part.name for part in p.layers[0].parts] == ["NA", "null", "fc2"] and not p.errors_known
+    (tmp_path / "blank.csv").write_text("layer,pattern,sparsity,seconds\n,dense,0,1\n")
+    with pytest.raises(BadData, match="the frame has a row without a layer"):
+        sources.read(str(tmp_path / "blank.csv"))
     assert sources.read(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
     with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
         sources.read(str(tmp_path / "t.txt"), threads=2)

@@ -23,7 +23,7 @@ from search.layers import (
     uniform_choice,
 )
 from search.problem import Problem
-from search.solve import Infeasible, sum_in_order
+from search.solve import Infeasible, Solution, sum_in_order
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 
@@ -317,6 +317,40 @@ def test_a_second_budget_in_any_unit() -> None:
         p.solve(2.0, also=Also({"a": weights, "b": weights}, 19.0, "bytes"))
     with pytest.raises(UsageError, match="bytes: nothing says what layer b takes as dense"):
         p.solve(1.0, also=Also({"a": weights}, 70.0, "bytes"))
+
+
+def test_a_profile_has_one_second_budget() -> None:
+    weights = dict(zip(OPTIONS, (100.0, 50.0, 10.0, 60.0), strict=True))
+    also = Also({"a": weights, "b": weights}, 70.0, "bytes")
+    with pytest.raises(UsageError, match="the problem keeps bytes already, and a profile can have one second budget"):
+        replace(problem(), also=also).solve(1.0, also=replace(also, budget=1e9))
+
+
+def test_another_problem_s_budget_holds_also_where_layers_stay_dense(rng: np.random.Generator) -> None:
+    for _ in range(20):
+        p, other = random_problem(rng), random_problem(rng)
+        name = p.layers[0].name
+        found = replace(p, also=other.within(1.05)).limited(excluded=[name]).solve(1.02)
+        assert name not in found.options and other.selection(found.options).speedup.low >= 1.05
+        fitting = [
+            sum_in_order(e[j] for e, j in zip(p.errors[1:], c[1:], strict=True))
+            for c in all_profiles(p)
+            if p.layers[0].options[c[0]].pattern == DENSE
+            and p.speedup(p.predict(c)).low >= 1.02
+            and other.speedup(other.predict(c)).low >= 1.05
+        ]
+        assert found.error == pytest.approx(min(fitting))
+
+
+def test_what_was_not_settled_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As the solver answers where too many profiles come close: 150 is what it found, 140 what it proved.
+    unproven = Solution((2, 2), 2.0, 150.0, 140.0)
+    monkeypatch.setattr("search.problem.solve", lambda *_: unproven)
+    weights = dict(zip(OPTIONS, (100.0, 50.0, 75.0, 60.0), strict=True))
+    asked = replace(problem(), also=Also({"a": weights, "b": weights}, 145.0, "it"))
+    assert asked.reachable(2.0) == asked.budget(2.0)
+    with pytest.raises(Infeasible, match="the least that one takes is 150"):
+        replace(asked, also=Also({"a": weights, "b": weights}, 139.0, "it")).reachable(2.0)
 
 
 def heavy(p: Problem, rng: np.random.Generator) -> dict[str, dict[Option, float]]:
