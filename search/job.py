@@ -49,7 +49,8 @@ from search.solve import sum_in_order
 from search.strategies import find
 from search.task import Task
 from search.trials import Trials, key_of
-from search.verify import SESSION
+from search.verify import SESSION, Verdict
+from search.verify import load as load_verdict
 from sparse_kernels.shapes import Shape
 
 VERIFIED = 2
@@ -68,8 +69,9 @@ class Settings:
     `sparsities` are looked at instead of those in the table, as far as the cost model knows; `errors` of layers are
     of their outputs, of their weights, or in a file (`search.layer_errors`). `most_bytes` is what the weights of the
     whole pruned model may take (`search.also.bytes_of_model`), None for whatever they do.
-    `time_budget` is in seconds: no profile is tried after so long. `processes` prune layers and judge profiles; or
-    these are judged elsewhere, `judges` is one of `search.judges.PLACES`. Both change no more than roundings.
+    `time_budget` is in seconds, once layers are pruned and whole models timed: after so long no profile is tried any
+    more, though those found are timed. `processes` prune layers and judge profiles; or these are judged elsewhere,
+    `judges` is one of `search.judges.PLACES`. Both change no more than roundings.
     """
 
     target: float
@@ -144,8 +146,20 @@ class Inputs:
     def feed_back(self, folder: Path, settings: Settings) -> None:
         """Keep what the verification in `folder` timed, for all searches under the same conditions.
 
+        Raises BadData as `met` does.
+        """
+        sessions.add(self._verification(folder, settings), self.conditions(settings), self._verified(settings))
+
+    def met(self, folder: Path, settings: Settings) -> Verdict | None:
+        """The verdict of the verification in `folder` where that met the very target of `settings`.
+
         Raises BadData for a folder that has none, or one of other conditions.
         """
+        self._verification(folder, settings)
+        verdict = load_verdict(folder / "verify.json")
+        return verdict if verdict is not None and verdict.met and verdict.target == settings.target else None
+
+    def _verification(self, folder: Path, settings: Settings) -> Session:
         found = sessions.load(folder / SESSION)
         if found is None:
             raise BadData(f"{folder} holds no {SESSION}, which `latbench verify` writes there")
@@ -156,7 +170,7 @@ class Inputs:
                 f"the verification in {folder} does not go with this search: its {other[0]} is "
                 f"{key.get(other[0])}, not {wanted[other[0]]}"
             )
-        sessions.add(session, wanted, self._verified(settings))
+        return session
 
     def _verified(self, settings: Settings) -> Path:
         return self.database / f"verified-{_hash(self.conditions(settings))}.json"
@@ -308,30 +322,39 @@ def prepare(
         if settings.most_bytes is not None:
             also = bytes_of_model(inputs.model, problem.layers, shapes, settings.most_bytes)
             problem = replace(problem, also=also)
-        if given is not None:
-            problem = problem.without_infinite(given)
-        if settings.strategy != "uniform":  # which has one option everywhere, also where another would be better
-            problem = problem.without_hopeless()
         return problem if given is None else problem.with_errors(given)
 
-    # Infeasible is said before an hour of pruning, not after. What a verification says of other profiles than its own
-    # is a guess: of these the fastest is timed before a target is refused.
-    as_asked(whole.problem(layers)).certain().reachable(settings.target)
-    problem = as_asked(_as_verified(whole.problem(layers), verified, settings.risk))
-    options = {
-        part.name: [(option.pattern, option.sparsity) for option in part.options]
-        for layer in problem.layers
-        for part in layer.parts
-    }
-    build_database(
-        task, inputs.model, options, database,
-        lambda done, total: progress("pruning layers into the database", done, total),
-        method=inputs.method, processes=settings.processes,
-    )  # fmt: skip
-    if settings.errors == "output":
-        problem = problem.with_errors(layer_errors.output_errors(problem, database))
-    elif settings.errors == "weight":
-        problem = problem.with_errors(layer_errors.weight_errors(problem, database, inputs.model))
+    def hopeful(problem: Problem) -> Problem:
+        if settings.strategy == "uniform":  # which has one option everywhere, also where another would be better
+            return problem
+        return problem.without_hopeless(by_errors=given is not None)
+
+    # Infeasible is said before an hour of pruning, not after. Where favourable ends leave it open, and of what a
+    # verification says of other profiles than its own, the fastest is timed before a target is refused.
+    as_asked(whole.problem(layers)).could_reach(settings.target)
+    possible = as_asked(_as_verified(whole.problem(layers), verified, settings.risk))
+    while True:
+        problem = hopeful(possible)
+        options = {
+            part.name: [(option.pattern, option.sparsity) for option in part.options]
+            for layer in problem.layers
+            for part in layer.parts
+        }
+        build_database(
+            task, inputs.model, options, database,
+            lambda done, total: progress("pruning layers into the database", done, total),
+            method=inputs.method, processes=settings.processes,
+        )  # fmt: skip
+        if given is not None:
+            break
+        if settings.errors == "output":
+            errors = layer_errors.output_errors(problem, database)
+        else:
+            errors = layer_errors.weight_errors(problem, database, inputs.model)
+        if all(math.isfinite(error) for own in errors.values() for error in own.values()):
+            problem = problem.with_errors(errors)
+            break
+        possible = possible.without_infinite(errors)  # what those beat is pruned, too
     if not verified:  # which moved all layers together
         problem = chance.apart(problem, settings.target)
     names = [part.name for layer in problem.layers for part in layer.parts]
@@ -428,6 +451,7 @@ def _profile(
         for layer, j in zip(problem.layers, found.choice, strict=True)
         for part in layer.parts
     }  # fmt: skip
+    error = sum_in_order(choice.error for choice in chosen.values())
     return Profile(
         task=inputs.task.name,
         layers=chosen,
@@ -448,8 +472,8 @@ def _profile(
         predicted_low=predicted.low,
         predicted_high=predicted.high,
         loss=found.loss,
-        error=sum_in_order(choice.error for choice in chosen.values()),
-        bound=kept.bound,
+        error=error,
+        bound=min(error, kept.bound),  # which adds up tied layers first
         ceiling=ceiling,
         additivity_before=additive[0],
         additivity_after=additive[1],

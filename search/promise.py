@@ -13,7 +13,8 @@ the root of an equation"). While all are on one side, layers are taken to be as 
 as in the nearest profile, and each further step goes twice as far, until there is one on the other side. A line
 through two profiles of one side would go wherever their noise points.
 
-Where nothing was kept, the fastest profile of all is timed in the end: a target that it misses is out of reach.
+Where nothing was kept, the fastest profile of all is timed in the end: a target that it misses is out of reach, and
+from one that it keeps rounds close in again.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from latbench.errors import PromiseMissed
 from search import risk
 from search.engines import DENSE_ENGINES
 from search.evaluations import Found
+from search.layers import ROUNDING
 from search.problem import Choice, Interval, Problem
 from search.sessions import Session
 from search.solve import Infeasible
@@ -57,16 +59,11 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Tried:
-    """A profile that a search found, and the least error that its budget allowed."""
-
-    found: Found
-    bound: float
-
-
-@dataclass(frozen=True)
 class Kept:
-    """A profile that was measured to keep the promise, and the problem that predicts just that for it."""
+    """A profile that was measured to keep the promise, and the problem that predicts just that for it.
+
+    No profile that keeps the promise in this problem has an error below `bound`.
+    """
 
     problem: Problem
     found: Found
@@ -86,19 +83,20 @@ def keep_promise(
 
     The first profile is the solver's own, which costs no search and shows how predictions fare where it counts.
     `measure` times profiles side by side and answers with all that it knows of each by then. Profiles from `before`,
-    with their losses, are timed beside the others. Raises Infeasible where predictions alone say that nothing can,
-    and PromiseMissed where the fastest profile was timed and missed, too.
+    with their losses, are timed beside the others. Raises Infeasible where the favourable ends of all predictions say
+    that nothing can, and PromiseMissed where the fastest profile was timed and missed, too.
     """
     rounds = _Rounds(problem, search, measure, target, dict(before or {}))
-    rounds.go_on([rounds.predicted])
+    rounds.go_on([rounds.predicted], 1 + ROUNDS)
     if not rounds.held():
         wanted = rounds.one([rounds.predicted.certain().only_fastest(target)])
-        rounds.go_on(wanted if rounds.held() else [])
+        rounds.go_on(wanted if rounds.held() else [], ROUNDS)
     if not rounds.held():
         raise PromiseMissed(_missed(rounds.predicted, rounds.times, target))
-    best = min(rounds.held(), key=lambda choice: rounds.tried[choice].found.loss)
-    tried, times = rounds.tried[best], rounds.times[best]
-    return Kept(corrected(rounds.predicted, best, times), tried.found, tried.bound, times)
+    best = min(rounds.held(), key=lambda choice: rounds.tried[choice].loss)
+    final, times = corrected(rounds.predicted, best, rounds.times[best]), rounds.times[best]
+    bound = final.solve(target / (1 + ROUNDING)).bound  # `best` just fits there: no rounding may come between
+    return Kept(final, rounds.tried[best], bound, times)
 
 
 class _Rounds:
@@ -113,29 +111,30 @@ class _Rounds:
         before: Mapping[Choice, float],
     ) -> None:
         # Where predictions are too uncertain to promise it, it may be so all the same: measuring will tell.
-        self.predicted = problem if _fits(problem, target) else problem.certain()
+        self.predicted = problem if _fits(problem.reachable, target) else problem.certain()
+        self.hopeful = _fits(problem.could_reach, target)
         self.search, self.measure, self.target, self.before = search, measure, target, before
         self.number = 0
-        self.tried: dict[Choice, Tried] = {}
+        self.tried: dict[Choice, Found] = {}
         self.times: dict[Choice, Measured] = {}
 
     def held(self) -> list[Choice]:
         """The profiles that were measured to keep the promise."""
         return [choice for choice, one in self.times.items() if one.speedup.low >= self.target]
 
-    def go_on(self, wanted: Sequence[Problem]) -> None:
-        """Rounds until nothing is left to search, ROUNDS after the first one."""
-        while wanted and self.number <= ROUNDS:
-            wanted = self.one(wanted)
+    def go_on(self, wanted: Sequence[Problem], most: int) -> None:
+        """Rounds until nothing is left to search, at `most` so many."""
+        for _ in range(most):
+            wanted = self.one(wanted) if wanted else []
 
     def one(self, wanted: Sequence[Problem]) -> Sequence[Problem]:
         """Search in the first problem that has a profile and time it; what to search next, nothing at the end."""
         number, self.number = self.number, self.number + 1
         missed = self.times.keys() - set(self.held())
         try:
-            found, bound = _first_found(self.search, wanted, number, missed, self.target)
+            found = _first_found(self.search, wanted, number, missed)
         except Infeasible:
-            if self.times or (self.before and number == 0):
+            if self.times or (number == 0 and (self.before or self.hopeful)):
                 return []
             raise
         if found.choice in missed:
@@ -145,22 +144,20 @@ class _Rounds:
             return []
         if not self.times:
             for choice, loss in self.before.items():
-                self.tried[choice] = Tried(Found(choice, loss, "verified", (), 0.0, False), bound)
-        self.tried[found.choice] = Tried(found, bound)  # the bound of the budget that this round had
+                self.tried[choice] = Found(choice, loss, "verified", (), 0.0, False)
+        self.tried[found.choice] = found
         self.times.update(zip(self.tried, self.measure(list(self.tried)), strict=True))
         if number > 0 and self.target <= self.times[found.choice].speedup.low <= self.target * (1 + TO_SPARE):
             return []
         return [_closed_in(self.predicted, self.times, self.target, aim) for aim in (AIM, 1.0)]
 
 
-def _first_found(
-    search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice], target: float
-) -> tuple[Found, float]:
-    """What the search finds in the first problem that has a profile, and the least error there. Raises Infeasible."""
+def _first_found(search: Search, problems: Sequence[Problem], number: int, missed: Collection[Choice]) -> Found:
+    """What the search finds in the first problem that has a profile. Raises Infeasible."""
     for problem in problems[:-1]:
         with contextlib.suppress(Infeasible):
-            return search(problem, number, missed), problem.solve(target).bound
-    return search(problems[-1], number, missed), problems[-1].solve(target).bound
+            return search(problem, number, missed)
+    return search(problems[-1], number, missed)
 
 
 def corrected(problem: Problem, choice: Choice, measured: Measured) -> Problem:
@@ -217,9 +214,9 @@ def _missed(problem: Problem, times: Mapping[Choice, Measured], target: float) -
     return sentence + "; ask for less, or search again with --remeasure when the machine is quiet"
 
 
-def _fits(problem: Problem, target: float) -> bool:
+def _fits(reach: Callable[[float], object], target: float) -> bool:
     try:
-        problem.reachable(target)
+        reach(target)
     except Infeasible:
         return False
     return True

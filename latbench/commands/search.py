@@ -78,7 +78,11 @@ def search(
         ),
     ] = "staged",
     time_budget: Annotated[
-        str | None, typer.Option(help="Try no profile after so long and take the best so far: 90s, 10m, 1.5h.")
+        str | None,
+        typer.Option(
+            help="Try no profile after so long and take the best so far: 90s, 10m, 1.5h. It counts from when layers "
+            "are pruned and whole models timed; what is found is timed even after it, up to 10 rounds of minutes."
+        ),
     ] = None,
     processes: Annotated[
         int | None,
@@ -107,7 +111,7 @@ def search(
     ] = 0.9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     refine: Annotated[
-        Path | None, typer.Option(help="Folder of a `latbench verify`: go on from what it measured.")
+        Path | None, typer.Option(help="Folder of a `latbench verify` that missed: go on from what it measured.")
     ] = None,
     remeasure: Annotated[
         bool, typer.Option("--remeasure", help="Time whole models again, and search again.")
@@ -143,6 +147,12 @@ def search(
         loaded = replace(loaded, limits=loaded.limits + stated)
         inputs = job.read_inputs(loaded, places.at(table), model, database, method)
         if refine is not None:
+            met = None if remeasure else inputs.met(refine, settings)
+            if met is not None:
+                typer.echo(
+                    f"{refine}: {met.sentence()}: there is nothing to refine (--remeasure searches all the same)"
+                )
+                return
             inputs.feed_back(refine, settings)
         found = None if remeasure else _finished(output, inputs.digest(settings))
         last_line = f"{output} is up to date"

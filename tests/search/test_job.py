@@ -325,11 +325,62 @@ def test_a_verification_does_not_refuse_what_was_not_timed() -> None:
     assert kept.measured.speedup.low >= target and kept.found.loss <= loss(solved)
 
 
+def test_rounds_close_in_from_the_fastest_profile_as_from_any_other() -> None:
+    # Whatever takes more than 80% of the seconds that should do just misses: so do all of the first rounds.
+    exact, target = problem(spread=0.0), 2.0
+    enough = 0.8 * exact.budget(target)
+    asked: list[Choice] = []
+
+    def measure(choices: Sequence[Choice]) -> list[Measured]:
+        asked.extend(choice for choice in choices if choice not in asked)
+        found = []
+        for choice in choices:
+            value, more = exact.speedup(exact.predict(choice)).value, seconds(exact, choice) - enough
+            if more > 0:
+                value = (0.995 - 0.003 * more) * target
+            found.append(Measured(Interval(value, value, value), exact.dense, "torch"))
+        return found
+
+    kept = keep_promise(exact, searcher(settings(target), Judge(), quiet), measure, target)
+    fastest = (6,) * LAYERS
+    missed = asked.index(fastest)
+    assert missed >= 3 and all(seconds(exact, choice) > enough for choice in asked[:missed])
+    assert target <= kept.measured.speedup.low < 1.25 * target < measure([fastest])[0].speedup.low
+    assert kept.found.loss < loss(fastest)
+
+
+def test_the_bound_is_of_what_keeps_the_promise_as_it_was_measured() -> None:
+    # A verified profile is too slow as predicted; the machine is faster, and it is kept.
+    exact, target = problem(spread=0.0), 2.0
+    solved, better = exact.solve(target).choice, scaled(exact, 0.8).solve(target).choice
+
+    def search(problem: Problem, number: int, missed: Collection[Choice]) -> Found:
+        return Found(solved, 1.0, "staged", (), 1.0, False)
+
+    kept = keep_promise(exact, search, machine(0.79, noise=0.0)[0], target, before={better: 0.5})
+    assert kept.found.choice == better
+    whole = functools.reduce(np.add.outer, kept.problem.safe_seconds).ravel() + kept.problem.fixed.high
+    errors = functools.reduce(np.add.outer, kept.problem.errors).ravel()
+    least = errors[kept.problem.dense.low / whole >= target * (1 - 1e-9)].min()
+    assert kept.bound == pytest.approx(least)
+    assert kept.bound <= sum(float(e[j]) for e, j in zip(exact.errors, better, strict=True)) * (1 + 1e-12)
+
+
 def test_infeasible_before_anything_is_measured() -> None:
     measure, asked = machine(1.0)
     with pytest.raises(Infeasible, match="target 15x is infeasible"):
         kept_promise(problem(), Judge(), measure, settings(15.0))
     assert asked == []
+
+
+def test_what_predictions_leave_open_is_measured_before_it_is_refused() -> None:
+    target = 9.0  # as predicted the fastest profile reaches 8.0x, by the favourable ends of its layers 9.8x
+    kept = kept_promise(problem(spread=0.3), Judge(), machine(0.7, noise=0.0)[0], settings(target))
+    assert kept.measured.speedup.low >= target
+    with pytest.raises(PromiseMissed, match=r"of 1 profiles timed end to end.*; it is out of reach"):
+        kept_promise(problem(spread=0.3), Judge(), machine(1.0)[0], settings(target))
+    with pytest.raises(Infeasible, match="target 10x is infeasible"):
+        kept_promise(problem(spread=0.3), Judge(), machine(0.7)[0], settings(10.0))
 
 
 def test_wide_intervals_do_not_refuse_what_measuring_can_settle() -> None:

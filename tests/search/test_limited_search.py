@@ -1,6 +1,7 @@
 """Limits on the way through the search: tied layers are pruned, judged, timed and written down one by one."""
 
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from latbench import places
 from latbench.errors import BadData, UsageError
-from search import job, overhead
+from search import job, layer_errors, overhead
 from search import task as tasks
 from search.database import Database
 from search.end_to_end import Timings
@@ -19,6 +20,7 @@ from search.evaluations import Found
 from search.job import Inputs, Settings, prunable_layers
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
+from search.problem import Problem
 from search.promise import Kept, Measured
 from search.pruning.build import made_by
 from search.sessions import Session
@@ -108,6 +110,16 @@ def test_tied_layers_are_pruned_judged_and_timed_one_by_one(inputs: Inputs) -> N
     assert [it.error for it in found.layers.values()] == pytest.approx(outputs)
 
 
+def given_errors(path: Path, error: Callable[[str, Option], float], options: Sequence[Option]) -> Settings:
+    lines = [
+        f"{name},{it.pattern},{it.sparsity},{error(name, it)}"
+        for name in ("0.q", "0.k", "1.q", "1.k")
+        for it in options
+    ]
+    path.write_text("\n".join(["layer,pattern,sparsity,error", *lines]))
+    return replace(SETTINGS, errors=str(path))
+
+
 def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,39 +129,62 @@ def test_errors_are_of_weights_or_of_a_file_where_that_is_asked_for(
     change = weight - Database(inputs.database, "hash").get("1.k", "unstructured", 0.5).weight
     assert problem.layers[1].parts[1].errors[1] == pytest.approx(float(change.square().sum() / weight.square().sum()))
     path = tmp_path / "errors.csv"
-    lines = [f"{name},{it.pattern},{it.sparsity},2.5" for name in ("0.q", "0.k", "1.q", "1.k") for it in OPTIONS]
-    path.write_text("\n".join(["layer,pattern,sparsity,error", *lines]))
-    settings = replace(SETTINGS, errors=str(path))
+    settings = given_errors(path, lambda name, it: 4 * it.sparsity, OPTIONS)
     problem = job.prepare(inputs, settings).problem
-    assert problem.layers[0].errors.tolist() == [0.0, 5.0, 5.0]
-    path.write_text("\n".join(["layer,pattern,sparsity,error", *lines[:-1]]))
+    assert problem.layers[0].errors.tolist() == [0.0, 4.0, 6.0]
+    path.write_text("\n".join(path.read_text().splitlines()[:-1]))
     monkeypatch.setattr(job, "build_database", lambda *_, **__: pytest.fail("layers were pruned"))
     with pytest.raises(BadData, match=r"no error is given for layer 1\.k as vector:4 at 0\.75"):
         job.prepare(replace(inputs, task=replace(inputs.task, limits=Limits(excluded=("head",)))), settings)
 
 
-def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
-    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unstructured beats vector:4 at the same sparsity, which is left out where the faster can be had."""
+@pytest.fixture
+def four_options(monkeypatch: pytest.MonkeyPatch) -> tuple[Option, ...]:
+    """Of all layers: unstructured beats vector:4 at the same sparsity, which takes longer, but for their errors."""
     options = (*OPTIONS, Option("vector:4", 0.5))
     t = np.array([1.0, 0.5, 0.25, 0.6])
-    monkeypatch.setattr(
-        job, "timed_layers",
-        lambda inputs, settings, shapes: tuple(Layer(name, options, t, t, t, np.full(4, np.nan)) for name in shapes),
-    )  # fmt: skip
-    banned = [("0.q", OPTIONS[1])]
-    lines = [
-        f"{name},{it.pattern},{it.sparsity},{'inf' if (name, it) in banned else 0.1}"
-        for name in ("0.q", "0.k", "1.q", "1.k")
-        for it in options
+
+    def timed_layers(inputs: Inputs, settings: Settings, shapes: dict[str, Shape]) -> tuple[Layer, ...]:
+        return tuple(Layer(name, options, t, t, t, np.full(4, np.nan)) for name in shapes)
+
+    monkeypatch.setattr(job, "timed_layers", timed_layers)
+    return options
+
+
+def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
+    inputs: Inputs, four_options: tuple[Option, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(name: str, it: Option) -> float:
+        return np.inf if (name, it) == ("0.q", OPTIONS[1]) else float(it.sparsity)
+
+    expected = [
+        (four_options[0], four_options[2], four_options[3]),  # 0.q, with 0.k tied to it
+        (four_options[0], four_options[1]),  # 1.q and 1.k, up to a sparsity of 0.5
     ]
-    (tmp_path / "errors.csv").write_text("\n".join(["layer,pattern,sparsity,error", *lines]))
-    ready = job.prepare(inputs, replace(SETTINGS, errors=str(tmp_path / "errors.csv")))
-    assert [layer.options for layer in ready.problem.layers] == [
-        (options[0], options[2], options[3]),  # 0.q, with 0.k tied to it
-        (options[0], options[1]),  # 1.q and 1.k, up to a sparsity of 0.5
-    ]
+    given = job.prepare(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
+    assert [layer.options for layer in given.problem.layers] == expected
+
+    def output_errors(problem: Problem, database: Database) -> layer_errors.Errors:
+        parts = [part for layer in problem.layers for part in layer.parts]
+        return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
+
+    monkeypatch.setattr(layer_errors, "output_errors", output_errors)
+    found = job.prepare(inputs, SETTINGS)
+    assert [layer.options for layer in found.problem.layers] == expected
+    database = Database(inputs.database, inputs.model_hash, inputs.made_by)
+    assert database.has("0.k", "vector:4", 0.5) and not database.has("1.k", "vector:4", 0.5)
+
+
+def test_what_a_user_says_of_errors_decides_which_options_are_looked_at(
+    inputs: Inputs, four_options: tuple[Option, ...], tmp_path: Path
+) -> None:
+    errors = dict(zip(four_options, (0.0, 0.9, 1.0, 0.1), strict=True))
+    given = given_errors(tmp_path / "errors.csv", lambda name, it: errors[it], four_options)
+    assert job.prepare(inputs, given).problem.layers[0].options == four_options
+    errors[four_options[2]] = 0.05
+    assert job.prepare(
+        inputs, given_errors(tmp_path / "e.csv", lambda name, it: errors[it], four_options)
+    ).problem.layers[0].options == (four_options[0], four_options[2])
 
 
 def test_limits_that_contradict_are_said_before_anything_is_measured(

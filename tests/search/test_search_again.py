@@ -1,7 +1,8 @@
 """A search that is repeated, interrupted, or goes on from a verification. The machine is a formula."""
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from latbench.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from latbench.runners.worker import resolve
 from search import job, overhead, profile, sessions, verify
@@ -189,6 +191,47 @@ def test_a_missed_verification_is_fed_back_and_stays_known(inputs: Inputs, machi
     third = job.search(inputs, SETTINGS)
     assert 8e-3 / (2e-4 + 1.15 * 4e-3 * kept(third)) >= 2.0
     assert third.loss <= again.loss
+
+
+def test_a_verification_that_was_met_leaves_nothing_to_refine(
+    inputs: Inputs,
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = job.search(inputs, SETTINGS)
+    folder = verification(inputs, machine, first, tmp_path / "verify")
+    dense, pruned = [[8e-3] * 5] * 3, [[3.9e-3] * 5] * 3
+    verdict = verify.conclude(
+        inputs.task, first, "numba", Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
+    )
+    (folder / "verify.json").write_text(json.dumps(asdict(verdict)))
+    monkeypatch.setattr(job, "read_inputs", lambda *_: inputs)
+    searched: list[float] = []
+
+    def search(inputs: Inputs, settings: Settings, **_: Any) -> Profile:
+        searched.append(settings.target)
+        return first
+
+    monkeypatch.setattr(job, "search", search)
+
+    def command(target: float, **more: Any) -> str:
+        search_command(
+            inputs.task.reference, target, "table", inputs.database, tmp_path / "p.json", model=tmp_path / "m.json",
+            threads=1, refine=folder, **more,
+        )  # fmt: skip
+        return capsys.readouterr().out
+
+    assert f"{folder}: promise met: 2.05x (2.05-2.05x) measured against torch, 2x promised: there" in command(2.0)
+    assert searched == [] and inputs.verified(SETTINGS) == []
+    command(2.5)  # another target
+    command(2.0, remeasure=True)
+    (folder / "verify.json").write_text(json.dumps(asdict(replace(verdict, met=False))))
+    command(2.0)
+    assert searched == [2.5, 2.0, 2.0] and len(inputs.verified(SETTINGS)) == 1
+    with pytest.raises(BadData, match="does not go with this search: its backend is deepsparse"):
+        inputs.met(verification(inputs, machine, first, tmp_path / "verify", backend="deepsparse"), SETTINGS)
 
 
 def test_a_search_goes_on_from_a_verification_until_it_is_met_or_out_of_reach(
