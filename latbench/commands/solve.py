@@ -37,7 +37,12 @@ def solve(
         float | None, typer.Option(min=1.0, help="The speedup to reach; without one, the frontier is printed.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The profile: .csv or .parquet, else in SPDY's text format.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The profile: .csv or .parquet, else in SPDY's text format. Of a frontier: .csv, .parquet.",
+        ),
     ] = None,
     errors: Annotated[
         Path | None, typer.Option(help="CSV or Parquet: layer, pattern, sparsity, error. By default SPDY's guess.")
@@ -100,8 +105,10 @@ def solve(
     from search import layer_errors, sources
     from search import limits as limiting
 
-    if target is None and (output, most_bytes, also) != (None, None, None):
-        raise UsageError("--output, --most-bytes and --also are of a profile: they need a --target")
+    if target is None and (most_bytes, also) != (None, None):
+        raise UsageError("--most-bytes and --also are of a profile: they need a --target")
+    if target is None and output is not None and output.suffix not in (".csv", ".parquet"):
+        raise UsageError(f"without a --target there is no profile, and a frontier is .csv or .parquet, not {output}")
     if most_bytes is not None and also is not None:
         raise UsageError("--most-bytes and --also are a second budget each, and a profile can have one")
     if also_with and also is None:
@@ -123,7 +130,9 @@ def solve(
         problem = problem.with_prior()
     problem = stated.on(problem)
     if target is None:
-        _show_frontier(problem.frontier())
+        every = problem.frontier()
+        _show_frontier(every)
+        _save(every, output)
         return
     second: Problem | None = None
     budget: Also | None = None
@@ -144,9 +153,7 @@ def solve(
         typer.echo(f"{also}: {_promise(second.selection(found.options))}")
     elif budget is not None:
         typer.echo(f"weights take {budget.used(found.options):,.0f} of {most_bytes:,.0f} bytes")
-    if output is not None:
-        _save(found, output)
-        typer.echo(f"{output} is written")
+    _save(found, output)
 
 
 def _read(source: str, *, workload: str | None, model: Path | None = None, **settings: Any) -> Problem:
@@ -229,13 +236,17 @@ def _table(*headings: str, left: int = 2) -> Table:
     return table
 
 
-def _save(found: Selection, path: Path) -> None:
+def _save(found: Selection | TradeOffs, path: Path | None) -> None:
+    """As its suffix says, where there is one: a frame, or of a profile SPDY's text format."""
     from latbench.files import write_atomically
+    from search.selection import Selection
 
-    frame = found.to_frame()
+    if path is None:
+        return
     if path.suffix == ".csv":
-        write_atomically(path, lambda temporary: frame.to_csv(temporary, index=False))
+        write_atomically(path, lambda temporary: found.to_frame().to_csv(temporary, index=False))
     elif path.suffix == ".parquet":
-        write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False))
-    else:
+        write_atomically(path, lambda temporary: found.to_frame().to_parquet(temporary, index=False))
+    elif isinstance(found, Selection):
         found.save_spdy(path)
+    typer.echo(f"{path} is written")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from search.profile import Weights
+    from search.profile import Profile
     from search.verify import Verdict
 
 
@@ -40,13 +40,13 @@ def verify(
         loaded = tasks.load(task)
         known = None if remeasure else verification.up_to_date(loaded, pruned, output, backend)
         verdict = known or verification.verify(loaded, pruned, output, backend=backend, progress=tell)
-    _show(verdict, followed.weights, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
+    _show(verdict, followed, f"{output / 'verify.json'} is {'up to date' if known else 'written'}")
     if not verdict.met:
         raise PromiseMissed(verdict.sentence())
 
 
-def _show(verdict: Verdict, weights: Weights | None, last_line: str) -> None:
-    """Every engine's time, the scores, what the weights take where they have a budget, and the verdict."""
+def _show(verdict: Verdict, followed: Profile, last_line: str) -> None:
+    """Every engine's time, the scores, what was predicted and what the weights take, if anything, and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -67,10 +67,14 @@ def _show(verdict: Verdict, weights: Weights | None, last_line: str) -> None:
         console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
     if verdict.backend == "deepsparse":
         console.print(LICENCE, highlight=False, soft_wrap=True)
-    taken = f"{weights.sentence()}\n" if weights else ""
+    notes = [f"{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned"]
+    if verdict.backend == followed.backend:
+        predicted = seconds(verdict.predicted_seconds, verdict.predicted_low, verdict.predicted_high)
+        notes.append(f"the pruned model was predicted to take {predicted}")
+    if followed.weights:
+        notes.append(followed.weights.sentence())
     console.print(
-        f"\n{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned\n"
-        f"{taken}{verdict.sentence()}; {last_line}",
+        "\n" + "\n".join([*notes, f"{verdict.sentence()}; {last_line}"]),
         highlight=False,
         soft_wrap=True,
     )

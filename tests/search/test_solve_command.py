@@ -51,7 +51,17 @@ def test_without_a_target_it_prints_the_frontier(run: Run) -> None:
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["1.00×", "1.25×"]
     assert f"of {len(Problem.from_spdy('t.txt').frontier())} efficient profiles" in out
-    assert run("t.txt", "-o", "p.txt")[0] == 2
+    code, out, _ = run("t.txt", "-o", "frontier.csv")
+    assert code == 0 and out.endswith("frontier.csv is written\n")
+    every = Problem.from_spdy("t.txt").frontier().to_frame()
+    pd.testing.assert_frame_equal(pd.read_csv("frontier.csv"), every)
+    assert run("t.txt", "-o", "frontier.parquet")[0] == 0
+    pd.testing.assert_frame_equal(pd.read_parquet("frontier.parquet"), every)
+    code, _, err = run("t.txt", "-o", "p.txt")
+    assert (
+        code == 2 and "without a --target there is no profile, and a frontier is .csv or .parquet, not p.txt" in err
+    )
+    assert run("t.txt", "--most-bytes", "9")[0] == 2
 
 
 def test_a_target_out_of_reach_says_what_limits_it(run: Run) -> None:

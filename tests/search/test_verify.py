@@ -186,6 +186,19 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
     assert said is (most is not None)
 
 
+def test_the_command_says_what_was_predicted_for_the_backend_it_ran_on(
+    little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = replace(profile(), predicted_seconds=1.9, predicted_low=1.8, predicted_high=2.1)
+    folder = pruned_folder(tmp_path / "pruned", little, asked)
+    for backend in ("numba", "deepsparse"):
+        verdict = conclude(little, asked, backend, timings(2.0), (0.9, 0.8), "hash")
+        monkeypatch.setattr("search.verify.up_to_date", lambda *of, verdict=verdict: verdict)
+        verify_command(little.reference, folder, tmp_path / "verify", backend=backend)
+        said = "the pruned model was predicted to take 1.90 s (1.80–2.10)\n" in capsys.readouterr().out
+        assert said is (backend == "numba")
+
+
 @pytest.mark.slow
 def test_a_small_model_is_verified_from_its_folder(
     little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
