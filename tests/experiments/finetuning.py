@@ -7,12 +7,17 @@
 
 TABLE and MODEL are those of `latbench sweep` and `latbench fit` for this task. `build` prunes every layer to every
 option of the table into the database; only `time` needs a quiet machine. It searches profiles whose speedups are
-measured end to end: of all patterns together and of one pattern and sparsity for all layers ("searched" and
-"uniform": the first of SPEEDUPS, from 2x down, that both keep), and for each pattern by itself at all of SPEEDUPS. A
-speedup that is out of reach is a line that says so. `train` prunes the searched and the uniform profile by every
-one-shot method (layer by layer, then batch norms), and trains every profile by the gradual methods from the dense
-weights: STEPS steps of 128 of 20,000 images, with the same rates for all. It times nothing, and several of it may run
-at once. `show` prints the tables; its file is what `latbench report --accuracy` charts.
+measured end to end, at all of SPEEDUPS: of all patterns together ("searched"), of one pattern and sparsity for all
+layers ("uniform"), and of each pattern by itself. A speedup that is out of reach is a line that says so; it is tried
+again once its .refused is deleted, with another `--risk` perhaps. `train` prunes the searched and the uniform profiles
+by every one-shot method (layer by layer, then batch norms), and trains every profile from the dense weights: STEPS
+steps of 128 of 20,000 images, with the same rates for all: the searched and uniform ones by GMP, AC/DC and M-FAC,
+those of one pattern by GMP and by mask decay, which fades whole vectors and blocks. It times nothing, and several of
+it may run at once. `show` prints the tables; its file is what `latbench report --accuracy` charts.
+
+A uniform profile is mostly faster than was asked, as there are few of them. So that a searched one is compared with
+it at equal measured time, its accuracy is set against the line between the uniform ones just slower and faster, each
+after the same training; what lies outside them is not compared.
 
 Everything goes into `--results`, by default results/ beside this file: profiles into finetuning/, the rest into
 finetuning.jsonl, a line a result. What is there is not made again, so that every command may be stopped at any time.
@@ -69,12 +74,18 @@ GRADUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "AC/DC": ("acdc", {}),
     "M-FAC": ("gmp", {"end": 0.6, "score": "mfac"}),
 }
+# N:M training's idea on whole vectors, beside GMP where one pattern is alone.
+DECAY = "mask decay"
+GRADUAL_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "GMP": GRADUAL["GMP"],
+    DECAY: ("mask_decay", {"shape": "exponential", "final": 0.4}),
+}
 STEPS = 312  # of 128 images: twice through 20,000
 SEEDS = 3
 
 
 def recipe(method: str, seed: int, steps: int) -> Recipe:
-    name, settings = GRADUAL[method]
+    name, settings = {**GRADUAL, **GRADUAL_ALONE}[method]
     return Recipe(
         method=name, settings=settings, steps=steps, learning_rate=0.02, optimizer="sgd", momentum=0.9,
         weight_decay=1e-4, warmup=20, seed=seed,
@@ -102,7 +113,9 @@ def build(inputs: job.Inputs, threads: int) -> None:
     print()
 
 
-def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, evaluations: int) -> None:
+def search_all(
+    inputs: job.Inputs, results: Path, threads: int, minutes: float, evaluations: int, risk: float
+) -> None:
     """Write the profiles that are not there yet, and begin none when the minutes are over."""
     folder = results / "finetuning"
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +134,7 @@ def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, 
         strategy, patterns = {**COMPARED, **ALONE}[kind]
         settings = job.Settings(
             speedup, threads, patterns=patterns and ("dense", *patterns), strategy=strategy,
-            evaluations=evaluations, batches=4, processes=threads,
+            evaluations=evaluations, batches=4, risk=risk, processes=threads,
         )  # fmt: skip
         started = time.monotonic()
         try:
@@ -137,13 +150,15 @@ def search_all(inputs: job.Inputs, results: Path, threads: int, minutes: float, 
         )
         return True
 
-    for speedup in SPEEDUPS:
-        there = searched("searched", speedup) and searched("uniform", speedup)
-        if there or there is None:
-            break
+    there = {speedup: searched("searched", speedup) for speedup in SPEEDUPS}
     # What all patterns together do not reach, none does alone.
-    reached = [speedup for speedup in SPEEDUPS if not refused("searched", speedup).exists()]
-    if None in [searched(kind, speedup) for kind in ALONE for speedup in reached]:
+    others = [
+        searched(kind, speedup)
+        for kind in ("uniform", *ALONE)
+        for speedup, reached in there.items()
+        if reached is not False
+    ]
+    if None in [*there.values(), *others]:
         print("time is up: the same command goes on from here")
 
 
@@ -153,12 +168,12 @@ def profile_path(results: Path, kind: str, speedup: float) -> Path:
 
 def found(results: Path) -> dict[str, Profile]:
     """The profiles that are there, by name: the compared ones, then those of one pattern."""
-    files = {f"{kind} {speedup:g}x": profile_path(results, kind, speedup) for kind in ALONE for speedup in SPEEDUPS}
-    for speedup in SPEEDUPS:
-        both = {f"{kind} {speedup:g}x": profile_path(results, kind, speedup) for kind in COMPARED}
-        if all(path.exists() for path in both.values()):
-            files = {**both, **files}
-            break
+    files = {
+        f"{kind} {speedup:g}x": profile_path(results, kind, speedup)
+        for kinds in (COMPARED, ALONE)
+        for speedup in SPEEDUPS
+        for kind in kinds
+    }
     return {name: profile.load(path) for name, path in files.items() if path.exists()}
 
 
@@ -175,7 +190,7 @@ def plan(names: Sequence[str], steps: int) -> list[Row]:
         ]
 
     keys += trained(compared, list(GRADUAL), 0)
-    keys += trained([name for name in names if name not in compared], ["GMP"], 0)
+    keys += trained([name for name in names if name not in compared], list(GRADUAL_ALONE), 0)
     for seed in range(1, SEEDS):
         keys += trained(compared, list(GRADUAL), seed)
     return keys
@@ -242,7 +257,7 @@ def show(results: Path, file: Path | None) -> None:
     if not rows:
         print(f"{results / 'finetuning.jsonl'} holds no result yet: `train` adds them")
     names = list(dict.fromkeys(row["profile"] for row in rows))
-    for methods in (ONE_SHOT, tuple(GRADUAL)):
+    for methods in (ONE_SHOT, tuple({**GRADUAL, **GRADUAL_ALONE})):
         chosen = [row for row in rows if row["method"] in methods]
         if not chosen:
             continue
@@ -256,9 +271,16 @@ def show(results: Path, file: Path | None) -> None:
                 cells = (range_of([row["accuracy"] for row in own if row["method"] == method]) for method in methods)
                 print(f"{name:20} {own[0]['speedup']:7.2f}x " + " ".join(f"{cell:>22}" for cell in cells))
         for method in methods:
+            costs = [row["total"] / row["dense_total"] for row in chosen if row["method"] == method and row["steps"]]
+            if costs:
+                print(f"{method}: {min(costs):.0%} to {max(costs):.0%} of dense training's FLOP")
+        for method in methods:
             if gaps := against_uniform(chosen, method):
                 error = f" +- {statistics.stdev(gaps) / math.sqrt(len(gaps)):.1%}" if len(gaps) > 1 else ""
-                print(f"{method}: searched over uniform {statistics.fmean(gaps):+.1%}{error} ({len(gaps)} paired)")
+                print(
+                    f"{method}: searched over uniform at equal time {statistics.fmean(gaps):+.1%}{error} "
+                    f"({len(gaps)} paired)"
+                )
         print()
     for path in sorted((results / "finetuning").glob("*.refused")):
         print(f"{path.stem}: {path.read_text().strip()}")
@@ -272,17 +294,21 @@ def show(results: Path, file: Path | None) -> None:
 
 
 def against_uniform(rows: Sequence[Row], method: str) -> list[float]:
-    """By how much the searched profile's accuracy is above the uniform one's, seed by seed."""
-    accuracy = {
-        (row["profile"].split()[0], row["profile"].split()[1], row["seed"]): row["accuracy"]
-        for row in rows
-        if row["method"] == method
-    }
-    return [
-        value - accuracy["uniform", speedup, seed]
-        for (kind, speedup, seed), value in accuracy.items()
-        if kind == "searched" and ("uniform", speedup, seed) in accuracy
-    ]
+    """By how much a searched profile's accuracy is above what a uniform one has at the same measured speedup, by the
+    line between those just slower and just faster of the same seed; without searched ones that have none on a side.
+    """
+    gaps = []
+    of_method = [row for row in rows if row["method"] == method]
+    for row in of_method:
+        uniform = sorted(
+            (one["speedup"], one["accuracy"])
+            for one in of_method
+            if one["profile"].startswith("uniform") and one["seed"] == row["seed"]
+        )
+        speedups = [speedup for speedup, _ in uniform]
+        if row["profile"].startswith("searched") and uniform and speedups[0] <= row["speedup"] <= speedups[-1]:
+            gaps.append(row["accuracy"] - float(np.interp(row["speedup"], *zip(*uniform, strict=True))))
+    return gaps
 
 
 def range_of(values: Sequence[float]) -> str:
@@ -305,6 +331,7 @@ def main() -> None:
             command.add_argument("--threads", type=int, default=devices.cores(), help="of the table")
     commands.choices["time"].add_argument("--minutes", type=float, default=60.0)
     commands.choices["time"].add_argument("--evaluations", type=int, default=60)
+    commands.choices["time"].add_argument("--risk", type=float, default=0.9, help="as of `latbench search`")
     commands.choices["train"].add_argument("--hours", type=float, default=6.0)
     commands.choices["train"].add_argument("--threads", type=int, default=1)
     commands.choices["train"].add_argument("--steps", type=int, default=STEPS)
@@ -315,8 +342,9 @@ def main() -> None:
             build(read_inputs(arguments), arguments.threads)
         case "time":
             search_all(
-                read_inputs(arguments), arguments.results, arguments.threads, arguments.minutes, arguments.evaluations
-            )
+                read_inputs(arguments), arguments.results, arguments.threads, arguments.minutes,
+                arguments.evaluations, arguments.risk,
+            )  # fmt: skip
         case "train":
             torch.set_num_threads(arguments.threads)
             train_all(arguments.results, arguments.hours, arguments.steps)
