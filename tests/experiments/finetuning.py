@@ -9,11 +9,11 @@ TABLE and MODEL are those of `latbench sweep` and `latbench fit` for this task. 
 option of the table into the database; only `time` needs a quiet machine. It searches profiles whose speedups are
 measured end to end, at all of SPEEDUPS: of all patterns together ("searched"), of one pattern and sparsity for all
 layers ("uniform"), and of each pattern by itself. A speedup that is out of reach is a line that says so; it is tried
-again once its .refused is deleted, with another `--risk` perhaps. `train` prunes the searched and the uniform profiles
-by every one-shot method (layer by layer, then batch norms), and trains every profile from the dense weights: STEPS
-steps of 128 of 20,000 images, with the same rates for all: the searched and uniform ones by GMP, AC/DC and M-FAC,
-those of one pattern by GMP and by mask decay, which fades whole vectors and blocks. It times nothing, and several of
-it may run at once. `show` prints the tables; its file is what `latbench report --accuracy` charts.
+again once its .refused is deleted, with another `--risk` perhaps. `train` prunes the searched and the uniform
+profiles by every one-shot method (layer by layer, then batch norms), and trains every profile from the dense weights:
+STEPS steps of 128 of 20,000 images, with the same rates for all: the searched and uniform ones by GMP, AC/DC and
+M-FAC, those of one pattern by GMP and by mask decay, which fades whole vectors and blocks. It times nothing, and
+several of it may run at once. `show` prints the tables; its file is what `latbench report --accuracy` charts.
 
 A uniform profile is mostly faster than was asked, as there are few of them. So that a searched one is compared with
 it at equal measured time, its accuracy is set against the line between the uniform ones just slower and faster, each
