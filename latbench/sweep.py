@@ -217,6 +217,10 @@ class Settings:
     sessions: int = 1
 
 
+SETTINGS = Settings()
+"""Of a CPU."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Where a sweep is: `done` of `total` points have a row; `activity` says what it does now."""
@@ -246,7 +250,7 @@ def run(
     *,
     machine: Machine,
     seed: int = 0,
-    settings: Settings = Settings(),
+    settings: Settings = SETTINGS,
     time_budget: float | None = None,
     remeasure: bool = False,
     wait_seconds: float = WAIT_SECONDS,
@@ -273,7 +277,7 @@ def spread(
     *,
     elsewhere: Where,
     seed: int = 0,
-    settings: Settings = Settings(),
+    settings: Settings = SETTINGS,
     time_budget: float | None = None,
     remeasure: bool = False,
     wait_seconds: float = WAIT_SECONDS,

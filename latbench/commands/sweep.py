@@ -132,7 +132,7 @@ def _here(gpu: str | None, threads: int | None, sessions: int) -> Target:
     if gpu is None:
         cpu = sweeping.Cpu(threads or devices.cores())
         there = [name for name, version in backends.available().items() if version is not None]
-        run = functools.partial(sweeping.run, machine=cpu, settings=sweeping.Settings(sessions=sessions))
+        run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
         return Target(cpu.device, cpu.threads, there, run)
     from latbench.gpu.machine import SETTINGS, GpuMachine, installed
 
@@ -154,7 +154,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
     if gpu is not None:
         devices.known_gpu(gpu)
-    settings = replace(sweeping.Settings() if gpu is None else SETTINGS, sessions=how.sessions)
+    settings = replace(sweeping.SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:
         typer.echo(f"latbench: {line}", err=True)

@@ -4,10 +4,8 @@ point has a tenth of the time, and a layer a block of its own.
 python brief.py COMMAND ARGUMENTS
 """
 
-import functools
-
 from latbench import cli, sweep
 
 if __name__ == "__main__":
-    sweep.run = functools.partial(sweep.run, settings=sweep.Settings(max_seconds=0.04, block_points=1))
+    sweep.SETTINGS = sweep.Settings(max_seconds=0.04, block_points=1)
     cli.main()

@@ -6,7 +6,6 @@ in a log which parts it has finished.
 
 import ctypes
 import errno
-import functools
 import itertools
 import json
 import os
@@ -247,8 +246,7 @@ def main() -> None:
     """Sweep as ordered: folder, log, points; hurt and at, jumps, seconds, wait."""
     order = json.loads(sys.argv[1])
     wanted = [point(*which) for which in order["points"]]
-    quick = sweep.Settings(rel_error=0.3, max_seconds=0.01, round_seconds=0.001, block_points=1)
-    sweep.run = functools.partial(sweep.run, settings=quick)
+    sweep.SETTINGS = sweep.Settings(rel_error=0.3, max_seconds=0.01, round_seconds=0.001, block_points=1)
     sweep.PREPARE = f"{__file__}:prepare"
     sweep.MOST_DEATHS = 10**6  # every fault is injected, whatever came before
     sweep.NOISY_CHANCES = 1
