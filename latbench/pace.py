@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -120,14 +121,14 @@ class Pace(Roofline[Ceilings]):
         """See Roofline. None while there is no reading."""
         if not self.readings:
             return None
-        times = np.array([reading.at for reading in self.readings])
 
         def typical(readings: list[Reading]) -> float:
             return self.ceilings.reference_seconds(*_typical(readings), flop, size)
 
         def around(moment: float) -> float:
-            nearest = np.argsort(np.abs(times - moment), kind="stable")[:NEAREST]
-            return typical([self.readings[i] for i in nearest])
+            after = bisect(self.readings, moment, key=lambda reading: reading.at)
+            near = self.readings[max(0, after - NEAREST) : after + NEAREST]
+            return typical(sorted(near, key=lambda reading: abs(reading.at - moment))[:NEAREST])
 
         seconds = [around(moment) for moment in at]
         slow_spell = bool(np.median(seconds) > SLOW_SPELL * typical(self.readings))
