@@ -35,8 +35,8 @@ ON_HELP = (
     "slurm: in jobs of a Slurm cluster that have a node each for themselves."
 )
 SESSIONS_HELP = (
-    "Measure each point in so many processes, one after the other: its times then repeat better from sweep to sweep, "
-    "and the sweep takes almost as many times longer."
+    "Measure each point in so many processes, one after the other, so that no time hangs on where things lie in the "
+    "memory of one; the sweep takes almost as many times longer."
 )
 SLURM_HELP = "nodes=4 (default 1), time=120 (minutes a job, default 60), partition=, account=, ...: as for sbatch."
 
