@@ -196,34 +196,6 @@ def test_an_optimizer_made_after_prepare_does_the_same(method: str) -> None:
     assert same(*results)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_closure_does_the_same_as_a_backward_before_the_step(method: str) -> None:
-    models = []
-    for closed in (False, True):
-        model, pruner = net(), METHODS[method]()
-        optimizer = adam(model)
-        pruner.prepare(model, TARGETS, total_steps=STEPS)
-        for step in range(STEPS):
-
-            def closure(
-                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, step: int = step
-            ) -> Tensor:
-                optimizer.zero_grad()
-                value = loss(model, step)
-                value.backward()
-                return value
-
-            if closed:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            pruner.step()
-        pruner.finish()
-        models.append(model)
-    assert same(*models)
-
-
 class Wrapped(torch.optim.Optimizer):
     """An optimizer that has another one make its updates, as ZeroRedundancyOptimizer and Lookahead do."""
 
@@ -235,34 +207,39 @@ class Wrapped(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+def trained_by(method: str, *, wrap: bool = False, closed: bool = False) -> nn.Module:
+    """A net that the method pruned, its optimizer given a closure or not, in another optimizer or not."""
+    model, pruner = net(), METHODS[method]()
+    inner = adam(model)
+    optimizer = Wrapped(inner) if wrap else inner
+    pruner.prepare(model, TARGETS, total_steps=STEPS)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(model, step)
+            value.backward()
+            return value
+
+        if closed:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+        pruner.step()
+    pruner.finish()
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_closure_does_the_same_as_a_backward_before_the_step(method: str) -> None:
+    assert same(trained_by(method), trained_by(method, closed=True))
+
+
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("method", ["acdc", "asp", "gmp_mfac", "mask_decay", "rigl"])
 def test_an_optimizer_in_another_one_makes_one_update_a_step(method: str, closed: bool) -> None:
-    models = []
-    for wrap in (False, True):
-        model, pruner = net(), METHODS[method]()
-        inner = adam(model)
-        optimizer = Wrapped(inner) if wrap else inner
-        pruner.prepare(model, TARGETS, total_steps=STEPS)
-        for step in range(STEPS):
-
-            def closure(
-                model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, step: int = step
-            ) -> Tensor:
-                optimizer.zero_grad()
-                value = loss(model, step)
-                value.backward()
-                return value
-
-            if closed:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-            pruner.step()
-        pruner.finish()
-        models.append(model)
-    assert same(*models)
+    assert same(trained_by(method, closed=closed), trained_by(method, wrap=True, closed=closed))
 
 
 def test_two_optimizers_of_the_same_layers_are_not_taken_for_one_in_the_other() -> None:
