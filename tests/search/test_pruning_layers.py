@@ -172,6 +172,58 @@ def test_adaprune_is_better_than_magnitude_alone(pattern: Pattern, sparsity: flo
     assert layer.fit(mask).error < layer.error(torch.where(mask, weight, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "sparsity", "levels"),
+    [(Unstructured(), 0.5, [0.2, 0.36, 0.488, 0.5]), (NM(1, 8), 0.875, [0.25, 0.375, 0.5, 0.625, 0.75, 0.875])],
+    ids=str,
+)
+def test_adaprune_drops_at_each_level_the_least_of_what_was_refitted_before(
+    pattern: Pattern, sparsity: float, levels: list[float], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("search.pruning.adaprune.CHOLESKY_COST", 0)  # exact at every level
+    weight, x, hessian = problem(rng, 6, 16, 60)
+    samples = np.hstack([x, np.sqrt(0.01 * float(hessian.diagonal().mean())) * np.eye(16)])
+    outputs = weight.double().numpy() @ samples
+    group = 8 if isinstance(pattern, NM) else weight.numel()
+    fitted = weight.double().numpy()
+    for level in levels:
+        scores = (fitted**2 * (x**2).sum(axis=1)).reshape(-1, group)
+        last = round(level * group)
+        dropped = np.zeros(scores.shape, bool)
+        np.put_along_axis(dropped, np.argsort(scores, axis=1)[:, :last], True, axis=1)
+        kept = ~dropped.reshape(fitted.shape)
+        fitted = np.zeros(fitted.shape)
+        for row in range(6):
+            fitted[row, kept[row]] = np.linalg.lstsq(samples[kept[row]].T, outputs[row], rcond=None)[0]
+    result = AdaPrune(weight, hessian).prune(pattern, sparsity)
+    assert np.array_equal(result.mask.numpy(), kept)
+    # Conditioned by at most k/0.01 as above; the last level's weights are rounded to float32.
+    assert abs(result.weight.numpy() - fitted).max() < 16 / 0.01 * np.finfo(np.float32).eps * abs(fitted).max()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("pattern", "sparsity"), [(Unstructured(), 0.9), (NM(1, 8), 0.875), (VectorWise(4), 0.8)], ids=str
+)
+def test_adaprune_in_levels_loses_less_than_all_at_once(pattern: Pattern, sparsity: float, seed: int) -> None:
+    weight, _, hessian = problem(np.random.default_rng(seed), 32, 64, 300)
+    layer = AdaPrune(weight, hessian)
+    at_once = layer.fit(magnitude(weight, pattern, sparsity, hessian))
+    assert layer.prune(pattern, sparsity).error < at_once.error
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), VectorWise(4), ShflBW(4)], ids=str)
+def test_an_option_of_adaprune_is_the_same_whatever_was_asked_before(
+    pattern: Pattern, rng: np.random.Generator
+) -> None:
+    weight, _, hessian = problem(rng, 12, 20, 100)
+    layer = AdaPrune(weight, hessian)
+    for sparsity in (0.5, 0.9, 0.5, 0.75, 0.0, 1.0, 0.9):
+        alone = AdaPrune(weight, hessian).prune(pattern, sparsity)
+        assert torch.equal(layer.prune(pattern, sparsity).weight, alone.weight)
+        layer.prune(NM(2, 4), 0.5)
+
+
 @pytest.mark.parametrize("density", [0.0, 1.0])
 def test_nothing_kept_loses_everything_and_all_kept_nothing(density: float, rng: np.random.Generator) -> None:
     weight, _, hessian = problem(rng, 3, 5, 20)
