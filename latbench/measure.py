@@ -52,6 +52,7 @@ MOST_INNER_LOOPS = 1_000_000
 FEWEST_SAMPLES = 10
 FEWEST_ROUNDS = 5  # the spread between bursts is part of the noise
 PLATEAU_ROUNDS = 6
+SESSION_ROUNDS = 16  # of each of several sessions: about what a run takes when there is one
 # nvbench's idea: stop where more samples do not make the error smaller. Independent ones would by 29% if doubled.
 PLATEAU_GAIN, PLATEAU_BURSTS = 0.05, 16
 NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
@@ -364,45 +365,48 @@ def interleave(
     are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
     every burst.
 
-    The samples come from so many `sessions`: after FEWEST_ROUNDS rounds of each but the last, `renew` is called with
-    the number of the next, from 1 on, to build everything anew. None finishes before the last but by its budget.
+    The samples come from so many `sessions`: after SESSION_ROUNDS rounds of each but the last, `renew` is called with
+    the number of the next, from 1 on, to build everything anew. Each adds `max_seconds` to what a run may use; one
+    that has used them waits for the next session. None finishes before the last, which is as long for those that have
+    seconds left.
     """
     shuffle = (order or random.Random(0)).shuffle
     timings = {name: Timing() for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
-    for number in itertools.count():
-        if not timings:
-            return
-        if number and number % FEWEST_ROUNDS == 0 and number < sessions * FEWEST_ROUNDS:
-            renew(number // FEWEST_ROUNDS)
-        names = list(timings)
-        shuffle(names)
-        for name in names:
-            between()
-            timing, start = timings[name], clock()
-            sampled = samplers[name](round_seconds)
-            spent[name] += clock() - start - sampled.rest_seconds
-            if sampled.samples:
-                timing.add(replace(sampled, began=start))
-                timing.stop_reason = _stop(
-                    timing, spent[name], rel_error, max_seconds, all_sessions=number + 1 >= sessions * FEWEST_ROUNDS
-                )
-            else:
-                timing.stop_reason = "failed"
-            if timing.stop_reason:
-                yield name, timings.pop(name)
+    for session in range(sessions):
+        if session and timings:
+            renew(session)
+        last, granted = session == sessions - 1, (session + 1) * max_seconds
+        for rounds in itertools.count(1) if last else range(SESSION_ROUNDS):
+            names = [name for name in timings if last or spent[name] < granted]
+            if not names:
+                break
+            shuffle(names)
+            for name in names:
+                between()
+                timing, start = timings[name], clock()
+                sampled = samplers[name](round_seconds)
+                spent[name] += clock() - start - sampled.rest_seconds
+                if not sampled.samples:
+                    timing.stop_reason = "failed"
+                else:
+                    timing.add(replace(sampled, began=start))
+                    if last and (sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
+                        timing.stop_reason = _stop(timing, spent[name], rel_error, granted)
+                if timing.stop_reason:
+                    yield name, timings.pop(name)
 
 
-def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float, *, all_sessions: bool) -> str:
+def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) -> str:
     error = timing.relative_error
     known = len(timing.bursts) >= FEWEST_ROUNDS and error <= NOISY_ERROR and not timing.preempted
-    if known and all_sessions and error <= rel_error and len(timing.samples) >= FEWEST_SAMPLES:
+    if known and error <= rel_error and len(timing.samples) >= FEWEST_SAMPLES:
         return "relative_error"
     recent = timing.medians[-PLATEAU_ROUNDS:]
     steady = len(timing.medians) > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
     bursts = len(timing.errors)
     useless = bursts >= PLATEAU_BURSTS and error > (1 - PLATEAU_GAIN) * timing.errors[bursts // 2 - 1]
-    if known and all_sessions and (steady or useless):
+    if known and (steady or useless):
         return "plateau"
     most = STRETCH if math.isfinite(error) else SLOW_STRETCH
     if (known and spent >= max_seconds) or spent >= most * max_seconds:

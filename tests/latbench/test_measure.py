@@ -162,22 +162,38 @@ def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeCl
             renew=lambda session: happened.append(f"session {session}"),
         )
     )  # fmt: skip
-    rounds = 2 * measure.FEWEST_ROUNDS
+    rounds = 2 * measure.SESSION_ROUNDS
     assert happened[rounds] == "session 1" and happened[2 * rounds + 1] == "session 2"
-    assert sorted(happened) == sorted(["a", "b"] * 3 * measure.FEWEST_ROUNDS + ["session 1", "session 2"])
+    assert sorted(happened) == sorted(["a", "b"] * 3 * measure.SESSION_ROUNDS + ["session 1", "session 2"])
     assert {timing.stop_reason for timing in finished.values()} == {"relative_error"}
 
 
-def test_a_run_too_slow_for_all_sessions_ends_with_its_budget(clock: FakeClock) -> None:
+def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: FakeClock) -> None:
+    happened: list[str] = []
+
+    def sampler(name: str, seconds: float) -> measure.Sampler:
+        def sample(_: float) -> Burst:
+            happened.append(name)
+            clock.now += 2 * seconds
+            return Burst([seconds] * 2)
+
+        return sample
+
+    found = measure.interleave(
+        {"slow": sampler("slow", 0.05), "quick": sampler("quick", 0.001)}, max_seconds=0.7, clock=clock, sessions=3,
+        renew=lambda session: happened.append("|"),
+    )  # fmt: skip
+    timings = dict(found)
+    sessions = "".join(name[0] for name in happened).split("|")
+    assert [each.count("s") for each in sessions] == [7, 7, 7]
+    assert [each.count("q") for each in sessions] == [measure.SESSION_ROUNDS] * 3
+    assert len(timings["slow"].bursts) == 21 and timings["slow"].stop_reason == "relative_error"
+
+
+def test_nothing_is_built_anew_when_all_runs_failed(clock: FakeClock) -> None:
     sessions: list[int] = []
-
-    def slow(_: float) -> Burst:
-        clock.now += 0.1
-        return Burst([0.05] * 2)
-
-    found = measure.interleave({"slow": slow}, max_seconds=0.7, clock=clock, sessions=3, renew=sessions.append)
-    timing = dict(found)["slow"]
-    assert timing.stop_reason == "budget" and len(timing.bursts) == 7 and sessions == [1]
+    found = measure.interleave({"a": lambda _: Burst([])}, clock=clock, sessions=3, renew=sessions.append)
+    assert dict(found)["a"].stop_reason == "failed" and sessions == []
 
 
 def test_runs_take_turns(clock: FakeClock) -> None:
