@@ -13,9 +13,9 @@ only ever reported. BLEU is sacrebleu's, of greedy translations in lower-cased w
 
 A run is one JSON line of RESULTS, by default results/translation.jsonl beside this file. What is there is not run
 again: the command may be stopped at any time and goes on anywhere, and several of it may run at once on one machine,
-which take different runs. A run takes SECONDS on one core with bfloat16 matrix units, which float32 products
-then use; with MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TRIM_THRESHOLD_=2147483647 in the environment a tenth less, as
-memory is kept between steps.
+which take different runs. A run takes 60 to 100 s on one core with bfloat16 matrix units, which float32 products then
+use, 90 to 150 s without; with MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TRIM_THRESHOLD_=2147483647 in the environment
+a tenth less, as memory is kept between steps.
 """
 
 from __future__ import annotations
