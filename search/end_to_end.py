@@ -128,12 +128,18 @@ def time_engines(
 ) -> Timings:
     """Time the engines together, `rounds` times in all, built anew in `processes` processes each.
 
-    One that cannot run, in whichever building, is left out with the reason; a `required` one raises it. known:
-    seconds that some of them took before on this machine, when it was quiet. Where others used the machine all the
-    while, engines are built once more, and that building does not count.
+    One that cannot run, in whichever building and round, is left out with the reason; a `required` one raises it.
+    known: seconds that some of them took before on this machine, when it was quiet. Where others used the machine all
+    the while, engines are built once more, and that building does not count.
     """
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
+
+    def leave_out(name: str, error: Exception) -> None:
+        if name in required:
+            raise LatbenchError(f"{name} cannot run this model: {error}") from error
+        left_out[name] = " ".join(str(error).split())
+
     taken: list[Round] = []
     built: list[int] = []
     wanted = math.ceil(rounds / processes)
@@ -151,9 +157,7 @@ def time_engines(
                 progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
                 prepared, failed = _prepare(engines, workers, pool, shared)
                 for name, error in failed.items():
-                    if name in required:
-                        raise LatbenchError(f"{name} cannot run this model: {error}") from error
-                    left_out[name] = " ".join(str(error).split())
+                    leave_out(name, error)
                 engines = {name: engines[name] for name in prepared}
                 taken = [{name: bursts[name] for name in engines} for bursts in taken]  # also what ran before
                 first = len(taken)
@@ -166,12 +170,21 @@ def time_engines(
                     )
                     turn = list(prepared)
                     order.shuffle(turn)
-                    drawn = {
-                        name: workers[engines[name].worker].burst(
-                            prepared[name], round_seconds, timeout=SAMPLE_SECONDS
-                        )
-                        for name in turn
-                    }
+                    drawn: dict[str, Burst] = {}
+                    for name in turn:
+                        try:
+                            drawn[name] = workers[engines[name].worker].burst(
+                                prepared[name], round_seconds, timeout=SAMPLE_SECONDS
+                            )
+                        except (TaskFailed, WorkerDied) as error:
+                            leave_out(name, error)
+                            break
+                    if len(drawn) < len(turn):
+                        # Engines of the same worker died with it: this building begins again, without that one.
+                        engines = {name: engine for name, engine in engines.items() if name not in left_out}
+                        del taken[first:], built[first:]
+                        number -= 1
+                        break
                     taken.append({name: drawn[name] for name in prepared})
                     built.append(number)
     numbers = undisturbed(taken, built, known) or range(1, number + 1)

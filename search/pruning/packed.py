@@ -2,7 +2,7 @@
 
     packed.safetensors
         <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
-        <layer>.weight.mask (bytes,)      numpy.packbits of the mask (m, k), True = kept
+        <layer>.weight.mask (m, k/8)      numpy.packbits of each row of the mask (m, k), True = kept
         everything else                   as in model.safetensors
         metadata                          {weight: pattern} of the profile's layers; format "pt"; sha256 of all this
 
@@ -51,7 +51,7 @@ def write_packed(folder: Path) -> Path:
             tensor = file.get_tensor(name)
             if name in pruned:
                 tensors[f"{name}.values"] = as_matrix(tensor)[torch.from_numpy(pruned[name])]
-                tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name]))
+                tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
             else:
                 tensors[name] = tensor
     patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
@@ -96,10 +96,11 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                 else:
                     m, k = as_matrix(tensor).shape
                     bits = file.get_tensor(f"{name}.mask").numpy()
-                    masks[name] = mask = np.unpackbits(bits, count=m * k).astype(bool).reshape(m, k)
-                    kept = file.get_slice(f"{name}.values").get_shape()
-                    fits = len(bits) == -(-m * k // 8) and kept == [np.count_nonzero(mask)]
-                    choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
+                    fits = bits.shape == (m, -(-k // 8))
+                    if fits:
+                        masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
+                        fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
+                        choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():

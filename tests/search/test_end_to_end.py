@@ -233,6 +233,37 @@ def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest
         time_engines(engines, threads=1, required=["5.0"], processes=3, rounds=9)
 
 
+class Dying(Busy):
+    """Workers on a quiet machine that die of one engine in their second burst of the second building."""
+
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+        self.dead, self.bursts = False, 0
+
+    def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
+        self.bursts += prepared == "5.0"
+        self.dead |= prepared == "5.0" and self.bursts == 2 and Busy.buildings == 2
+        if self.dead:
+            raise WorkerDied("crash", "killed by signal 11")
+        return super().burst(prepared, seconds, timeout=timeout)
+
+
+def test_an_engine_that_dies_while_it_is_timed_is_left_out_and_its_building_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.end_to_end.Worker", Dying)
+    engines = {name: Engine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
+    timings = time_engines(engines, threads=1, required=["4.0"], processes=3, rounds=9)
+    assert Busy.buildings == 4
+    assert list(timings.blocks) == ["4.0", "3.0"] and timings.left_out == {"5.0": "killed by signal 11"}
+    assert list(timings.built) == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert timings.seconds("4.0", 0.9).value == 4.0
+    monkeypatch.setattr(Busy, "buildings", 0)
+    with pytest.raises(LatbenchError, match=r"5\.0 cannot run this model: killed by signal 11"):
+        time_engines(engines, threads=1, required=["5.0"], processes=3, rounds=9)
+
+
 def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.Generator) -> None:
     # Calls of one round are alike: resampling calls instead of rounds would cover a third of the time.
     covered = 0

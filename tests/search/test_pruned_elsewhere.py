@@ -242,6 +242,20 @@ def test_packed_weights_of_other_weights_are_not_taken_for_these(task: Task, tmp
         load_packed(tmp_path / "one" / "packed.safetensors", task.model())
 
 
+def test_packed_weights_of_the_transposed_shape_are_another_models(tmp_path: Path) -> None:
+    """As many weights and as many mask bits, none the wiser without the shape."""
+
+    def model(m: int, k: int) -> nn.Module:
+        return nn.ModuleDict({"fc": nn.Linear(k, m, bias=False), "head": nn.Linear(2, 2)})
+
+    saved(tmp_path / "pruned", model(8, 16), {"fc": ("unstructured", 0.5)})
+    path, own = write_packed(tmp_path / "pruned"), model(16, 8)
+    before = model_hash(own)
+    with pytest.raises(BadData, match=r"not the packed weights of this model: fc\.weight is of another shape"):
+        load_packed(path, own)
+    assert model_hash(own) == before
+
+
 def test_packed_weights_are_not_made_of_a_damaged_folder(task: Task, tmp_path: Path) -> None:
     saved(tmp_path / "pruned", task.model(), CHOICES)
     weights = tmp_path / "pruned" / "model.safetensors"
