@@ -1,8 +1,7 @@
 """The layer database: each layer pruned in each way, computed once and read when it is needed.
 
-    <folder>/database.json                          version, and what the entries come from: a hash of the model, and
-                                                    what made them (the method, and a hash of the calibration data),
-                                                    under the name "recipe"
+    <folder>/database.json                          version, and what the entries come from: model_hash, and made_by,
+                                                    the method with a hash of the calibration data
     <folder>/<layer>/<pattern>@<sparsity>.safetensors
         values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
         mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
@@ -32,7 +31,7 @@ from latbench.files import remove_left, write_atomically, write_text_atomically
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Database:
             )
         index = self.folder / "database.json"
         if not index.exists():
-            content = {"version": VERSION, "model_hash": self.model_hash, "recipe": self.made_by}
+            content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.made_by}
             write_text_atomically(index, json.dumps(content) + "\n")
         tensors = {
             "values": weight.detach()[mask].contiguous(),
@@ -153,7 +152,7 @@ def _check(path: Path, model: str, made_by: str) -> str:
         raise BadData(
             f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
         )
-    built = str(index.get("recipe", ""))
+    built = str(index.get("made_by", ""))
     if made_by and built != made_by:
         raise BadData(
             f"{path.parent}: built by another method, on other calibration data or by another version of latbench "

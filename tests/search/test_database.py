@@ -42,7 +42,7 @@ def test_a_database_of_another_model_is_refused(tmp_path: Path, rng: np.random.G
     with pytest.raises(BadData, match=r"other weights .abc, this one is xyz.*--database"):
         Database(tmp_path, "xyz")
     (tmp_path / "database.json").write_text('{"version": 99, "model_hash": "abc"}')
-    with pytest.raises(BadData, match="version 99, this latbench reads 2"):
+    with pytest.raises(BadData, match="version 99, this latbench reads 3"):
         Database(tmp_path, "abc")
     (tmp_path / "database.json").write_text("[]")
     with pytest.raises(BadData, match="not the index"):
