@@ -402,6 +402,12 @@ def paced(monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace) -> MadeUpPace:
     return pace
 
 
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other processes do is seen in no burst: a point is never noisy."""
+    burst = sweep.measure.Burst([1e-3] * 4)
+    monkeypatch.setattr(sweep._Engines, "burst", lambda engines, point, seconds: burst)
+
+
 def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
     measure(tmp_path, point())
@@ -470,6 +476,7 @@ def test_ceilings_too_low_to_be_true_are_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace
 ) -> None:
     paced(monkeypatch, pace)
+    undisturbed(monkeypatch)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
     assert pace.doubts == 1
 
@@ -485,6 +492,7 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
         raise failure
 
     monkeypatch.setattr(sweep.Cpu, "pace", fail)
+    undisturbed(monkeypatch)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
     frame = tables.read(tmp_path)
     assert frame["reference_ratio"].isna().all() and frame["roofline_seconds"].isna().all() and len(asked) == 1
