@@ -86,16 +86,61 @@ def extend_between(
 ) -> tuple[Floats, Floats]:
     """The efficient ones among the sums of a state and an option that take from `start` to below `end` seconds.
 
-    One shifted copy of the states an option, merged in turn.
+    Most sums lie far above the front. They are looked at twice, in intervals of equal length: the first time for the
+    least error in each; the second time those are kept that no earlier interval beats, and few are left to be sorted.
     """
-    front_spent, front_error = np.empty(0), np.empty(0)
-    for option in range(len(seconds)):
-        own = slice(below(spent, seconds[option], start), below(spent, seconds[option], end))
-        # States that differ may round to equal sums: the first copy goes through the filter too.
-        front_spent, front_error = merge(
-            front_spent, front_error, spent[own] + seconds[option], error[own] + errors[option]
-        )
-    return front_spent, front_error
+    options = len(seconds)
+    begin, stop = np.empty(options, np.int64), np.empty(options, np.int64)
+    least_spent, most_spent, count = np.inf, -np.inf, 0
+    for option in range(options):
+        low, high = below(spent, seconds[option], start), below(spent, seconds[option], end)
+        begin[option], stop[option] = low, high
+        if low < high:
+            least_spent = min(least_spent, spent[low] + seconds[option])
+            most_spent = max(most_spent, spent[high - 1] + seconds[option])
+        count = max(count, high - low)  # neighbours of one option seldom share an interval
+    scale = 0.0
+    if most_spent > least_spent and (count - 1) / (most_spent - least_spent) < np.inf:
+        scale = (count - 1) / (most_spent - least_spent)
+
+    # Places are unsigned: those that may be negative would be checked each time.
+    least = np.full(count, np.inf)
+    for option in range(options):
+        own_spent, own_error = spent[begin[option] : stop[option]], error[begin[option] : stop[option]]
+        for i in range(len(own_spent)):
+            interval = np.uint32((own_spent[i] + seconds[option] - least_spent) * scale)
+            if own_error[i] + errors[option] < least[interval]:
+                least[interval] = own_error[i] + errors[option]
+    before = np.inf
+    for i in range(count):
+        before, least[i] = min(before, least[i]), before
+
+    kept_spent, kept_error, kept = np.empty(2 * count), np.empty(2 * count), 0
+    for option in range(options):
+        own_spent, own_error = spent[begin[option] : stop[option]], error[begin[option] : stop[option]]
+        if kept + len(own_spent) > len(kept_spent):
+            room = np.empty(len(kept_spent) + len(own_spent))
+            kept_spent, kept_error = np.append(kept_spent, room), np.append(kept_error, room)
+        for i in range(len(own_spent)):
+            s, e = own_spent[i] + seconds[option], own_error[i] + errors[option]
+            if e < least[np.uint32((s - least_spent) * scale)]:
+                kept_spent[kept], kept_error[kept] = s, e
+                kept += 1
+    return efficient_of(kept_spent[:kept], kept_error[:kept])
+
+
+@numba.njit(cache=True, nogil=True)
+def efficient_of(spent: Floats, error: Floats) -> tuple[Floats, Floats]:
+    """The efficient ones of states in any order, by rising seconds."""
+    front_spent, front_error = np.empty(len(spent)), np.empty(len(spent))
+    count, last, least = 0, -np.inf, np.inf
+    for i in np.argsort(spent):
+        if error[i] < least:
+            count -= spent[i] == last  # overwrites what it beats at equal seconds
+            last, least = spent[i], error[i]
+            front_spent[count], front_error[count] = last, least
+            count += 1
+    return front_spent[:count], front_error[:count]
 
 
 @numba.njit(cache=True)

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from latbench.errors import PromiseMissed
 from latbench.report import accuracy
@@ -90,7 +91,7 @@ def test_results_are_trained_once_and_shown_in_pairs(
     experiment.search_all(None, tmp_path, 2, 60.0, 60, 0.9)
     scores = {"searched": 0.9, "uniform": 0.88}
     trained: list[str] = []
-    task = SimpleNamespace(model=SimpleNamespace, score=lambda model: getattr(model, "score", 0.92))
+    task = SimpleNamespace(model=nn.Module, score=lambda model: getattr(model, "score", 0.92))
 
     def train(task: Any, model: Any, chosen: Profile, recipe: Any) -> Any:
         trained.append(recipe.method)
