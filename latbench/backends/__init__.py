@@ -22,6 +22,7 @@ from latbench import cgroups, devices
 from latbench.least_work import inputs_read
 from latbench.plan import Point
 from sparse_kernels import oracle
+from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import rotated_bytes
 from sparse_kernels.formats import Packed, pack, rounded
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
@@ -54,7 +55,7 @@ class Layer:
     """A layer with synthetic weights: what every engine is given.
 
     weight float32 (m, k) with zeros where mask bool (m, k) drops, packed in the point's pattern; bias float32 (m,);
-    x float32, (n, k) for a linear layer and (batch, c_in, h, w) for a convolution.
+    x float32, (n, k) for a linear layer and (batch, c_in, h, w) for a convolution, placed as a framework places it.
     """
 
     weight: NDArray[np.float32]
@@ -160,7 +161,7 @@ def synthetic_layer(point: Point) -> Layer:
         weight=weight,
         packed=pack(weight, mask, point.pattern),
         bias=rng.standard_normal(shape.m, np.float32),
-        x=rng.standard_normal(size, np.float32),
+        x=at_cache_line(rng.standard_normal(size, np.float32)),
     )
 
 

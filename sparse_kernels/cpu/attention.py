@@ -170,6 +170,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             scores_at + panel * width * 4,
                             row,
                             width,
+                            0,
                             keys_at,
                             unfinished,
                         )
@@ -193,6 +194,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             out_at + panel * width * 4,
                             out_step,
                             e - panel * width,
+                            0,
                             values_at,
                             unfinished,
                         )

@@ -30,9 +30,6 @@ from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 WEIGHTS = ("float32", "bfloat16")
 
-# Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
-FIRST_LEVEL = 12_288
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -75,16 +72,14 @@ class TokenPlan:
             step = _tokens_at_a_time(self.tile, n)
             close = tokens.close(n, step, host())
             run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
+            threads = numba.get_num_threads()
             with exclusive():
-                run(self.panels.arrays, x, y, bias, code, *self._order(step), numba.get_num_threads())
+                run(self.panels.arrays, x, y, bias, code, *tokens.order(step, k, n, self.panels, threads), threads)
         return y
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
-
-    def _order(self, step: int) -> tuple[int, int]:
-        return tokens.order(step, self.shape[1], self.panels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,15 +201,12 @@ def default(packed: Packed, layout: str, n: int) -> Choice:
 
 def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
     """Whether blocks of tokens beat this tile of kernel tokens."""
-    size, vectors, lanes = tile
+    _, vectors, lanes = tile
     if permuted(packed):
         return n > lanes  # each token's rows are put in their places one by one; from a block that costs nothing
-    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. The x of a tile's
-    # tokens is read for every panel: where it does not fit the first-level cache, Intel's second level slows that
-    # down (128 tokens: 3% at 2048 columns, 25% at 1600).
-    slow = vectors == 1 or (host().shared and size * packed.shape[1] > FIRST_LEVEL)
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens.
     total, threads = -(-n // lanes), numba.get_num_threads()
-    return slow and total >= 2 * threads and blocks.enough(n, lanes, threads)
+    return vectors == 1 and total >= 2 * threads and blocks.enough(n, lanes, threads)
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
@@ -255,6 +247,8 @@ def build(packed: Packed, layout: str, n: int, choice: Choice, weights: str = "f
         name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{partly}{'.bf16' if narrow else ''}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
+        stages = 1 if permuted(packed) else tokens.stages(size, packed.shape[1], target)
+        cut = cut.in_stages(stages, packed.shape[1])
         return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:

@@ -65,6 +65,7 @@ def token_tile(
     y: Any,
     y_stride: Any,
     lanes_left: Any,
+    more: Any,
     bias: Any,
     activation: Any,
 ) -> Any:
@@ -73,13 +74,14 @@ def token_tile(
     values: (count, vectors*lanes), float32 if `size` is 4, bits of bfloat16 if it is 2; columns: int32 (count); x:
     rows of stride x_stride; y: rows of stride y_stride. Beyond tokens_left (>= 1) the last token is computed again;
     beyond lanes_left no output is written and no bias read. close: 1 fetches weights ahead to the first-level cache.
+    more: 1 adds what y holds to the sums, 0 does not look at it.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, version, size, close), *([types.intp] * 11))
+    signature = types.void(*(tokens, vectors, lanes, fused, version, size, close), *([types.intp] * 12))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         sizes = (int(each.literal_value) for each in signature.args[:7])
         n_tokens, n_vectors, n_lanes, fuse, _, bytes_each, near = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, bias, activation = args[7:]
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, bias, activation = args[7:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -107,6 +109,7 @@ def token_tile(
             return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
         sums = emit.loop(count, emit.zeros(len(outputs)), column)
+        sums = emit.continued(more, sums, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
         bias_pointer = emit.pointer(bias)
         biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
 

@@ -6,7 +6,8 @@ a group have weight 0 and row_ids -1.
 
 values   float32, or the bits of bfloat16 in uint16 (sum of count * width)
 columns  int32 (sum of count over groups): panels of one group share their columns
-table    int64 (panels, 3): where the panel's values start, where its columns start, count
+table    int64 (stages * panels, 3): where the panel's values start, where its columns start, count; once for each
+         stage of columns, of which there is one unless `in_stages` cut them
 work     int64 (panels + 1): the cost of all panels before each one, in columns
 row_ids  int32 (panels * width): the row of the matrix that a packed row is, -1 for none
 """
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.scratch import aligned
+from sparse_kernels.cpu.scratch import aligned, at_cache_line
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
@@ -71,11 +72,30 @@ class Panels:
     def copy(self) -> Panels:
         """The same panels in memory of their own."""
         table, _, columns, work, row_ids = (array.copy() for array in self.arrays)
-        return Panels(self.width, _aligned(self.values), columns, table, work, row_ids)
+        return Panels(self.width, at_cache_line(self.values), columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
         """The same panels with the nearest bfloat16 of each float32."""
-        return replace(self, values=_aligned(bfloat16.bits(self.values)))
+        return replace(self, values=at_cache_line(bfloat16.bits(self.values)))
+
+    def in_stages(self, stages: int, k: int) -> Panels:
+        """The same panels with the k columns in so many stages, in whose order the values lie, too."""
+        if stages == 1:
+            return self
+        panels = len(self.table)
+        table, values = np.empty((stages, panels, 3), np.int64), aligned(self.values.size, self.values.dtype)
+        cuts, at = k * np.arange(stages + 1) // stages, 0
+        places = [
+            start + np.searchsorted(self.columns[start : start + count], cuts) for _, start, count in self.table
+        ]
+        for stage in range(stages):
+            for panel, (first, start, _) in enumerate(self.table):
+                begin, end = places[panel][stage : stage + 2]
+                size = (end - begin) * self.width
+                table[stage, panel] = at, begin, end - begin
+                values[at : at + size] = self.values[first + (begin - start) * self.width :][:size]
+                at += size
+        return replace(self, values=values, table=table.reshape(-1, 3))
 
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
         """The same panels with offsets[c] in place of each column c."""
@@ -143,13 +163,6 @@ def panels(groups: Groups, width: int) -> Panels:
         width, values, groups.columns.copy(), table.reshape(-1, 3)[:exist].copy(), work[: exist + 1].copy(),
         row_ids.ravel()[: exist * width].copy(),
     )  # fmt: skip
-
-
-def _aligned(values: NDArray[Any]) -> NDArray[Any]:
-    """A copy that starts at a cache line: else every vector of weights lies in two, and takes two loads."""
-    copied = aligned(values.size, values.dtype)
-    copied[:] = values
-    return copied
 
 
 def _of_nm(packed: NMWeight) -> Groups:

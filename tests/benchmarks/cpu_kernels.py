@@ -37,6 +37,7 @@ from latbench.backends import copies_for
 from sparse_kernels.cpu.conv2d import Conv2dPlan
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.cpu.images import copy
+from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.transpose import blocked
 from sparse_kernels.formats import pack
@@ -107,7 +108,7 @@ def onnxruntime_layer(shape: Shape, threads: int) -> Callable[[], object]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    feed = {"x": rng.standard_normal(shapes[0], np.float32)}
+    feed = {"x": at_cache_line(rng.standard_normal(shapes[0], np.float32))}
     return lambda: session.run(None, feed)
 
 
@@ -227,7 +228,8 @@ def numba_cases(
                     x = np.ascontiguousarray(x.T)
                 elif layout in ("token_blocked", "out_of_blocks"):
                     x = blocked(x)
-                y = np.empty_like(plans[spec](x))
+                x = at_cache_line(x)
+                y = at_cache_line(plans[spec](x))
                 run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))
             for name, plan in plans.items():
                 turns = [plan, *(plan.copy() for _ in range((copies_for(plan.nbytes) if cold else 1) - 1))]

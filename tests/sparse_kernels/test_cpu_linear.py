@@ -3,6 +3,7 @@ import platform
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -474,15 +475,47 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
 
 
 @pytest.mark.parametrize(
-    ("shared", "k", "kernel"), [(True, 1600, "rows"), (True, 1536, "tokens"), (False, 3072, "tokens")]
+    ("shared", "k", "stages"), [(True, 1536, 1), (True, 1537, 3), (True, 3072, 4), (False, 3072, 1)]
 )
-def test_long_x_is_laid_out_where_it_would_come_slowly_from_the_second_level(monkeypatch, rng, shared, k, kernel):
-    unit = target.Target("avx512", 16, 32, fused=True, shared=shared)
-    monkeypatch.setattr(linear, "host", lambda: unit)
-    numba.set_num_threads(1)
-    packed = packed_of(VectorWise(32), rng.standard_normal((32, k)).astype(np.float32))
-    assert linear.default(packed, "token_major", 128).kernel == kernel
-    assert linear.default(packed, "token_major", 8).kernel == "tokens"
+def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_second_level(shared, k, stages):
+    assert tokens.stages(8, k, target.Target("avx512", 16, 32, fused=True, shared=shared)) == stages
+
+
+@pytest.mark.parametrize("pattern", [VectorWise(32), BlockWise(32, 32), Dense()], ids=str)
+@pytest.mark.parametrize("weights", linear.WEIGHTS)
+def test_stages_add_up(monkeypatch, rng, pattern, weights):
+    monkeypatch.setattr(tokens, "FIRST_LEVEL", 128)
+    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), shared=True))
+    m, k = 83, 101
+    for n in (1, 3, 8, 77):
+        weight, x = oracle.exact_operands(rng, m, k, n)
+        packed = packed_of(pattern, weight, sparsity=0.9)
+        plan = prepare(packed, "numba", "token_major", n, weights=weights)
+        if plan.kernel.split(".")[2].startswith("tokens"):  # where a vector is as wide as it can be there
+            assert len(plan.panels.table) > 10 * (len(plan.panels.work) - 1)
+        bias = rng.integers(-4, 4, m).astype(np.float32)
+        expected = np.maximum(
+            unpack(rounded(packed) if weights == "bfloat16" else packed).astype(float) @ x + bias[:, None], 0
+        )
+        out = np.full((n, m), np.nan, np.float32)  # is not looked at before the first stage
+        np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu", out).T, expected)
+
+
+def test_panels_in_stages_hold_every_weight_once(rng):
+    weight = rng.standard_normal((64, 90)).astype(np.float32)
+    whole = panels.panels(panels.groups(packed_of(VectorWise(16), weight)), 16)
+    cut = whole.in_stages(4, 90)
+    assert cut.table.shape == (16, 3) and cut.table[:, 2].sum() == whole.table[:, 2].sum()
+    for row, (first, start, count) in enumerate(cut.table):
+        stage, panel = divmod(row, 4)
+        own = cut.columns[start : start + count]
+        assert np.all((own >= 90 * stage // 4) & (own < 90 * (stage + 1) // 4))
+        values, before = (
+            cut.values[first : first + count * 16],
+            whole.table[panel, 0] + (start - whole.table[panel, 1]) * 16,
+        )
+        np.testing.assert_array_equal(values, whole.values[before : before + count * 16])
+    assert cut.table[0, 0] == 0 and np.array_equal(cut.table[1:, 0], np.cumsum(16 * cut.table[:-1, 2]))
 
 
 @pytest.mark.parametrize("m", [32, 3200])
