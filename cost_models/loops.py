@@ -81,15 +81,16 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     """Whether each row of X, (rows,), is a linear layer with its outputs along the vector, of token-major x and y.
 
     As `sparse_kernels.cpu.linear.default` chooses: groups of rows must fill vectors, and where they fill but one, or
-    are permuted, many tokens are better along the vector.
+    are permuted and x has no long rows, many tokens are better along the vector.
     """
     X = with_structure(X)
     n, height, dense = X["n"].to_numpy(np.float64), _height(X), X["format"].eq("dense").to_numpy()
+    long = X["k"].to_numpy(np.float64) >= 2 * X["m"].to_numpy(np.float64)
     two = dense | (height % (2 * _LANES) == 0)
     total, threads = np.ceil(n / _LANES), _column(X, "threads", 1)
     shared = 4 * threads * np.ceil(total / threads) <= 5 * total
     few = ~shared | (total < 2 * threads)
-    better = np.where(X["format"].eq("shflbw"), n <= _LANES, two | few)
+    better = few | np.where(X["format"].eq("shflbw"), long, two)
     found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & (two | (height % _LANES == 0)) & better
     return found
 

@@ -55,6 +55,7 @@ class TokenPlan:
     kernel: str
     layout: str
     permuted: bool
+    _pool: Pool = field(default_factory=Pool)
 
     @property
     def nbytes(self) -> int:
@@ -73,13 +74,17 @@ class TokenPlan:
             close = tokens.close(n, step, host())
             run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
             threads = numba.get_num_threads()
+            order, places = tokens.order(step, k, n, self.panels, threads, self.permuted), self.panels.places
+            waiting = self._pool.take(n * self.panels.row_ids.size).reshape(n, -1) if self.permuted else y
             with exclusive():
-                run(self.panels.arrays, x, y, bias, code, *tokens.order(step, k, n, self.panels, threads), threads)
+                run(self.panels.arrays, x, y, bias, code, *order, threads, places, waiting)
+            if self.permuted:
+                self._pool.give_back(waiting.reshape(-1))
         return y
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy())
+        return replace(self, panels=self.panels.copy(), _pool=Pool())
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,12 +206,12 @@ def default(packed: Packed, layout: str, n: int) -> Choice:
 
 def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
     """Whether blocks of tokens beat this tile of kernel tokens."""
-    _, vectors, lanes = tile
-    if permuted(packed):
-        return n > lanes  # each token's rows are put in their places one by one; from a block that costs nothing
-    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens.
+    (_, vectors, lanes), (m, k) = tile, packed.shape
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are
+    # put in their places one by one, which from a block costs nothing, but there x has to be laid out.
+    slow = vectors == 1 or (permuted(packed) and k < 2 * m)
     total, threads = -(-n // lanes), numba.get_num_threads()
-    return vectors == 1 and total >= 2 * threads and blocks.enough(n, lanes, threads)
+    return slow and total >= 2 * threads and blocks.enough(n, lanes, threads)
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
@@ -247,8 +252,7 @@ def build(packed: Packed, layout: str, n: int, choice: Choice, weights: str = "f
         name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{partly}{'.bf16' if narrow else ''}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
-        stages = 1 if permuted(packed) else tokens.stages(size, packed.shape[1], target)
-        cut = cut.in_stages(stages, packed.shape[1])
+        cut = cut.in_stages(tokens.stages(size, packed.shape[1], target), packed.shape[1])
         return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:

@@ -64,6 +64,14 @@ class Panels:
         exist = self.row_ids[self.row_ids >= 0]
         return np.array_equal(exist, np.arange(exist.size))
 
+    @cached_property
+    def places(self) -> NDArray[np.uint32]:
+        """Where each row of the matrix lies among the packed ones, (m); unsigned, or its sign would be checked."""
+        exist = np.flatnonzero(self.row_ids >= 0)
+        found = np.empty(exist.size, np.uint32)
+        found[self.row_ids[exist]] = exist
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""

@@ -6,8 +6,8 @@ and the weights of a block stay in the second-level cache; between two panels a 
 cache. It is to fit there: long rows are multiplied in stages, and y holds the sums of those before. Threads share
 (chunk, panel) pairs by cost.
 
-Permuted rows (Shfl-BW) wait in a tile of their own, from which they go to their places one by one; they have one
-stage.
+Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all are
+done: threads that wrote here and there in the same rows of y would take its cache lines from each other.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from sparse_kernels.cpu.vectors import CACHED
 
 # Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
 FIRST_LEVEL = 12_288
+
+# Elements from which on threads share the work of putting rows in their places.
+WORTH_SHARING = 16_384
 
 
 def tile(height: int, target: Target) -> tuple[int, int, int] | None:
@@ -53,16 +56,17 @@ def stages(tokens: int, k: int, target: Target) -> int:
     return -(-tokens * k // (FIRST_LEVEL // 2))
 
 
-def order(tokens: int, k: int, n: int, weights: Panels, parts: int) -> tuple[int, int]:
+def order(tokens: int, k: int, n: int, weights: Panels, parts: int, permuted: bool) -> tuple[int, int]:
     """(tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
     In stages each of the `parts` threads has tokens of its own, of which only a stage has to stay in its second-level
-    cache, beside the weights of as many panels as fit.
+    cache, beside the weights of as many panels as fit. So it is where rows are permuted: a thread finds in its own
+    caches what it puts in their places.
     """
     stages = len(weights.table) // (len(weights.work) - 1)
     panel = max(1, weights.values.size // len(weights.table))
     most = max(1, CACHED * stages // (k * tokens))
-    if stages == 1:
+    if stages == 1 and not permuted:
         return most * tokens, max(1, CACHED // 2 // panel)
     tiles = -(-n // tokens)
     chunks = max(-(-tiles // most), min(parts, tiles))
@@ -88,27 +92,30 @@ def kernel(
     close: weights are fetched ahead to the first-level cache, not only to the second.
 
     Called with (panels.arrays, x (n, k), y (n, m), bias (m), activation code, tokens of a chunk, panels of a block,
-    parts).
+    parts, places, waiting). Where permuted, places are those of the panels and waiting is room for their rows,
+    (n, rows of all panels); else both are not looked at.
     """
     version = VERSION
-    fuse, near, unfinished = int(fused), int(close), PARTIAL
+    fuse, near, unfinished, worth = int(fused), int(close), PARTIAL, WORTH_SHARING
     width = vectors * lanes
 
     @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
-    def multiply(weights, x, y, bias, activation, chunk, block, parts):  # type: ignore[no-untyped-def]
+    def multiply(  # type: ignore[no-untyped-def]
+        weights, x, y, bias, activation, chunk, block, parts, places, waiting
+    ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         n, k = x.shape
-        features = y.shape[1]
+        sums = waiting if permuted else y
+        features = sums.shape[1]
         panels = work.size - 1
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
-        x_at, y_at = x.ctypes.data, y.ctypes.data
+        x_at, y_at = x.ctypes.data, sums.ctypes.data
         for part in prange(parts):
             item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
             bias_at = bias.ctypes.data
             if permuted:
-                waiting = np.empty((tokens, width), np.float32)
                 sorted_bias = np.empty(panels * width, np.float32)
                 for row in range(panels * width):
                     sorted_bias[row] = bias[max(row_ids[row], 0)]
@@ -123,10 +130,6 @@ def kernel(
                     for token in range(chunk_begin, min(chunk_begin + chunk, n), tokens):
                         for panel in range(first, stop):
                             row, here = panel * width, stage * panels + panel
-                            if permuted:
-                                tile_at, stride, room = waiting.ctypes.data, width, width
-                            else:
-                                tile_at, stride, room = y_at + (token * features + row) * 4, features, features - row
                             token_tile(
                                 tokens,
                                 vectors,
@@ -141,18 +144,32 @@ def kernel(
                                 x_at + token * k * 4,
                                 k,
                                 n - token,
-                                tile_at,
-                                stride,
-                                room,
+                                y_at + (token * features + row) * 4,
+                                features,
+                                features - row,
                                 min(stage, 1),
                                 bias_at + row * 4,
                                 activation if stage == stages - 1 else unfinished,
                             )
-                            if permuted:
-                                for t in range(min(tokens, n - token)):
-                                    for i in range(width):
-                                        place = row_ids[row + i]
-                                        if place >= 0:
-                                            y[token + t, place] = waiting[t, i]
+        if permuted:
+            m = places.size
+            if n * m < worth:
+                put(waiting, y, places, 0, n, 0, m)
+            elif chunks < parts:
+                for part in prange(parts):
+                    put(waiting, y, places, 0, n, m * part // parts, m * (part + 1) // parts)
+            else:
+                for part in prange(parts):
+                    begin, end = chunks * part // parts * chunk, chunks * (part + 1) // parts * chunk
+                    put(waiting, y, places, begin, min(n, end), 0, m)
 
     return multiply
+
+
+@njit(inline="always")
+def put(waiting, y, places, first, last, begin, end):  # type: ignore[no-untyped-def]
+    """Copy rows `begin` to `end` from their places."""
+    for token in range(first, last):
+        source, target = waiting[token], y[token]
+        for row in range(begin, end):
+            target[row] = source[places[row]]

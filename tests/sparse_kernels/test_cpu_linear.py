@@ -501,6 +501,22 @@ def test_stages_add_up(monkeypatch, rng, pattern, weights):
         np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu", out).T, expected)
 
 
+@pytest.mark.parametrize(("m", "n"), [(96, 1), (96, 5), (2080, 8), (544, 31), (544, 47)])
+def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
+    """One thread, each its rows, each its tokens."""
+    weight, x = oracle.exact_operands(rng, m, 33, n)
+    packed = packed_of(ShflBW(32), weight)
+    assert not np.array_equal(packed.row_ids, np.arange(m))
+    bias = rng.integers(-4, 4, m).astype(np.float32)
+    expected = np.maximum(unpack(packed).astype(float) @ x + bias[:, None], 0)
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        tile = linear.token_tile(packed, target.host())
+        if tile is not None:  # a vector is as wide as it can be here
+            plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
+            np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
+
+
 def test_panels_in_stages_hold_every_weight_once(rng):
     weight = rng.standard_normal((64, 90)).astype(np.float32)
     whole = panels.panels(panels.groups(packed_of(VectorWise(16), weight)), 16)
