@@ -140,7 +140,7 @@ def test_an_interrupted_sweep_goes_on_in_the_store_and_its_table_serves_every_co
     assert latbench(store, "merge", table, "-o", tmp_path / "copy").returncode == 0
     compared = latbench(store, "compare", table, tmp_path / "copy", "--fail-on", "slower,missing", "--json")
     assert compared.returncode == 0, compared
-    counts = json.loads(compared.stdout)["counts"]  # on a restless machine nothing is known well enough to be the same
+    counts = json.loads(compared.stdout)["counts"]  # on a restless machine little is known well enough
     assert sum(counts.values()) > 0 and counts["SAME"] + counts["UNCLEAR"] == sum(counts.values()), counts
     assert latbench(store, "report", table, "-o", tmp_path / "report.html").returncode == 0
 
