@@ -64,6 +64,11 @@ class Panels:
         exist = self.row_ids[self.row_ids >= 0]
         return np.array_equal(exist, np.arange(exist.size))
 
+    @property
+    def stages(self) -> int:
+        """In how many stages the columns are."""
+        return len(self.table) // (len(self.work) - 1)
+
     @cached_property
     def places(self) -> NDArray[np.uint32]:
         """Where each row of the matrix lies among the packed ones, (m); unsigned, or its sign would be checked."""

@@ -63,10 +63,9 @@ def order(tokens: int, k: int, n: int, weights: Panels, parts: int, permuted: bo
     cache, beside the weights of as many panels as fit. So it is where rows are permuted: a thread finds in its own
     caches what it puts in their places.
     """
-    stages = len(weights.table) // (len(weights.work) - 1)
     panel = max(1, weights.values.size // len(weights.table))
-    most = max(1, CACHED * stages // (k * tokens))
-    if stages == 1 and not permuted:
+    most = max(1, CACHED * weights.stages // (k * tokens))
+    if weights.stages == 1 and not permuted:
         return most * tokens, max(1, CACHED // 2 // panel)
     tiles = -(-n // tokens)
     chunks = max(-(-tiles // most), min(parts, tiles))

@@ -145,20 +145,23 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
     assert [sample for burst in timing.bursts for sample in burst.samples] == timing.samples
 
 
+def sampler(clock: FakeClock, happened: list[str], name: str, seconds: float, count: int) -> measure.Sampler:
+    """Bursts of `count` samples that take their time on the clock, and are noted."""
+
+    def sample(_: float) -> Burst:
+        happened.append(name)
+        clock.now += count * seconds
+        return Burst([seconds] * count)
+
+    return sample
+
+
 def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeClock) -> None:
     happened: list[str] = []
-
-    def sampler(name: str) -> measure.Sampler:
-        def sample(_: float) -> Burst:
-            happened.append(name)
-            clock.now += 0.01
-            return Burst([1e-3] * 10)
-
-        return sample
-
     finished = dict(
         measure.interleave(
-            {name: sampler(name) for name in "ab"}, max_seconds=1, clock=clock, sessions=3,
+            {name: sampler(clock, happened, name, 1e-3, count=10) for name in "ab"},
+            max_seconds=1, clock=clock, sessions=3,
             renew=lambda session: happened.append(f"session {session}"),
         )
     )  # fmt: skip
@@ -170,17 +173,10 @@ def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeCl
 
 def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: FakeClock) -> None:
     happened: list[str] = []
-
-    def sampler(name: str, seconds: float) -> measure.Sampler:
-        def sample(_: float) -> Burst:
-            happened.append(name)
-            clock.now += 2 * seconds
-            return Burst([seconds] * 2)
-
-        return sample
-
+    of = (("slow", 0.05), ("quick", 1e-3))
     found = measure.interleave(
-        {"slow": sampler("slow", 0.05), "quick": sampler("quick", 0.001)}, max_seconds=0.7, clock=clock, sessions=3,
+        {name: sampler(clock, happened, name, seconds, count=2) for name, seconds in of},
+        max_seconds=0.7, clock=clock, sessions=3,
         renew=lambda session: happened.append("|"),
     )  # fmt: skip
     timings = dict(found)
@@ -198,16 +194,10 @@ def test_nothing_is_built_anew_when_all_runs_failed(clock: FakeClock) -> None:
 
 def test_runs_take_turns(clock: FakeClock) -> None:
     order: list[str] = []
-
-    def sampler(name: str, seconds: float) -> measure.Sampler:
-        def sample(_: float) -> Burst:
-            order.append(name)
-            clock.now += 4 * seconds
-            return Burst([seconds] * 4)
-
-        return sample
-
-    samplers = {name: sampler(name, seconds) for name, seconds in (("a", 1e-3), ("b", 2e-3), ("c", 3e-3))}
+    samplers = {
+        name: sampler(clock, order, name, seconds, count=4)
+        for name, seconds in (("a", 1e-3), ("b", 2e-3), ("c", 3e-3))
+    }
     finished = dict(measure.interleave(samplers, rel_error=0.01, max_seconds=1, clock=clock))
     assert {name: timing.samples[0] for name, timing in finished.items()} == {"a": 1e-3, "b": 2e-3, "c": 3e-3}
     rounds = [set(order[i : i + 3]) for i in range(0, len(order), 3)]
