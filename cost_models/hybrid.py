@@ -52,7 +52,7 @@ class Hybrid(RegressorMixin, BaseEstimator):
         return seconds
 
     def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[Array, Array]:
-        """Seconds (low, high) of every row that hold a measurement with probability `coverage`.
+        """Seconds (low, high) of every row that hold its time with probability `coverage`, as the two models say it.
 
         Raises Unanchored as `predict`, and Uncalibrated where too little was measured for the model that a row needs.
         """

@@ -21,7 +21,7 @@ from cost_models import frontier
 from cost_models.conformal import quantile
 from cost_models.errors import MixedModes, Unanchored
 from cost_models.features import SIZES, Encoder, with_structure
-from cost_models.rows import Array, checked, describe, shape_groups, sparsities, split_by_shape
+from cost_models.rows import Array, checked, describe, keys, shape_groups, sparsities, split_by_shape
 
 MODE = ("device", "backend", "dtype_w", "dtype_a", "dtype_out", "context", "cache_mode", "launch_mode")
 
@@ -36,9 +36,10 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
     allow_extrapolation, whether sizes beyond the measured range are predicted instead of refused; random_state, a
     whole number.
 
-    Fitted: mode_, what all rows share; encoder_, the categories and columns seen; ranges_ and sparsity_ranges_, what
-    was measured; predictor_; held_out_errors_, log(predicted / measured) of every row by a model that did not see its
-    shape, with the rows' shapes_ and fold_; edges_, by side.
+    Fitted: mode_, what all rows share; encoder_, the categories and columns seen; kinds_, which categories were
+    seen together, the values of kind_columns_; ranges_ and sparsity_ranges_, what was measured; predictor_;
+    held_out_errors_, log(predicted / measured) of every row by a model that did not see its shape, with the rows'
+    shapes_ and fold_; edges_, by side.
     """
 
     folds: int
@@ -70,6 +71,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
     def _remember(self, X: pd.DataFrame) -> None:
         """Keep what of X makes a row like those measured."""
         self.encoder_ = Encoder(X)
+        self.kind_columns_ = [name for name, values in self.encoder_.levels.items() if values]
+        self.kinds_ = frozenset(keys(with_structure(X), self.kind_columns_))
         measured = [name for name in (*SIZES, "threads") if name in X.columns and X[name].notna().all()]
         self.ranges_ = frontier.ranges(X, measured)
         self.sparsity_ranges_ = {
@@ -151,32 +154,46 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         needed = {*known, *self.encoder_.numbers, *SIZES, "pattern"} - {"format", "unit_rows", "unit_columns"}
         if missing := needed - set(X.columns):
             raise ValueError(f"X has no column {', '.join(sorted(missing))}")
-        rows = zip(with_structure(X).to_dict("records"), sparsities(X), strict=True)
-        return [self._unlike(row, float(sparsity), known, extrapolate) for row, sparsity in rows]
+        structured = with_structure(X)
+        rows = zip(structured.to_dict("records"), keys(structured, self.kind_columns_), strict=True)
+        found = [self._unknown(row, kind, known) for row, kind in rows]
+        if extrapolate:
+            return found
+        beyond = zip(found, structured["format"], sparsities(X), self._furthest(X), strict=True)
+        return [problem or self._outside(*row) for problem, *row in beyond]
 
-    def _unlike(
-        self, row: dict[Hashable, Any], sparsity: float, known: dict[str, set[str]], extrapolate: bool
+    def _unknown(
+        self, row: dict[Hashable, Any], kind: tuple[Hashable, ...], known: dict[str, set[str]]
     ) -> str | None:
+        """Why a row is of a kind that was not measured."""
         if any(row[name] != row[name] for name in SIZES):
             return "it has no known m, k and n"
         for name, values in known.items():
             if values and row[name] not in values:
                 return f"{name} {row[name]} was not measured, only {', '.join(sorted(values))}"
-        if extrapolate:
-            return None
-        sizes = {name: limits for name, limits in self.ranges_.items() if name in row}  # work may go beyond
-        for name, (low, high) in sizes.items():
-            value = float(row[name])
-            if not low <= value <= high:
-                octaves = np.log2(low / value if value < low else value / high)
-                return (
-                    f"{name} is {octaves:.1f} octaves outside the measured range of {low:g} to {high:g}; "
-                    "measure it, or allow extrapolation"
-                )
-        low, high = self.sparsity_ranges_[row["format"]]
+        if kind not in self.kinds_:
+            several = [name for name, values in self.encoder_.levels.items() if len(values) > 1 and name != "format"]
+            said = " and ".join(f"{name} {row[name]}" for name in several)
+            return f"nothing of format {row['format']} was measured with {said}; measure it"
+        return None
+
+    def _furthest(self, X: pd.DataFrame) -> list[tuple[str, float]]:
+        """In what each row is furthest outside of what was measured, and by how many octaves; its work may be."""
+        return frontier.furthest(X, {name: limits for name, limits in self.ranges_.items() if name != "flop"})
+
+    def _outside(self, format: str, sparsity: float, furthest: tuple[str, float]) -> str | None:
+        """Why a row of a measured kind lies outside of what was measured of it."""
+        low, high = self.sparsity_ranges_[format]
         if not low <= sparsity <= high:
             return (
                 f"a sparsity of {sparsity:g} is outside the measured range of {low:g} to {high:g}; "
+                "measure it, or allow extrapolation"
+            )
+        name, octaves = furthest
+        if octaves > 0:
+            low, high = self.ranges_[name]
+            return (
+                f"{name} is {octaves:.1f} octaves outside the measured range of {low:g} to {high:g}; "
                 "measure it, or allow extrapolation"
             )
         return None
@@ -188,7 +205,10 @@ def one_mode(X: pd.DataFrame) -> dict[str, str]:
     for name in (name for name in MODE if name in X.columns):
         values = sorted(X[name].astype(object).where(X[name].notna(), "unknown").astype(str).unique())
         if len(values) > 1:
-            raise MixedModes(f"one model cannot learn from {name} {' and '.join(values)}: fit them apart")
+            raise MixedModes(
+                f"one model cannot learn from {name} {' and '.join(values)}: fit them apart, with --where "
+                f"{name}={values[0]}"
+            )
         if values != ["unknown"]:
             mode[name] = values[0]
     return mode

@@ -158,10 +158,12 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         return seconds
 
     def predict_interval(self, X: pd.DataFrame, coverage: float = 0.9) -> tuple[Array, Array]:
-        """Seconds (low, high) of every row that hold a new measurement with probability `coverage`.
+        """Seconds (low, high) of every row, with probability `coverage`: of what was measured the true time, of other
+        sparsities a measurement.
 
-        A measured sparsity has its measured noise, read as normal; one between is calibrated on left-out anchors
-        (`conformal.quantile`, curve by curve where there are enough), which includes noise. Beyond the measured
+        A measured sparsity has its measured noise, read as normal: the interval holds what the layer takes, the mean
+        of all measurements. One between is calibrated on left-out anchors (`conformal.quantile`, curve by curve where
+        there are enough): it holds a new measurement, noise and all. Beyond the measured
         range, if that is allowed, the interval spans the straight line and the last anchor, and promises nothing.
         Raises Unanchored as `predict`, and Uncalibrated where too few anchors could be left out.
         """

@@ -6,7 +6,7 @@ curve is what is left of a key without its sparsity: one layer shape, pattern, k
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from cost_models.errors import BadRows
 from latbench import latest, tables
-from latbench.errors import BadData
+from latbench.errors import BadData, UsageError
 from latbench.places import Place
 
 KEY = [field.name for field in tables.KEY]
@@ -26,40 +26,58 @@ SHAPE = [name for name in KEY[KEY.index("op") : KEY.index("pattern")] if name !=
 Array = npt.NDArray[np.float64]
 
 
-def training_rows(table: pd.DataFrame, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
+Where = Mapping[str, str]
+"""Values by column, of KEY or backend_version, as text: rows with these alone."""
+
+
+def training_rows(table: pd.DataFrame, where: Where | None = None) -> tuple[pd.DataFrame, Array]:
     """The layers of a table that a cost model learns from: X, one valid row a point, and y, their median seconds.
 
-    Whole models and verifications are left out; `backend` narrows the rest to one. Raises BadData if nothing is left.
+    Whole models and verifications are left out, and what is not as `where` says. Raises UsageError for a column that
+    rows are not told apart by, BadData if nothing is left.
     """
+    where = _checked(where)
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
-    layers = layers if backend is None else layers & table["backend"].eq(backend)
-    rows = _some(tables.timed(table[layers]), backend)
+    for name, text in where.items():
+        layers &= table[name].isin([value for value in table[name].unique() if str(_plain(value)) == text])
+    rows = _some(tables.timed(table[layers]), where)
     return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
 
-COLUMNS = [*KEY, "median_seconds", "low_seconds", "high_seconds", "drift_ratio", "reference_ratio"]
+COLUMNS = [
+    *KEY, "backend_version", "median_seconds", "low_seconds", "high_seconds", "drift_ratio", "reference_ratio",
+]  # fmt: skip
 
 
-def read_training_rows(table: str | Place, backend: str | None = None) -> tuple[pd.DataFrame, Array]:
+def read_training_rows(table: str | Place, where: Where | None = None) -> tuple[pd.DataFrame, Array]:
     """`training_rows` of the table at a path or URI, with the columns that models use; read in pieces, so that memory
     grows with its points (`latbench.latest`).
     """
+    where = _checked(where)
 
     def useful(piece: pa.Table) -> pa.Array:
         # What others published may not say which operation it is.
         layer = pc.and_(pc.not_equal(piece["op"], "model").fill_null(True), pc.not_equal(piece["purpose"], "verify"))
         mask = pc.and_(layer, pc.is_in(piece["status"], pa.array(tables.TIMED)))
-        return mask if backend is None else pc.and_(mask, pc.equal(piece["backend"], backend))
+        for name, text in where.items():
+            mask = pc.and_(mask, pc.equal(pc.cast(piece[name], pa.string()), text).fill_null(False))
+        return mask
 
-    rows = latest.frame(table, COLUMNS, per=["point_id"], useful=useful, looked_at=["op", "purpose", "backend"])
-    return _some(rows, backend), rows["median_seconds"].to_numpy(np.float64)
+    rows = latest.frame(table, COLUMNS, per=["point_id"], useful=useful, looked_at=["op", "purpose", *where])
+    return _some(rows, where), rows["median_seconds"].to_numpy(np.float64)
 
 
-def _some(rows: pd.DataFrame, backend: str | None) -> pd.DataFrame:
+def _checked(where: Where | None) -> Where:
+    known = [*KEY, "backend_version"]
+    if unknown := [name for name in where or {} if name not in known]:
+        raise UsageError(f"rows are not told apart by {unknown[0]}, only by {', '.join(known)}")
+    return where or {}
+
+
+def _some(rows: pd.DataFrame, where: Where) -> pd.DataFrame:
     if rows.empty:
-        raise BadData(
-            f"the table holds no valid time of a layer{f' on {backend}' if backend else ''}; sweep one first"
-        )
+        said = " and ".join(f"{name} {text}" for name, text in where.items())
+        raise BadData(f"the table holds no valid time of a layer{f' with {said}' if said else ''}; sweep one first")
     return rows
 
 

@@ -1,7 +1,7 @@
 """A fitted model on disk: JSON of its settings and of the table that it was fitted to, never a pickle.
 
-    {"version": 2, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
-     "params": {...}, "backend": null, "table_hash": "...",
+    {"version": 3, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+     "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
      "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
 
 Loading fits it again from that table, which is quick and gives the same model. So it refuses a table with another
@@ -11,7 +11,7 @@ hash, and other libraries than it was validated with: what they fit may differ, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,10 +26,11 @@ from cost_models.rows import read_training_rows
 from cost_models.transfer import Transfer
 from cost_models.validation import CostModel, Figures
 from latbench import tables
+from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from latbench.places import Place
 
-VERSION = 2
+VERSION = 3  # goes up, too, when the same settings would give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # that a fit hangs on
 ESTIMATORS: dict[str, type[CostModel]] = {
     kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)
@@ -38,14 +39,14 @@ ESTIMATORS: dict[str, type[CostModel]] = {
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What a model file says. backend: the only one whose rows were used, or None; validation: figures by method;
-    libraries: the versions that it was fitted with.
+    """What a model file says. where: of which rows it was fitted, as of `training_rows`; validation: figures by
+    method; libraries: the versions that it was fitted with.
     """
 
     estimator: CostModel
     table_hash: str
-    backend: str | None
-    validation: Mapping[str, Figures]
+    where: Mapping[str, str] = field(default_factory=dict)
+    validation: Mapping[str, Figures] = field(default_factory=dict)
     libraries: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,16 +60,16 @@ def save(
     model: CostModel,
     table_hash: str,
     *,
-    backend: str | None = None,
+    where: Mapping[str, str] | None = None,
     validation: Mapping[str, Figures] | None = None,
 ) -> None:
-    """Write `model`, fitted to `training_rows(table, backend)` of the table with this hash; whole or not at all."""
+    """Write `model`, fitted to `training_rows(table, where)` of the table with this hash; whole or not at all."""
     content = {
         "version": VERSION,
         "libraries": libraries(),
         "estimator": type(model).__name__,
         "params": model.get_params(),
-        "backend": backend,
+        "where": dict(where or {}),
         "table_hash": table_hash,
         "validation": dict(validation or {}),
     }
@@ -84,19 +85,41 @@ def read(path: str | Path) -> ModelFile:
         raise BadModel(f"{path}: no such cost model; {advice}") from None
     except (OSError, ValueError) as error:
         raise BadModel(f"{path}: not a cost model ({error}); {advice}") from error
-    if not isinstance(content, dict) or not {"version", "estimator", "params", "table_hash"} <= content.keys():
+    if not isinstance(content, dict) or "version" not in content:
         raise BadModel(f"{path}: not a cost model; {advice}")
     if content["version"] != VERSION:
         raise BadModel(f"{path}: cost model version {content['version']}, this latbench reads {VERSION}; {advice}")
+    for name, is_right in _FORM.items():
+        if not (name in content and is_right(content[name])):
+            raise BadModel(f"{path}: not a cost model, its {name} is {content.get(name)!r}; {advice}")
     try:
         estimator = ESTIMATORS[content["estimator"]](**content["params"])
     except (KeyError, TypeError) as error:
         raise BadModel(
             f"{path}: estimator {content['estimator']} with {content['params']} is unknown to this latbench; {advice}"
         ) from error
-    validation: Any = content.get("validation", {})
-    versions: Any = content.get("libraries", {})
-    return ModelFile(estimator, str(content["table_hash"]), content.get("backend"), validation, versions)
+    return ModelFile(estimator, *(content[name] for name in ("table_hash", "where", "validation", "libraries")))
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _figures(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        figure is None or isinstance(figure, int | float) for figure in value.values()
+    )
+
+
+_FORM: dict[str, Callable[[Any], bool]] = {
+    "estimator": lambda value: isinstance(value, str),
+    "params": lambda value: isinstance(value, dict),
+    "table_hash": lambda value: isinstance(value, str),
+    "where": _texts,
+    "validation": lambda value: isinstance(value, dict) and all(map(_figures, value.values())),
+    "libraries": _texts,
+}
+"""What each entry of a model file must be."""
 
 
 def load(path: str | Path, table: str | Place) -> CostModel:
@@ -116,4 +139,10 @@ def load(path: str | Path, table: str | Place) -> CostModel:
         then = ", ".join(f"{name} {saved.libraries.get(name, 'unknown')}" for name in other)
         now = ", ".join(f"{name} {here[name]}" for name in other)
         raise BadModel(f"{path} was fitted and judged with {then}, and here is {now}: fit it again with latbench fit")
-    return saved.estimator.fit(*read_training_rows(table, saved.backend))
+    X, y = read_training_rows(table, saved.where)
+    try:
+        return saved.estimator.fit(X, y)
+    except BadData:
+        raise
+    except (TypeError, ValueError) as error:  # a parameter of a kind or size that was never saved
+        raise BadModel(f"{path}: its params {saved.estimator.get_params()} fit nothing ({error})") from error

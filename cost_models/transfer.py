@@ -8,7 +8,9 @@ correction leaves. A plain roofline of the anchors alone stands beside them. The
 with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so that an unlike device
 counts for nothing.
 
-What it does not know: patterns, kernels or formats that were not measured on the new device or the others.
+What it does not know: what the anchors do not say something about. Formats, kernels and operations of which none
+was measured on the new device are refused, however well the others know them; sizes beyond the anchors' are
+extrapolated to.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from scipy.optimize import nnls
 from cost_models import roofline
 from cost_models.boosted import Boosted
 from cost_models.errors import BadRows, Unanchored
-from cost_models.features import SIZES
+from cost_models.features import SIZES, with_structure
 from cost_models.learned import Learned, Predict, check_shapes, one_mode
 from cost_models.roofline import Rates
 from cost_models.rows import Array, checked, shape_groups, split_by_shape
@@ -85,8 +87,8 @@ class Transfer(Learned):
 
     Parameters: device, the one to predict; max_iter of the others' trees; the rest as of `Learned`.
 
-    Fitted as `Learned`, on the rows of `device`; ranges_ and sparsity_ranges_ are of all rows, and sources_ the
-    models of the other devices by name. Rows must be of one backend, dtype and way of measuring.
+    Fitted as `Learned`, on the rows of `device`; sources_ are the models of the other devices by name. Rows must
+    be of one backend, dtype and way of measuring.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Transfer(Learned):
                 f"anchor it; there are rows of {', '.join(others)}"
             )
         self.mode_ = one_mode(X.drop(columns="device")) | {"device": self.device}
-        self._remember(X)
+        self._remember(anchors)
         self.sources_ = {name: self._source(X, seconds, name) for name in others}
         self.predictor_ = self._learn(anchors, seconds[ours])
         self._calibrate(anchors, seconds[ours])
@@ -132,7 +134,7 @@ class Transfer(Learned):
         own = X["device"].eq(device).to_numpy()
         rows, times = X[own].reset_index(drop=True), seconds[own]
         model = Boosted(max_iter=self.max_iter, random_state=self.random_state).learn(rows, times)
-        return Source(model, self._rates(rows, times))
+        return Source(model, _rates(rows, times))
 
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
         log_seconds = np.log(seconds)
@@ -142,8 +144,8 @@ class Transfer(Learned):
         def candidates(rows: npt.NDArray[np.bool_]) -> tuple[Rates, list[tuple[Array, Array]], list[Rates]]:
             """What is learned from these rows: the roofline, and of each source its error's line and lent rates."""
             lines = [_error_line(X[rows], (log_seconds - log_told)[rows]) for log_told in told.values()]
-            lent = [self._rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
-            return self._rates(X[rows], seconds[rows]), lines, lent
+            lent = [_rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
+            return _rates(X[rows], seconds[rows]), lines, lent
 
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
         left_out = np.empty((len(X), 1 + 2 * len(told)))
@@ -166,9 +168,10 @@ class Transfer(Learned):
         found |= {f"{name}, lent": Lent(source, rates) for (name, source), rates in zip(sources, lent, strict=True)}
         return Stacked(found, weights / weights.sum())
 
-    def _rates(self, X: pd.DataFrame, seconds: Array) -> Rates:
-        """The roofline of these rows."""
-        return roofline.fitted(X, seconds, tuple(sorted(self.encoder_.levels["format"])), "plain")
+
+def _rates(X: pd.DataFrame, seconds: Array) -> Rates:
+    """The roofline of these rows, of the formats that they have."""
+    return roofline.fitted(X, seconds, tuple(sorted(set(with_structure(X)["format"]))), "plain")
 
 
 def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:

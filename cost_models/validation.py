@@ -59,11 +59,12 @@ def validate_held_out(
     """Errors of `estimator`, fitted again without each of `held_out` (rows,) in turn, on what was held out.
 
     It may extrapolate: that is what a family of layers or an edge of the measured sizes asks of it. What it refuses
-    even so, such as an operation that only the rows held out have, does not count. Figures as of `validate`.
+    even so, such as an operation that only the rows held out have, does not count. Figures as of `validate`, the
+    noise that of the rows held out.
     """
-    seconds = checked(X, y)
+    seconds, masks = checked(X, y), [np.zeros(len(X), bool), *held_out]
     bold = clone(estimator).set_params(allow_extrapolation=True)
-    return _figures(_held_out(bold, X, seconds, coverage, held_out), X, coverage)
+    return _figures(_held_out(bold, X, seconds, coverage, masks[1:]), X[np.any(masks, axis=0)], coverage)
 
 
 def _figures(outcome: Outcome, X: pd.DataFrame, coverage: float) -> Figures:

@@ -42,6 +42,10 @@ def fit(
         ),
     ] = Kind.lookup,
     backend: Annotated[str | None, typer.Option(help="Learn from this backend's rows alone.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="COLUMN=VALUE: learn from these rows alone, such as dtype_w=float32; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="transfer: the device to predict.")] = None,
     random_state: Annotated[
         int, typer.Option(min=0, max=MOST_SEED, help="Seed of learned models and of their hold-outs.")
@@ -54,12 +58,15 @@ def fit(
     from cost_models.rows import count_shapes
     from cost_models.storage import libraries
     from latbench import tables
+    from latbench.commands.options import values_by_column
     from latbench.errors import UsageError
 
     if (estimator is Kind.transfer) != (device is not None):
         raise UsageError("--estimator transfer needs a --device to predict, and no other estimator takes one")
     table_hash = tables.table_hash(table)
-    X, y = cost_models.read_training_rows(table, backend)
+    rows = values_by_column("--where", where) | ({} if backend is None else {"backend": backend})
+    X, y = cost_models.read_training_rows(table, rows)
+    _warn_of_versions(X)
     backends = sorted(set(X["backend"]))
     if estimator is not Kind.lookup and len(backends) > 1:
         raise UsageError(f"a {estimator.value} model is of one backend: say --backend {' or '.join(backends)}")
@@ -68,18 +75,32 @@ def fit(
     console = Console()
     try:
         saved = cost_models.read(output)
-        settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.backend)
-        same = settings == (type(model), model.get_params(), table_hash, backend) and saved.libraries == libraries()
+        settings = (type(saved.estimator), saved.estimator.get_params(), saved.table_hash, saved.where)
+        same = settings == (type(model), model.get_params(), table_hash, rows) and saved.libraries == libraries()
+        same = same and bool(saved.validation)
     except cost_models.BadModel:
         same = False
     if same:
         validation = saved.validation
     else:
         validation = _validation(model.fit(X, y), X, y)
-        cost_models.save(output, model, table_hash, backend=backend, validation=validation)
+        cost_models.save(output, model, table_hash, where=rows, validation=validation)
     console.print(validation_table(validation))
     shapes = count_shapes(X)
     typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
+
+
+def _warn_of_versions(X: pd.DataFrame) -> None:
+    """A key does not hold the version of a backend, so that a table may be swept on after an upgrade."""
+    known = X[["device", "backend", "backend_version"]].astype(object).dropna().drop_duplicates()
+    for (device, backend), own in known.groupby(["device", "backend"], sort=True):
+        if len(own) > 1:
+            versions = " and ".join(sorted(own["backend_version"]))
+            typer.echo(
+                f"latbench: times of {backend} {versions} on {device} are learned from as one; --where "
+                "backend_version=... takes those of one",
+                err=True,
+            )
 
 
 def _model(estimator: Kind, device: str | None, random_state: int) -> CostModel:
@@ -102,21 +123,24 @@ def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, F
     """What the model gets wrong, by what was held out, and what simpler ones do: a roofline, and the look-up, which
     says what measuring six sparsities of a shape would buy.
     """
+    import numpy as np
+
     import cost_models
     from cost_models import AnchoredLookup, Hybrid, Roofline, Transfer
 
     sparsities = "held-out sparsities of measured shapes"
     if isinstance(model, AnchoredLookup):
         return {sparsities: cost_models.validate(model, X, y)}
-    if isinstance(model, Transfer):
-        ours = X["device"].eq(model.device).to_numpy()
-        X, y = X[ours].reset_index(drop=True), y[ours]
+    every, times = X, y
+    # Of a new device, what is held out of its anchors; the other devices' rows stay.
+    ours = X["device"].eq(model.device).to_numpy() if isinstance(model, Transfer) else np.ones(len(X), bool)
+    X, y = X[ours].reset_index(drop=True), y[ours]
     found = {"held-out shapes": cost_models.validate(model, X, y)}
-    if not isinstance(model, Transfer):
-        learned = model.learned_ if isinstance(model, Hybrid) else model
-        for name, masks in cost_models.hold_outs(X).items():
-            if name != "shapes":
-                found[name] = cost_models.validate_held_out(learned, X, y, masks)
+    learned = model.learned_ if isinstance(model, Hybrid) else model
+    for name, masks in cost_models.hold_outs(X).items():
+        if name != "shapes":
+            within = [np.isin(np.arange(len(ours)), np.flatnonzero(ours)[mask]) for mask in masks]
+            found[name] = cost_models.validate_held_out(learned, every, times, within)
     if not isinstance(model, Roofline):
         found["roofline, held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
     found[f"look-up, {sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)

@@ -45,6 +45,7 @@ def import_(
     import hashlib
 
     from latbench import kernel_timings, tables
+    from latbench.commands.options import values_by_column
     from latbench.errors import UsageError
 
     if format == "spdy":
@@ -55,7 +56,7 @@ def import_(
         given = {"--pattern": pattern, "--network": network, "--threads": threads, "--workload": workload}
         if foreign := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{', '.join(foreign)}: for spdy alone, {format} says it itself")
-        rows = kernel_timings.read(format, path, only=dict(map(_column_and_value, only or ())), device=device)
+        rows = kernel_timings.read(format, path, only=values_by_column("--only", only), device=device)
     else:
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
@@ -137,12 +138,3 @@ def _spdy_rows(
     if layers and not any(row.get("m") for row in rows):
         raise BadData(f"no layer of {path} is called as one of workload {workload}: the shapes would all be unknown")
     return rows
-
-
-def _column_and_value(text: str) -> tuple[str, str]:
-    from latbench.errors import UsageError
-
-    column, separator, value = text.partition("=")
-    if not (column and separator and value):
-        raise UsageError(f"--only is COLUMN=VALUE, not {text!r}")
-    return column, value

@@ -48,7 +48,14 @@ def predict(
         str | None, typer.Option(help="The kernel that was requested, where there are several.")
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads, where the table holds several.")] = None,
-    coverage: Annotated[float, typer.Option(help="How sure the interval is to hold a measurement.")] = 0.9,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(help="COLUMN=VALUE: likewise of any other column, such as dtype_w=float32; repeatable."),
+    ] = None,
+    coverage: Annotated[
+        float,
+        typer.Option(help="How sure the interval is to hold a measurement, or where one was made, the true time."),
+    ] = 0.9,
     allow_extrapolation: Annotated[
         bool, typer.Option("--allow-extrapolation", help="Predict outside the measured range too.")
     ] = False,
@@ -58,8 +65,11 @@ def predict(
 
     import cost_models
     from latbench import plan
+    from latbench.commands.options import values_by_column
     from latbench.errors import LatbenchError, UsageError
 
+    if sparsity is not None and not 0 <= sparsity < 1:
+        raise UsageError(f"--sparsity is a share from 0 up to but not 1, not {sparsity:g}")
     [parsed] = plan.parse_patterns([pattern])
     own = plan.sparsities_of(parsed, () if sparsity is None else (sparsity,))
     if not own:
@@ -72,9 +82,10 @@ def predict(
     fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
     given = {**plan.shape_columns(layer), "pattern": str(parsed), "sparsity_target": own[0]}
     device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
+    measured, _ = cost_models.read_training_rows(table, cost_models.read(model).where)
     choices = {"backend": backend, "device": device, "kernel_requested": kernel, "threads": threads}
     asked = given | {name: value for name, value in choices.items() if value is not None}
-    measured, _ = cost_models.read_training_rows(table, cost_models.read(model).backend)
+    asked |= _values(measured, values_by_column("--where", where))
     query = pd.DataFrame([_settled(measured, asked) | asked])
     try:
         [seconds] = fitted.predict(query)
@@ -90,7 +101,7 @@ def predict(
     except LatbenchError:
         raise
     except ValueError as error:
-        raise UsageError(f"{error}: the table holds several, say which") from error
+        raise UsageError(f"{error}: the table holds several, say which with --where COLUMN=VALUE") from error
 
 
 def _flag(model: CostModel, query: pd.DataFrame) -> None:
@@ -155,16 +166,37 @@ def _pair(name: str, text: str) -> tuple[int, int]:
     return first, second
 
 
+def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
+    """The columns of `where` with the values that measured rows have for these texts. UsageError where none has."""
+    from latbench import tables
+    from latbench.errors import UsageError
+
+    found = {}
+    for name, text in where.items():
+        if name not in (known := [field.name for field in tables.KEY]):
+            raise UsageError(f"--where {name}: points are not told apart by it, only by {', '.join(known)}")
+        values = {_text(value): value for value in measured[name].dropna().unique()}
+        if text not in values:
+            raise UsageError(f"--where {name}={text}: nothing measured is so, only {', '.join(sorted(values))}")
+        found[name] = values[text]
+    return found
+
+
+def _text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:
-    """The key columns that are the same in all measured rows of this operation, pattern and backend (if it is given).
+    """The key columns that are the same in all measured rows that are as asked in all but sizes and sparsity.
 
     They need no asking: a table of one device, say, answers for that device.
     """
+    from cost_models.rows import SHAPE
     from latbench import tables
 
     rows = measured
-    for name in ("op", "backend", "pattern"):
-        fitting = rows[rows[name] == asked[name]] if name in asked else rows
+    for name in (name for name in asked if name == "op" or name not in (*SHAPE, "sparsity_target")):
+        fitting = rows[rows[name] == asked[name]]
         rows = fitting if len(fitting) else rows
     names = [field.name for field in tables.KEY if field.name not in asked]
     return {name: rows[name].iloc[0] for name in names if rows[name].nunique(dropna=False) == 1}

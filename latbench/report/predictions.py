@@ -38,7 +38,7 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     from cost_models.rows import shape_groups, split_by_shape, training_rows
     from cost_models.validation import by_sparsity
 
-    X, y = training_rows(table, model.backend)
+    X, y = training_rows(table, model.where)
     some = _whole_shapes(X)
     X, y = data.plain(X[some]).reset_index(drop=True), y[some]
     if isinstance(model.estimator, AnchoredLookup):

@@ -241,8 +241,39 @@ def test_it_covers_what_it_predicts_without_extrapolating(fitted: tuple[Boosted,
             return False
         return True
 
-    expected = [True, False, True, False, False, True, False, False]
+    expected = [True, False, True, False, False, False, False, False]
     assert [predicts(asked.iloc[[i]]) for i in range(len(asked))] == expected
     assert model.covers(asked).tolist() == expected
     bold = copy(model).set_params(allow_extrapolation=True)
     assert bold.covers(asked).tolist() == expected
+
+
+def test_kinds_that_were_never_measured_together_are_refused(
+    noisy: tuple[pd.DataFrame, np.ndarray],
+) -> None:
+    """Each category alone is known: a kernel of one operation says nothing of the other."""
+    X, y = noisy
+    convolution = {"op": "conv2d", "batch": 1, "c_in": 16, "h": 8, "w": 8, "kh": 3, "kw": 3}
+    both = pd.concat([X, X.assign(**convolution, kernel_requested="gemm")], ignore_index=True)
+    model = Boosted(max_iter=5, allow_extrapolation=True).fit(both, np.append(y, y))
+    asked = X.iloc[[0]].assign(kernel_requested="gemm")
+    with pytest.raises(Unanchored, match=r"format vector was measured with op linear and kernel_.* gemm"):
+        model.predict(asked)
+    assert not model.covers(asked).any()
+
+
+def test_what_is_outside_in_anything_but_work_is_refused(noisy: tuple[pd.DataFrame, np.ndarray]) -> None:
+    X, y = noisy
+    X = X.assign(op="conv2d", batch=1, c_in=16, h=8, w=8, kh=3, kw=3, stride_h=1, stride_w=1)
+    model = Boosted(max_iter=5).fit(X, y)
+    largest = X[["m", "k", "n"]].max()
+    asked = X.iloc[[0]]
+    assert model.covers(asked.assign(**largest)).all()
+    for beyond, name in (
+        ({"kh": 7}, "kh of a convolution is 1.2 octaves"),
+        ({"stride_h": 4}, "stride_h of a convolution is 2.0 octaves"),
+        ({"pattern": "vector:4"}, "rows of a block of vector is 3.0 octaves"),
+    ):
+        with pytest.raises(Unanchored, match=f"{name} outside the measured range"):
+            model.predict(asked.assign(**beyond))
+        assert not model.covers(asked.assign(**beyond)).any()

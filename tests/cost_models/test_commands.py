@@ -139,7 +139,7 @@ def test_predict_asks_for_a_convolution(latbench: Run, convolved: Path, tmp_path
     point = Point("a-cpu", "numba", "auto", shape, VectorWise(8), 0.7, 1)
     assert float(found[1]) == pytest.approx(_conv_seconds(point) * 1e6, rel=0.1)
     # Padding, stride and dilation are those that are given.
-    wide = latbench(*asked, *_conv(stride="2x1", padding=0, dilation="1x2"))[1]
+    wide = latbench(*asked, *_conv(stride="2x1", padding=0, dilation="1x2"), "--allow-extrapolation")[1]
     assert wide.startswith("conv 96x64x3x3/2 on 1x28x28")
     for said, query in (
         ("--kind conv2d needs --input", ["--kind", "conv2d", "--shape", "8x8x3x3", "--pattern", "vector:8"]),
@@ -154,20 +154,26 @@ def test_predict_asks_for_a_convolution(latbench: Run, convolved: Path, tmp_path
         assert said in _refused(latbench(*asked, *query), 2)
 
 
-def test_predict_flags_a_kernel_and_blocks_beyond_those_measured(
-    latbench: Run, convolved: Path, tmp_path: Path
-) -> None:
+_OUTSIDE = "outside the measured range"
+
+
+def test_predict_refuses_or_flags_what_is_beyond_the_measured(latbench: Run, convolved: Path, tmp_path: Path) -> None:
     latbench("fit", convolved, "-o", tmp_path / "m.json", "--estimator", "roofline")
     asked = ["predict", tmp_path / "m.json", "--table", convolved, "--sparsity", 0.7]
-    code, _, err = latbench(*asked, *_conv(shape="32x16x5x5"))
-    assert code == 0
-    assert (
-        err == "latbench: extrapolated: kh of a convolution is 0.7 octaves outside the measured range; measure it\n"
-    )
     blocks = ["vector:32" if word == "vector:8" else word for word in _conv()]
-    assert "rows of a block of vector is 2.0 octaves outside" in latbench(*asked, *blocks)[2]
     denser = [0.2 if word == 0.7 else word for word in asked]
-    assert "density of vector is 0.7 octaves outside" in latbench(*denser, *_conv(), "--allow-extrapolation")[2]
+    for query, refusal, flag in (
+        ([*asked, *_conv(shape="32x16x5x5")], *[f"kh of a convolution is 0.7 octaves {_OUTSIDE}"] * 2),
+        ([*asked, *blocks], *[f"rows of a block of vector is 2.0 octaves {_OUTSIDE}"] * 2),
+        (
+            [*denser, *_conv()],
+            "a sparsity of 0.2 is outside the measured range",
+            f"density of vector is 0.7 octaves {_OUTSIDE}",
+        ),
+    ):
+        assert refusal in _refused(latbench(*query), 5)
+        code, _, err = latbench(*query, "--allow-extrapolation")
+        assert (code, err) == (0, f"latbench: extrapolated: {flag}; measure it\n")
 
 
 def test_predict_flags_a_sparsity_that_a_lookup_extrapolates_to(latbench: Run, swept: Path, tmp_path: Path) -> None:
@@ -250,7 +256,10 @@ def test_transfer_predicts_a_device_from_few_of_its_rows(
     assert "needs a --device" in _refused(latbench(*transfer), 2)
     assert "fewer than 5 shapes were measured on c-cpu" in _refused(latbench(*transfer, "--device", "c-cpu"), 5)
     assert "Transfer, 126 points" in latbench(*transfer, "--device", "b-cpu")[1]
-    out = latbench("predict", model, "--table", both, *_query("256x320x128"))[1]
+    beyond = ("predict", model, "--table", both, *_query("256x320x128"))
+    assert "n is 1.8 octaves outside the measured range of 37 to 37" in _refused(latbench(*beyond), 5)
+    code, out, err = latbench(*beyond, "--allow-extrapolation")
+    assert code == 0 and "extrapolated: n is 1.8 octaves outside" in err
     truth = 2e6 * seconds(pd.DataFrame([{"m": 256, "k": 320, "n": 128, "sparsity_target": 0.75}]))[0]
     assert float(out.split(": ")[1].split()[0]) == pytest.approx(truth, rel=0.1)
 
@@ -285,6 +294,8 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     assert "stripes" in refused(*_query(pattern="stripes"), code=2)
     assert "--shape is m x k x n" in refused(*_query("256x320"), code=2)
     assert "nm:2:4 has a sparsity of 0.5 and no other" in refused(*_query(pattern="nm:2:4"), code=2)
+    for share in (-0.2, 1, 1.5, "nan"):
+        assert "--sparsity is a share from 0 up to but not 1" in refused(*_query(sparsity=share), code=2)
     assert "vector:32 needs a --sparsity" in refused("--shape", "1x2x3", "--pattern", "vector:32", code=2)
     allowed = latbench(
         "predict", tmp_path / "m.json", "--table", swept, *_query(sparsity=0.99), "--allow-extrapolation"
@@ -292,6 +303,62 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     assert allowed[0] == 0 and "µs" in allowed[1]
     dense = ("--shape", "256x320x37", "--pattern", "dense", "--backend", "torch")
     assert latbench("predict", tmp_path / "m.json", "--table", swept, *dense)[0] == 0
+
+
+def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    rows = tables.read(swept)
+    columns = [field.name for field in tables.KEY]
+    own = rows[rows["backend"] == "numba"]
+    narrow = own[columns].assign(dtype_w="bfloat16").to_dict("records")
+    tables.write_part(swept, [
+        {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [t]}
+        for row, t in zip(narrow, own["median_seconds"] / 2, strict=True)
+    ])  # fmt: skip
+    fit = ("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", "--backend", "numba")
+    apart = "dtype_w bfloat16 and float32: fit them apart, with --where dtype_w=bfloat16"
+    assert apart in _refused(latbench(*fit), 5)
+    assert latbench(*fit, "--where", "dtype_w=bfloat16")[1].endswith("Roofline, 84 points of 12 shapes\n")
+    assert json.loads((tmp_path / "m.json").read_text())["where"] == {"dtype_w": "bfloat16", "backend": "numba"}
+    predict = ("predict", tmp_path / "m.json", "--table", swept, *_query())
+    half = latbench(*predict)[1]
+    # A look-up of everything has to be told.
+    latbench("fit", swept, "-o", tmp_path / "m.json")
+    assert "say which dtype_w bfloat16 or float32" in _refused(latbench(*predict), 5)
+    looked_up = [latbench(*predict, "--where", f"dtype_w={dtype}")[1] for dtype in ("bfloat16", "float32")]
+    times = [float(out.split(": ")[1].split()[0]) for out in (half, *looked_up)]
+    assert times[0] == pytest.approx(times[1], rel=0.1) == pytest.approx(times[2] / 2, rel=0.1)
+    assert "--where k=7: nothing measured is so, only 320, 48" in _refused(latbench(*predict, "--where", "k=7"), 2)
+    assert "points are not told apart by it" in _refused(latbench(*predict, "--where", "colour=red"), 2)
+    assert "no valid time of a layer with dtype_w int8" in _refused(latbench(*fit, "--where", "dtype_w=int8"), 5)
+    assert "not told apart by colour, only by" in _refused(latbench(*fit, "--where", "colour=red"), 2)
+    assert "--where is COLUMN=VALUE, not 'numba'" in _refused(latbench(*fit, "--where", "numba"), 2)
+    twice = ("--where", "k=48", "--where", "k=320")
+    assert "--where k is given twice: 48 and 320" in _refused(latbench(*fit, *twice), 2)
+
+
+def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    rows = tables.read(swept)
+    columns = [field.name for field in tables.KEY]
+    first, second = (rows[columns].assign(backend_version=version, threads=t) for version, t in (("1", 3), ("2", 4)))
+    for own in (first, second):
+        tables.write_part(tmp_path / "both", [
+            {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [t]}
+            for row, t in zip(own.to_dict("records"), rows["median_seconds"], strict=True)
+        ])  # fmt: skip
+    fit = ("fit", tmp_path / "both", "-o", tmp_path / "m.json")
+    code, _, err = latbench(*fit)
+    assert code == 0
+    assert [line.partition(";")[0] for line in err.splitlines()] == [
+        f"latbench: times of {backend} 1 and 2 on a-cpu are learned from as one" for backend in ("numba", "torch")
+    ]
+    code, out, err = latbench(*fit, "--where", "backend_version=2")
+    assert (code, err) == (0, "") and "96 points" in out
+
+
+def test_fit_judges_a_model_that_was_saved_without_figures(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    cost_models.save(tmp_path / "m.json", cost_models.AnchoredLookup(), tables.table_hash(swept))
+    assert "AnchoredLookup, 96 points" in latbench("fit", swept, "-o", tmp_path / "m.json")[1]
+    assert json.loads((tmp_path / "m.json").read_text())["validation"]
 
 
 def test_a_model_of_another_table_is_refused(latbench: Run, swept: Path, tmp_path: Path) -> None:

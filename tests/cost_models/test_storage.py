@@ -87,7 +87,7 @@ def test_a_model_of_one_backend_learns_from_its_rows_alone(
     folder, X = stored
     _write(folder, X.assign(backend="torch"), 2 * seconds(X), rng)
     table_hash = tables.table_hash(folder)
-    cost_models.save(tmp_path / "m.json", AnchoredLookup(), table_hash, backend="torch")
+    cost_models.save(tmp_path / "m.json", AnchoredLookup(), table_hash, where={"backend": "torch"})
     np.testing.assert_allclose(
         cost_models.load(tmp_path / "m.json", folder).predict(X.drop(columns="backend")), 2 * seconds(X), rtol=0.1
     )
@@ -118,10 +118,18 @@ def test_other_libraries_than_it_was_judged_with_are_refused(
         ("", "not a cost model"),
         ("[]", "not a cost model"),
         ("{}", "not a cost model"),
-        ({"version": 1}, "cost model version 1, this latbench reads 2"),
+        ({"version": 1}, "cost model version 1, this latbench reads 3"),
         ({"estimator": "Forest"}, "estimator Forest .* is unknown"),
         ({"params": {"depth": 3}}, "is unknown to this latbench"),
-        ({"params": 3}, "is unknown to this latbench"),
+        ({"params": 3}, "its params is 3"),
+        ({"params": {"allow_extrapolation": "x", "extra": 1}}, "is unknown to this latbench"),
+        ({"estimator": ["Boosted"]}, "its estimator is"),
+        ({"where": {"threads": 2}}, "its where is"),
+        ({"libraries": None}, "its libraries is None"),
+        ({"libraries": ["scipy"]}, "its libraries is"),
+        ({"validation": None}, "its validation is None"),
+        ({"validation": {"shapes": "good"}}, "its validation is"),
+        ({"validation": {"shapes": {"median": "small"}}}, "its validation is"),
     ],
 )
 def test_a_file_that_is_no_model_is_refused(change: str | dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -130,6 +138,14 @@ def test_a_file_that_is_no_model_is_refused(change: str | dict[str, Any], said: 
     path.write_text(change if isinstance(change, str) else json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(BadModel, match=said):
         cost_models.read(path)
+
+
+def test_settings_that_nothing_can_be_fitted_with_are_refused(stored: Stored, tmp_path: Path) -> None:
+    folder, path = stored[0], tmp_path / "m.json"
+    for params in ({"random_state": "x"}, {"max_iter": "many"}, {"form": "none"}, {"folds": None}):
+        cost_models.save(path, Boosted(**params), tables.table_hash(folder), where={"backend": "numba"})
+        with pytest.raises(BadModel, match=r"its params .* fit nothing"):
+            cost_models.load(path, folder)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -95,3 +95,23 @@ def test_what_cannot_be_transferred_is_refused(devices: tuple[pd.DataFrame, np.n
     model = Transfer("new", max_iter=5).fit(X, y)
     with pytest.raises(Unanchored, match="device one was not measured, only new"):
         model.predict(X[X["device"] == "one"])
+
+
+def test_what_no_anchor_says_anything_about_is_refused(
+    devices: tuple[pd.DataFrame, np.ndarray], rng: np.random.Generator
+) -> None:
+    """Another device knows its vectors and its large layers: how fast the new one is there, nothing says."""
+    X, y = devices
+    vectors = _sweep(rng, "one", 100).assign(pattern="vector:32", sparsity_target=0.75)
+    every, times = pd.concat([X, vectors], ignore_index=True), np.append(y, _seconds(vectors))
+    model = Transfer("new", max_iter=5).fit(every, times)
+    new = X[X["device"] == "new"]
+    assert model.covers(new).all()
+    for allowed in (False, True):
+        with pytest.raises(Unanchored, match="format vector was not measured, only dense"):
+            model.set_params(allow_extrapolation=allowed).predict(vectors.iloc[:1].assign(device="new"))
+    small = new.iloc[[0]].assign(m=int(X["m"].min()))
+    assert int(new["m"].min()) > int(X["m"].min())
+    with pytest.raises(Unanchored, match=r"m is .* octaves outside the measured range"):
+        model.set_params(allow_extrapolation=False).predict(small)
+    assert model.octaves_outside(small)["smallest"][0] == np.log2(int(new["m"].min()) / int(X["m"].min()))
