@@ -52,6 +52,8 @@ def read_spdy(path: Path) -> SpdyTimings:
             found = repr(lines[index]) if index < len(lines) else "the end of the file"
             raise _bad(path, index, f"expected '{heading}' and a line with its seconds, found {found}")
         values.append(_seconds(path, index + 1, lines[index + 1]))
+    if values[1] > values[0]:
+        raise _bad(path, 3, f"prunable is {values[1]:g} s, more than the {values[0]:g} s of the whole model")
     layers: dict[str, list[tuple[float, float]]] = {}
     points: list[tuple[float, float]] | None = None
     for index, line in enumerate(lines[4:], start=4):
@@ -175,9 +177,11 @@ def spdy_timings(frame: pd.DataFrame, network: str) -> SpdyTimings:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").rstrip().splitlines()
+        return path.read_text(encoding="utf-8-sig").rstrip().splitlines()
     except FileNotFoundError:
         raise BadData(f"{path}: no such file") from None
+    except OSError as error:
+        raise BadData(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise BadData(f"{path}: not a text file ({error.reason} at byte {error.start})") from error
 

@@ -147,8 +147,12 @@ def _row_findings(table: pa.Table) -> _Found:
 
 
 def _identity(table: pa.Table) -> _Found:
+    # What others published may name a layer and not say which operation it is.
+    imported = pc.and_(pc.equal(table["purpose"], "import"), pc.not_equal(table["model"], ""))
+    without_op = imported.fill_null(False).to_numpy()
     for name in _NEVER_NULL:
-        yield from _each("corrupt", table[name].is_null().to_numpy(), _always(f"{name} is null"))
+        missing = table[name].is_null().to_numpy()
+        yield from _each("corrupt", missing & ~without_op if name == "op" else missing, _always(f"{name} is null"))
     ids = tables.point_ids(table)
     wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
     yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +32,10 @@ def import_(
         str | None, typer.Option(help="spdy: what the sparse rows hold, such as block:1x4. Default: unstructured.")
     ] = None,
     network: Annotated[str | None, typer.Option(help="spdy: the network's name; by default the file's.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="deepbench: of sheets that do not name one, such as float16; else they are left out."),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="The machine that was timed, such as amd-epyc-7742; by default as the file says."),
@@ -49,14 +54,19 @@ def import_(
     from latbench.errors import UsageError
 
     if format == "spdy":
-        if only:
-            raise UsageError("--only is for kernel timings; a file of spdy has no columns")
+        if only or dtype:
+            raise UsageError("--only and --dtype are for kernel timings; a file of spdy has no columns")
         rows = _spdy_rows(path, pattern or "unstructured", network, device or "unknown", threads, workload)
     elif format in kernel_timings.FORMATS:
         given = {"--pattern": pattern, "--network": network, "--threads": threads, "--workload": workload}
         if foreign := [name for name, value in given.items() if value is not None]:
             raise UsageError(f"{', '.join(foreign)}: for spdy alone, {format} says it itself")
-        rows = kernel_timings.read(format, path, only=values_by_column("--only", only), device=device)
+        if dtype is not None and format != "deepbench":
+            raise UsageError(f"--dtype: for deepbench alone, {format} says it itself")
+        chosen = values_by_column("--only", only)
+        rows, left_out = kernel_timings.read(format, path, only=chosen, device=device, dtype=dtype)
+        for reason, lines in left_out.items():
+            typer.echo(f"latbench: {path}: {lines} lines left out, {reason}", err=True)
     else:
         raise UsageError(f"unknown format {format!r}: known are spdy, {', '.join(kernel_timings.FORMATS)}")
     run_id = "import-" + hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
@@ -122,13 +132,17 @@ def _spdy_rows(
     from latbench.errors import BadData, UsageError
     from sparse_kernels import patterns
 
-    try:
-        patterns.parse(pattern)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    [parsed] = plan.parse_patterns([pattern])
+    if isinstance(parsed, patterns.Dense):
+        raise UsageError("--pattern is what the sparse rows of the file hold; those at sparsity 0 are dense anyway")
+    timings = interchange.read_spdy(path)
+    found = sorted({sparsity for points in timings.layers.values() for _, sparsity in points if sparsity})
+    own = plan.sparsities_of(parsed, found)
+    if foreign := [sparsity for sparsity in found if not any(math.isclose(sparsity, s, abs_tol=5e-5) for s in own)]:
+        raise UsageError(f"{pattern} has a sparsity of {own[0]:g} and no other, and {path} has {foreign[0]:g}")
     layers = workloads.load(workload).layers if workload else ()
     rows = interchange.spdy_rows(
-        interchange.read_spdy(path),
+        timings,
         network=network or path.stem,
         pattern=pattern,
         device=device,

@@ -40,7 +40,8 @@ def data() -> Path:
 
 def neusight_table(gpu: str) -> Truth:
     """The linear layers of one GPU."""
-    rows = kernel_timings.read("neusight", data() / "neusight_kernels" / "linear_train.csv.gz", only={"Device": gpu})
+    file = data() / "neusight_kernels" / "linear_train.csv.gz"
+    rows, _ = kernel_timings.read("neusight", file, only={"Device": gpu})
     X = pd.DataFrame(rows).drop(columns=["samples_seconds", "kernel_used"])
     return X, np.array([np.median(row["samples_seconds"]) for row in rows])
 

@@ -211,7 +211,7 @@ def test_it_is_a_scikit_learn_estimator() -> None:
 @pytest.mark.slow
 def test_published_gpu_timings_of_unseen_shapes_are_met(data: Path) -> None:
     file = data / "neusight_kernels" / "linear_train.csv.gz"
-    rows = kernel_timings.read("neusight", file, only={"Device": "NVIDIA A100-PCIE-40GB"})
+    rows, _ = kernel_timings.read("neusight", file, only={"Device": "NVIDIA A100-PCIE-40GB"})
     X = pd.DataFrame(rows).drop(columns="samples_seconds")
     y = np.array([np.median(row["samples_seconds"]) for row in rows])
     figures = validate(Boosted().fit(X, y), X, y, 0.9)

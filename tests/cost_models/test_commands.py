@@ -428,6 +428,7 @@ def test_layers_of_unknown_shape_are_looked_up_all_the_same(latbench: Run, tmp_p
     latbench("import", "spdy", tmp_path / "net.txt", "-o", tmp_path / "table")
     said = latbench("fit", tmp_path / "table", "-o", tmp_path / "m.json")[1]
     assert "AnchoredLookup, 14 points" in said
+    assert latbench("validate", tmp_path / "table")[0] == 0
 
 
 def test_import_takes_shapes_from_a_workload(latbench: Run, tmp_path: Path) -> None:
@@ -448,6 +449,11 @@ def test_import_refuses_in_one_line(latbench: Run, tmp_path: Path) -> None:
     assert "known are spdy" in _refused(latbench("import", "csv", tmp_path / "net.txt", *folder), 2)
     said = _refused(latbench("import", "spdy", tmp_path / "net.txt", *folder, "--pattern", "stripes"), 2)
     assert "stripes" in said
+    (tmp_path / "net.txt").write_text(SPDY)
+    for pattern, said in (("dense", "--pattern is what the sparse rows"), ("nm:2:4", "nm:2:4 has a sparsity of 0.5")):
+        arguments = ("import", "spdy", tmp_path / "net.txt", *folder, "--pattern", pattern)
+        assert said in _refused(latbench(*arguments), 2)
+    assert "--dtype are for kernel timings" in _refused(latbench(*arguments[:3], *folder, "--dtype", "float16"), 2)
     assert not (tmp_path / "table").exists()
 
 
@@ -468,9 +474,14 @@ def test_import_takes_one_device_of_a_table_of_kernels(latbench: Run, tmp_path: 
     other = (*arguments, "--only", "Device=Tesla P4")
     assert "is a table of nvidia-tesla-t4, not nvidia-tesla-p4" in _refused(latbench(*other), 2)
     assert "--only is COLUMN=VALUE" in _refused(latbench(*arguments, "--only", "T4"), 2)
+    assert "--dtype: for deepbench alone" in _refused(latbench(*one, "--dtype", "float16"), 2)
+    (tmp_path / "k.csv").write_text(NEUSIGHT + "bmm,0.1,Tesla T4,8,64,128,256,sgemm\n")
+    assert latbench(*one[:4], tmp_path / "more", *one[5:])[2] == (
+        f"latbench: {tmp_path / 'k.csv'}: 1 lines left out, their OPName bmm is no linear layer or convolution\n"
+    )
     assert "--pattern: for spdy alone" in _refused(latbench(*one, "--pattern", "dense"), 2)
     spdy = ("import", "spdy", tmp_path / "k.csv", "-o", tmp_path / "other", "--only", "a=b")
-    assert "--only is for kernel timings" in _refused(latbench(*spdy), 2)
+    assert "--only and --dtype are for kernel timings" in _refused(latbench(*spdy), 2)
 
 
 FACTORY = """

@@ -52,6 +52,7 @@ def test_a_layer_name_that_would_be_read_as_something_else_is_refused(name: str,
         (GOOD, "", "line 1: expected 'base' and a line with its seconds, found the end"),
         ("base", "bass", "line 1: expected 'base' and a line with its seconds, found 'bass'"),
         ("\nprunable\n0.25", "", "line 3: expected 'prunable'"),
+        ("0.25", "0.6", "line 4: prunable is 0.6 s, more than the 0.5 s of the whole model"),
         ("0.25", "a lot", "line 4: expected seconds, found 'a lot'"),
         ("0.5", "nan", "line 2: seconds must be positive and finite, not nan"),
         ("0.0125", "-0.0125", "line 6: seconds must be positive and finite, not -0.0125"),
@@ -82,6 +83,10 @@ def test_a_missing_file_and_bytes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"base\n\xff")
     with pytest.raises(BadData, match="not a text file"):
         read_spdy(tmp_path / "t.txt")
+    with pytest.raises(BadData, match="cannot be read"):
+        read_spdy(tmp_path)
+    (tmp_path / "t.txt").write_bytes(b"\xef\xbb\xbf" + GOOD.encode())  # as Windows' editors begin a file
+    assert read_spdy(tmp_path / "t.txt").base == 0.5
 
 
 def test_profiles_survive_a_round_trip(tmp_path: Path) -> None:
