@@ -17,6 +17,10 @@ SIZES = ("m", "k", "n")
 CATEGORIES = ("op", "format", "layout", "epilogue", "kernel_requested")
 _NUMBERS = ("unit_rows", "unit_columns", "kh", "kw", "stride_h", "c_in", "h", "w", "batch", "threads")
 _TILES = {"m": (8, 32, 128), "k": (8, 32), "n": (8, 32, 128)}
+_MULTIPROCESSORS = {
+    "p4": 20, "p100": 56, "v100": 80, "t4": 40, "a10": 72, "a30": 56, "a40": 84, "a100": 108, "l4": 58, "l40": 142,
+    "l40s": 142, "h100": 132, "h200": 132, "b200": 148,
+}  # fmt: skip  # of data sheets, by a word of the device's name
 _BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int8_wo": 1, "fp8": 1, "fp8_static": 1,
     "fp8_block": 1, "int4_wo": 0.5, "nvfp4": 0.5,
@@ -42,14 +46,34 @@ class Physics:
         if {"batch", "c_in", "h", "w"} <= set(X.columns):
             image = np.prod([X[name].to_numpy(np.float64) for name in ("batch", "c_in", "h", "w")], axis=0)
             inputs = np.where(np.isnan(image), inputs, image)
-        element = np.full(len(X), 4.0)
-        if "dtype_w" in X.columns:
-            if unknown := set(X["dtype_w"]) - set(_BYTES):
-                raise BadRows(f"dtype_w {unknown.pop()} has no known size, only {', '.join(_BYTES)} have")
-            element = X["dtype_w"].map(_BYTES).to_numpy(np.float64)
-        return cls(
-            2 * m * k * n, 2 * m * k * n * density, element * m * k * density, element * inputs, element * m * n
-        )
+        weight = _element_bytes(X, "dtype_w", np.full(len(X), 4.0))
+        # Of weights alone rounded, activations stay float16 at least; where it is known, they say what they are.
+        inputs = inputs * _element_bytes(X, "dtype_a", np.maximum(weight, 2.0))
+        outputs = m * n * _element_bytes(X, "dtype_out", np.maximum(weight, 2.0))
+        return cls(2 * m * k * n, 2 * m * k * n * density, weight * m * k * density, inputs, outputs)
+
+
+def _element_bytes(X: pd.DataFrame, name: str, unknown: Array) -> Array:
+    """Bytes of an element of this dtype column, (rows,); `unknown` (rows,) where a row does not say it."""
+    if name not in X.columns:
+        return unknown
+    dtypes = X[name].astype(object)
+    if foreign := set(dtypes.dropna()) - set(_BYTES):
+        raise BadRows(f"{name} {foreign.pop()} has no known size, only {', '.join(_BYTES)} have")
+    return np.where(dtypes.isna(), unknown, dtypes.map(_BYTES).to_numpy(np.float64, na_value=np.nan))
+
+
+def multiprocessors(X: pd.DataFrame) -> Array:
+    """How many the GPU of every row has, each of them at work on a tile of outputs, (rows,); NaN of others."""
+    if "device" not in X.columns:
+        return np.full(len(X), np.nan)
+    return np.array([_multiprocessors(device) for device in X["device"]])
+
+
+@cache
+def _multiprocessors(device: Any) -> float:
+    words = str(device).split("-")
+    return next((float(count) for name, count in _MULTIPROCESSORS.items() if name in words), np.nan)
 
 
 class Encoder:
@@ -76,7 +100,10 @@ class Encoder:
         for name, tiles in _TILES.items():
             size = X[name].to_numpy(np.float64)
             columns += [np.ceil(size / tile) * tile / size for tile in tiles]
-        columns.append(np.ceil(X["m"].to_numpy(np.float64) / 128) * np.ceil(X["n"].to_numpy(np.float64) / 128))
+        tiles = np.ceil(X["m"].to_numpy(np.float64) / 128) * np.ceil(X["n"].to_numpy(np.float64) / 128)
+        at_once = multiprocessors(X)
+        waves = np.ceil(tiles / at_once)
+        columns += [tiles, waves, tiles / (waves * at_once)]
         columns += [X[name].to_numpy(np.float64) for name in self.numbers]
         columns += [(X[name] == level).to_numpy(float) for name in self.levels for level in sorted(self.levels[name])]
         return np.stack(columns, axis=1)

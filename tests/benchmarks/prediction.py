@@ -147,7 +147,9 @@ SEEDS = 3
 def _transferred(
     X: pd.DataFrame, y: np.ndarray, others: list[Truth], count: int, seed: int
 ) -> tuple[float, float, float]:
-    """Median errors of a roofline of `count` shapes, and of the transfer to them; how much its intervals cover."""
+    """Median errors of a roofline of `count` shapes, and of the transfer to them; the share of its intervals that hold,
+    of shapes within the range of these.
+    """
     order = np.random.default_rng(seed).permutation(len(X))
     few, rest = order[:count], order[count : count + 1500]
     anchors, asked, truth = X.iloc[few].reset_index(drop=True), X.iloc[rest], y[rest]
@@ -155,9 +157,10 @@ def _transferred(
     seconds = np.concatenate([y[few], *(theirs for _, theirs in others)])
     model = Transfer(str(X["device"].iloc[0]), allow_extrapolation=True).fit(both, seconds)
     alone = Roofline(allow_extrapolation=True).fit(anchors, y[few])
-    low, high = model.predict_interval(asked, 0.9)
     error = [float(np.median(np.abs(m.predict(asked) / truth - 1))) for m in (alone, model)]
-    return error[0], error[1], float(((low <= truth) & (truth <= high)).mean())
+    inside = model.covers(asked)
+    low, high = model.predict_interval(asked[inside], 0.9)
+    return error[0], error[1], float(((low <= truth[inside]) & (truth[inside] <= high)).mean())
 
 
 def spdy() -> None:

@@ -175,7 +175,7 @@ def swept(shapes: int, rng: np.random.Generator) -> pd.DataFrame:
 
 
 def test_a_lookup_predicts_sparsities_it_did_not_see(rng: np.random.Generator) -> None:
-    found = predictions.tidy(ModelFile(AnchoredLookup(), "", None, {}), swept(12, rng))
+    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
     assert len(found) == 12 * (len(SPARSITIES) - 6)  # six anchors of each curve stay
     assert set(found["held_out"]) == {predictions.SPARSITIES}
     # Noise of the point and of its two neighbours, 1% each, so 1.2% together: 6 sigma, and the curve is smooth.
@@ -187,7 +187,7 @@ def test_a_lookup_predicts_sparsities_it_did_not_see(rng: np.random.Generator) -
 
 def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator) -> None:
     table = swept(15, rng)
-    found = predictions.tidy(ModelFile(Boosted(max_iter=10, min_samples_leaf=2), "", "numba", {}), table)
+    found = predictions.tidy(ModelFile(Boosted(max_iter=10, min_samples_leaf=2), "", {"backend": "numba"}), table)
     assert set(found["held_out"]) == {predictions.SHAPES}
     assert 0 < found["shape"].nunique() <= 3  # a fifth, less those at the ends, which it refuses
     assert found.groupby("shape").size().eq(len(SPARSITIES)).all()
@@ -195,12 +195,12 @@ def test_a_learned_model_predicts_shapes_it_did_not_see(rng: np.random.Generator
 
 def test_a_long_table_is_represented_by_whole_shapes(rng: np.random.Generator, monkeypatch: Any) -> None:
     monkeypatch.setattr(predictions, "ROWS", 50)
-    found = predictions.tidy(ModelFile(AnchoredLookup(), "", None, {}), swept(12, rng))
+    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
     assert found.groupby("shape").size().tolist() == [len(SPARSITIES) - 6] * 4  # as many as 50 rows hold, less one
 
 
 def test_one_shape_alone_leaves_nothing_to_hold_out(rng: np.random.Generator) -> None:
-    assert predictions.tidy(ModelFile(Boosted(), "", "numba", {}), swept(1, rng)).empty
+    assert predictions.tidy(ModelFile(Boosted(), "", {"backend": "numba"}), swept(1, rng)).empty
 
 
 # What each speed costs ---------------------------------------------------------------------------------------------
