@@ -147,8 +147,8 @@ SEEDS = 3
 def _transferred(
     X: pd.DataFrame, y: np.ndarray, others: list[Truth], count: int, seed: int
 ) -> tuple[float, float, float]:
-    """Median errors of a roofline of `count` shapes, and of the transfer to them; the share of its intervals that hold,
-    of shapes within the range of these.
+    """Median errors of a roofline of `count` shapes, and of the transfer to them; the share of its intervals that
+    hold, of shapes within the range of these.
     """
     order = np.random.default_rng(seed).permutation(len(X))
     few, rest = order[:count], order[count : count + 1500]
