@@ -27,6 +27,7 @@ SETTING = [
 Label = Callable[[Mapping[Any, Any]], str]
 
 LAYERS = ("linear", "conv2d")
+NO_GAIN = 1e-9  # what a speedup is at least that nothing bounds
 PLACE = ["setting", "shape"]
 NOT_SHOWN = [
     "op", "m", "k", "n", "sparsity_actual", "backend", "flop", "bytes", "roofline_seconds", "dense_low", "dense_high",
@@ -34,8 +35,9 @@ NOT_SHOWN = [
 
 
 def layer_rows(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows that time one layer, failures included: whole-model rows and verifications are left out."""
-    return table[table["op"].isin(LAYERS) & (table["purpose"] != "verify")]
+    """The rows that time one layer of known shape, failures included: whole models and verifications are left out."""
+    known = table[["m", "k", "n"]].notna().all(axis=1)
+    return table[table["op"].isin(LAYERS) & (table["purpose"] != "verify") & known]
 
 
 def timed_rows(rows: pd.DataFrame) -> pd.DataFrame:
@@ -47,7 +49,7 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     """One row a timed point, sorted by setting, shape, pattern, sparsity and kernel.
 
     Columns: setting, shape, op, m, k, n, pattern, format, sparsity (target), sparsity_actual, backend, engine,
-    kernel, seconds, low, high (the median itself where too few samples bound it), noisy (bool); flop (of the kept
+    kernel, seconds, low, high (NaN where too few samples bound the median), noisy (bool); flop (of the kept
     weights), bytes (the least that must move) and roofline_seconds, NaN where the table does not tell.
     `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
     """
@@ -62,9 +64,10 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     tidy["engine"] = pd.Series([engine_name(*pair) for pair in names], index=rows.index, dtype=object)
     tidy["kernel"] = _said(rows, "kernel_used").fillna(tidy["engine"])
     tidy["seconds"] = rows["median_seconds"]
-    tidy["low"] = rows["low_seconds"].fillna(rows["median_seconds"])
-    tidy["high"] = rows["high_seconds"].fillna(rows["median_seconds"])
+    tidy["low"], tidy["high"] = rows["low_seconds"].astype(float), rows["high_seconds"].astype(float)
     known = ["op", *(name for name in SHAPE[1:] if rows[name].notna().any())]
+    # Inside a running network a layer's place matters, which the column model says.
+    known += ["context", "model"] if (rows["context"] == "network").any() else []
     tidy["shape"] = _labels(rows, known, shape_label)
     named = differing(rows) if apart is None else apart
     tidy["setting"] = _labels(rows, named, _setting_label(named)) if named else pd.Series("", rows.index, object)
@@ -87,25 +90,29 @@ def settings(table: pd.DataFrame) -> dict[str, str]:
     """How every layer row was measured: column -> its value, or its values joined by commas."""
     rows = layer_rows(table)
     return {
-        name: ", ".join(sorted(str(value) for value in rows[name].dropna().unique())) for name in [*SETTING, "layout"]
+        name: ", ".join(sorted(_plainly(value) for value in rows[name].dropna().unique()))
+        for name in [*SETTING, "layout"]
     }
 
 
 def fastest_dense(points: pd.DataFrame) -> pd.DataFrame:
     """The fastest dense engine of each setting and shape.
 
-    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high.
+    Columns: setting, shape, dense_engine, dense_seconds, dense_low, dense_high, dense_engines (how many were timed).
     """
-    dense = fastest(points[points["pattern"] == "dense"], PLACE)
+    dense = points[points["pattern"] == "dense"]
     names = {"engine": "dense_engine", "seconds": "dense_seconds", "low": "dense_low", "high": "dense_high"}
-    return dense[[*PLACE, *names]].rename(columns=names)
+    found = fastest(dense, PLACE)[[*PLACE, *names]].rename(columns=names)
+    engines = dense.groupby(PLACE, sort=False)["engine"].nunique().rename("dense_engines")
+    return found.merge(engines.reset_index(), on=PLACE)
 
 
 def speedup(points: pd.DataFrame) -> pd.DataFrame:
     """The fastest kernel of each setting, shape, pattern and sparsity against the fastest dense engine there.
 
     Columns: those of `points` and `fastest_dense`, speedup (above 1 is a gain), speedup_low, speedup_high (both
-    intervals at their worst and at their best). Points of a shape that has no dense time are left out.
+    intervals at their worst and at their best; NaN where one time has none). Points of a shape that has no dense time
+    are left out.
     """
     sparse = fastest(points[points["pattern"] != "dense"], [*PLACE, "pattern", "sparsity"])
     joined = sparse.merge(fastest_dense(points), on=PLACE, how="inner")
@@ -118,19 +125,23 @@ def speedup(points: pd.DataFrame) -> pd.DataFrame:
 def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     """From which sparsity on each pattern is faster than dense, per setting and shape.
 
-    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossings`), certain (the same of the lower
-    ends of the speedups' intervals), at_lowest (it pays already at the lowest sparsity measured, so the true value is
-    that or less), best (the highest speedup), best_sparsity, sparsities (how many).
+    Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossings`), certain and possible (the
+    same of the lower and of the upper ends of the speedups' intervals; without one nothing is certain), at_lowest
+    (it pays already at the lowest sparsity measured, so the true value is that or less), best (the highest speedup),
+    best_sparsity, sparsities (how many).
     """
     ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
     first = ~ordered.duplicated([*PLACE, "pattern"])
     starts = np.flatnonzero(first)
-    sparsity, gain, lower = (ordered[name].to_numpy(float) for name in ("sparsity", "speedup", "speedup_low"))
+    sparsity, gain = (ordered[name].to_numpy(float) for name in ("sparsity", "speedup"))
+    lower = ordered["speedup_low"].fillna(NO_GAIN).to_numpy(float)
+    upper = ordered["speedup_high"].fillna(ordered["speedup"]).to_numpy(float)
     ends = np.append(starts[1:], len(ordered))[: len(starts)]  # none where there is no row
     best = [start + gain[start:end].argmax() for start, end in zip(starts, ends, strict=True)]
     tidy = ordered.loc[first, [*PLACE, "pattern", "format"]].reset_index(drop=True)
     tidy["break_even"] = crossings(sparsity, gain, starts)
     tidy["certain"] = crossings(sparsity, lower, starts)
+    tidy["possible"] = crossings(sparsity, upper, starts)
     tidy["at_lowest"] = (gain[starts] >= 1) & (tidy["break_even"] == sparsity[starts])
     return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=ends - starts)
 
@@ -271,6 +282,31 @@ def _said(rows: pd.DataFrame, name: str) -> pd.Series:
     return found.where(found.notna() & (found != ""), None)
 
 
+def contested(speedups: pd.DataFrame) -> tuple[int, int]:
+    """At how many settings, shapes and sparsities the intervals of the fastest two patterns overlap, or are unknown;
+    and at how many there are two.
+    """
+    by = [*PLACE, "sparsity"]
+    ordered = speedups.sort_values([*by, "seconds"])
+    first = np.flatnonzero(~ordered.duplicated(by))
+    last = np.append(first[1:], len(ordered))[: len(first)] - 1
+    first = first[last > first]
+    clear = ordered["high"].to_numpy()[first] < ordered["low"].to_numpy()[first + 1]
+    return int((~clear).sum()), len(first)
+
+
+def pace(table: pd.DataFrame) -> pd.Series:
+    """How much slower than usual the machine was beside each timed point, as fixed work told; empty where unknown."""
+    return timed_rows(layer_rows(table))["reference_ratio"].dropna().astype(float)
+
+
+def flag_counts(table: pd.DataFrame) -> dict[str, int]:
+    """How many timed points carry each flag, most frequent first."""
+    said = timed_rows(layer_rows(table))["flags"].dropna().astype(str)
+    flags = said[said != ""].str.split("+").explode()
+    return {str(flag): int(count) for flag, count in flags[~flags.str.contains("=")].value_counts().items()}
+
+
 def _with_width(table: pd.DataFrame) -> pd.DataFrame:
     rows = timed_rows(layer_rows(table))
     width = (rows["high_seconds"] - rows["low_seconds"]) / rows["median_seconds"]
@@ -286,9 +322,12 @@ def _labels(rows: pd.DataFrame, columns: Sequence[str], label: Label) -> pd.Seri
 
 
 def shape_label(row: Mapping[Any, Any]) -> str:
-    """A layer's shape in words: `linear 768 → 3072, n=128`, from the columns in SHAPE."""
+    """A layer's shape in words: `linear 768 → 3072, n=128`, from the columns in SHAPE; of a layer inside a running
+    network, which it is, too.
+    """
+    place = f", {row['model']}" if row.get("context") == "network" and row.get("model") else ""
     if row["op"] == "linear":
-        return f"linear {int(row['k'])} → {int(row['m'])}, n={int(row['n'])}"
+        return f"linear {int(row['k'])} → {int(row['m'])}, n={int(row['n'])}{place}"
     kh, kw, h, w = (int(row[name]) for name in ("kh", "kw", "h", "w"))
     text = f"conv {kh}×{kw}, {int(row['c_in'])} → {int(row['c_out'])}, {h}×{w}, batch {int(row['batch'])}"
     usual = {"stride": (1, 1), "padding": (kh // 2, kw // 2), "dilation": (1, 1)}
@@ -296,13 +335,24 @@ def shape_label(row: Mapping[Any, Any]) -> str:
         pair = (int(row[f"{name}_h"]), int(row[f"{name}_w"]))
         if pair != expected:
             text += f", {name} {pair[0]}" if pair[0] == pair[1] else f", {name} {pair[0]}×{pair[1]}"
-    return text
+    return text + place
+
+
+def _value_label(name: str, value: Any) -> str:
+    if value is None or value != value:
+        return f"{name.replace('_', ' ')} unknown"
+    return f"{_plainly(value)} threads" if name == "threads" else str(value)
+
+
+def _plainly(value: Any) -> str:
+    """A number without a fraction as a whole one: a column that lacks some is of floats."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _setting_label(apart: Sequence[str]) -> Label:
     """A function that gives the values of the columns `apart` in words."""
 
     def label(row: Mapping[Any, Any]) -> str:
-        return ", ".join(f"{row[name]} threads" if name == "threads" else str(row[name]) for name in apart)
+        return ", ".join(_value_label(name, row[name]) for name in apart)
 
     return label

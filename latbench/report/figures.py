@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from latbench.report import units
@@ -83,8 +84,8 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
             "type": "scatter", "mode": "lines+markers", "name": name, "legendgroup": name,
             "x": short(100 * row["sparsity"] for row in rows), "y": short(row["speedup"] for row in rows),
             "error_y": {
-                "type": "data", "array": short(row["speedup_high"] - row["speedup"] for row in rows),
-                "arrayminus": short(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
+                "type": "data", "array": reach(row["speedup_high"] - row["speedup"] for row in rows),
+                "arrayminus": reach(row["speedup"] - row["speedup_low"] for row in rows), "thickness": 1, "width": 2,
             },
             **line_and_marker(look, 8),
             "text": [_point_text(row) for row in rows],
@@ -98,8 +99,8 @@ def _lines(speedups: Sequence[Record], break_evens: Sequence[Record]) -> Figure:
                 "hovertemplate": f"<b>{name}</b> breaks even at %{{x:.3~r}}% sparsity<extra></extra>",
             })  # fmt: skip
     engine, seconds = plain(speedups[0]["dense_engine"]), units.seconds(speedups[0]["dense_seconds"])
-    highest = max(1.2, *(row["speedup_high"] for row in speedups))
-    lowest = min(0.9, *(row["speedup_low"] for row in speedups))
+    drawn = [row[name] for row in speedups for name in ("speedup", "speedup_low", "speedup_high")]
+    lowest, highest = float(np.nanmin([0.9, *drawn])), float(np.nanmax([1.2, *drawn]))
     layout = {
         "xaxis": {"title": {"text": "sparsity"}, "ticksuffix": "%"},
         "yaxis": {
@@ -324,6 +325,11 @@ def thinned(frame: pd.DataFrame, most: int, seed: int = 0) -> pd.DataFrame:
 def short(values: Iterable[float]) -> list[float]:
     """Four significant digits: what a screen can show, at a third of the bytes."""
     return [float(f"{value:.4g}") for value in values]
+
+
+def reach(values: Iterable[float]) -> list[float]:
+    """How far error bars reach, as `short`: not at all where there is no interval."""
+    return [0.0 if math.isnan(value) else float(f"{value:.4g}") for value in values]
 
 
 def plain(name: object) -> str:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 # What a report shows of a table.
 COLUMNS = [
     *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
-    "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio", "flop_nnz",
+    "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio",
+    "reference_ratio", "flop_nnz",
     "bytes_min", "roofline_seconds", "status", "flags", "error",
 ]  # fmt: skip
 

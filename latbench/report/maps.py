@@ -27,7 +27,7 @@ def section(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[
     sentences = [
         "Colour and number are the speedup over the fastest dense engine: blue is faster, orange slower, and the "
         "fainter, the smaller the difference. To the right of the line sparse is faster up to the highest sparsity "
-        "measured; where it runs along the right edge, nothing there pays. Its tooltip tells the break-even sparsity."
+        "measured; where it runs along the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
     ]
     if len(shown) < len(places):
         sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
@@ -152,12 +152,12 @@ def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[st
     text: list[str] = []
     for row, (start, label) in enumerate(zip(starts, labels, strict=True)):
         if math.isnan(start):
-            place, said = len(columns) - 0.5, "never faster up to the highest sparsity measured"
+            place, said = len(columns) - 0.5, "not faster up to the highest sparsity measured"
         elif start <= columns[0]:
             place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest sparsity measured"
         else:
             place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
-            said = f"breaks even at {units.percent(round(start, 3))}"
+            said = f"breaks even at {units.percent_up(start, 3)}"
         x += [place, place]
         y += [row - 0.5, row + 0.5]
         text += [f"<b>{label}</b><br>{said}"] * 2

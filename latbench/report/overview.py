@@ -58,22 +58,38 @@ def what_pays(content: Content, device: str) -> Headline:
     at = units.percent(level)
     spread = f" ({worst} to {top})" if shapes > 1 else ""
     title = f"At {at} sparsity, layers run {units.ratio(middle)} as fast as dense{spread}"
-    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent(round(start, 2))
+    from_there = "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
     lead = (
         f"On {device}: {_uses(uses, shapes)} Every speedup is over the fastest dense engine at the same shape. "
-        f"At {at}, {gains} of {_things(len(at_level), 'shape')} gain"
+        f"{_alone(speedups)}At {at}, {gains} of {_things(len(at_level), 'shape')} gain"
         + (f", {certain} of them beyond doubt: the whole 95% interval lies above 1×." if gains else ".")
         + (" Only time is compared: what accuracy a pattern costs is another matter." if gains else "")
     )  # fmt: skip
     noise = content.noise
     width = units.percent(float(noise["median"].median())) if len(noise) else units.NOTHING
+    sure = int(content.break_evens.groupby(data.PLACE)["certain"].min().notna().sum())
     tiles = [
-        Tile("Shapes that gain", f"{paying} of {shapes}", "some pattern is faster than the fastest dense engine"),
+        Tile(
+            "Shapes that gain",
+            f"{paying} of {shapes}",
+            f"{sure} beyond doubt: from some sparsity on, up to the highest measured, a pattern is faster than dense",
+        ),
         Tile(f"Gain at {at}", units.ratio(middle), f"median shape, {worst} to {top}"),
         Tile("Pays from", from_there, "break-even sparsity of the earliest pattern at the median shape"),
         Tile("Noise", width, "typical width of a time's 95% interval: smaller differences are none"),
     ]
     return Headline(title, lead, tiles)
+
+
+def _alone(speedups: pd.DataFrame) -> str:
+    """A warning where the fastest dense engine is the only one that was timed; empty where there were others."""
+    engines = speedups.groupby(data.PLACE)[["dense_engine", "dense_engines"]].first()
+    alone = engines[engines["dense_engines"] == 1]
+    if alone.empty:
+        return ""
+    names = " or ".join(sorted(set(alone["dense_engine"])))
+    where = "all" if len(alone) == len(engines) else f"{len(alone)} of {len(engines)}"
+    return f"At {where} shapes {names} is the only one that was timed, and others may be faster. "
 
 
 STAY_DENSE = "dense"
@@ -135,7 +151,10 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     target, gain = units.ratio(verdict.target), units.ratio(verdict.measured_speedup)
     measured, predicted = units.seconds(verdict.measured_seconds), units.seconds(verdict.predicted_seconds)
     dense = units.seconds(verdict.dense_seconds)
+    if gain == target and not verdict.met:
+        gain = f"{verdict.measured_speedup:.4f}×"
     title = f"{verdict.task} runs {gain} faster" + (", as promised" if verdict.met else f", not {target} as promised")
+    narrow = verdict.measured_speedup_low < verdict.target <= verdict.measured_speedup
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
@@ -146,6 +165,7 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
         f"{units.ratio(verdict.measured_speedup, verdict.measured_speedup_low, verdict.measured_speedup_high)}. "
+        f"{'The interval reaches below the target: it was met, but not beyond the noise. ' if narrow else ''}"
         f"The prediction{whose} was {predicted}; the measurement lies {difference}, "
         f"{'inside' if inside else 'outside'} the interval." + (f" {in_short(profile)}" if profile else "")
     )
@@ -207,12 +227,23 @@ def section(content: Content, places: Sequence[tuple[str, str]], headline: Headl
         )],
         tiles=headline.tiles if headline else [],
         notes=[
-            "≈ marks a difference within the 95% intervals of the two times. At one sparsity the patterns do not "
-            "cost the same accuracy: unstructured costs least, then N:M, shuffled and plain vectors, then blocks. A "
-            "layer a → b has a inputs and b outputs; n counts the tokens of a call.",
+            "≈ marks a difference within the 95% intervals of the two times, or of times without one. At one "
+            "sparsity the patterns do not cost the same accuracy: unstructured costs least, then N:M, shuffled and "
+            "plain vectors, then blocks. A layer a → b has a inputs and b outputs; n counts the tokens of a call.",
+            *_close(content.speedups),
             *filter(None, [glossary(content.speedups["pattern"].unique())]),
         ],
     )  # fmt: skip
+
+
+def _close(speedups: pd.DataFrame) -> list[str]:
+    overlap, several = data.contested(speedups)
+    if not overlap:
+        return []
+    return [
+        f"Which pattern is the fastest is within the noise at {units.count(overlap)} of {units.count(several)} "
+        "shapes and sparsities: there the next one is as good a choice."
+    ]
 
 
 def glossary(names: Iterable[str]) -> str:
@@ -228,7 +259,7 @@ def glossary(names: Iterable[str]) -> str:
 
 
 def _gain(row: Record, strongest: float) -> Cell:
-    gain, unsure = float(row["speedup"]), row["speedup_low"] <= 1 <= row["speedup_high"]
+    gain, unsure = float(row["speedup"]), not (row["speedup_low"] > 1 or row["speedup_high"] < 1)
     tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(gain) / strongest))
     return Cell(("≈ " if unsure else "") + units.ratio(gain), gain, str(row["pattern"]), tint)
 
@@ -243,17 +274,28 @@ def verdict_sentence(break_evens: Sequence[Record], best: Sequence[Record]) -> s
         top = max(best, key=lambda row: row["speedup"])
         if top["speedup"] <= 1:
             return "Stay dense: nothing measured is faster."
-        gain, at = units.ratio(top["speedup"]), units.percent(top["sparsity"])
-        return f"Stay dense: {top['pattern']} gains {gain} at {at} and loses again above."
+        doubt = " beyond the noise" if any(not math.isnan(row["possible"]) for row in break_evens) else ""
+        at_best = f"{top['pattern']} at {units.percent(top['sparsity'])}, {units.ratio(top['speedup'])}"
+        return f"Stay dense: nothing stays faster up to the highest sparsity{doubt}; at best {at_best}."
     paying = {str(row["pattern"]): row for row in break_evens if not math.isnan(row["break_even"])}
     earliest = min(paying, key=lambda pattern: paying[pattern]["break_even"])
     sentence = f"Use {use['pattern']} {begins(use)}{_doubt(use)}"
     if paying[earliest]["break_even"] < use["break_even"]:
-        sentence += f"; {earliest} pays {begins(paying[earliest])}"
+        sentence += f"; {earliest} pays {begins(paying[earliest])}{_doubt(paying[earliest])}"
     said = {str(use["pattern"]), earliest}
-    if "unstructured" not in said and any(row["pattern"] == "unstructured" for row in break_evens):
-        sentence += f"; unstructured {begins(paying['unstructured']) if 'unstructured' in paying else 'never'}"
+    for row in break_evens:
+        if row["pattern"] == "unstructured" and "unstructured" not in said:
+            sentence += f"; unstructured {begins(row) + _doubt(row) if 'unstructured' in paying else loses(row)}"
     return sentence + "."
+
+
+def loses(start: Record) -> str:
+    """How a pattern fails that does not stay faster up to the highest sparsity measured."""
+    if not math.isnan(start["possible"]):
+        return "never, within the noise"
+    if start["best"] <= 1:
+        return "never"
+    return f"not for good, at best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
 
 
 def favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record | None:
@@ -265,7 +307,7 @@ def favourite(break_evens: Sequence[Record], best: Sequence[Record]) -> Record |
 
 def begins(start: Record) -> str:
     """From where on a pattern pays: `from 62%`, `at 50% and above`."""
-    at = units.percent(round(float(start["break_even"]), 2))
+    at = units.percent_up(float(start["break_even"]))
     if start["sparsities"] == 1:
         return f"at {at}"
     return f"at {at} and above" if start["at_lowest"] else f"from {at}"
@@ -277,4 +319,4 @@ def _doubt(start: Record) -> str:
         return " (not certain: within the noise)"
     if start["certain"] - start["break_even"] < 0.01:
         return ""
-    return f" (certain from {units.percent(round(float(start['certain']), 2))})"
+    return f" (certain from {units.percent_up(float(start['certain']))})"

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from latbench.report import data, units
-from latbench.report.figures import Figure, colour, line_at, plain, short
+from latbench.report.figures import Figure, colour, line_at, plain, reach, short
 from latbench.report.views import Cell, Table, count_cell, table
 
 LEVELS = (0.5, 0.75, 0.9)  # or the nearest that were measured: more would bury the ranking
@@ -62,8 +62,8 @@ def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
         "x": short(row["seconds"] / scale for row in ordered),
         "marker": {"color": [colour(row["format"]) for row in ordered]},
         "error_x": {
-            "type": "data", "array": short((row["high"] - row["seconds"]) / scale for row in ordered),
-            "arrayminus": short((row["seconds"] - row["low"]) / scale for row in ordered),
+            "type": "data", "array": reach((row["high"] - row["seconds"]) / scale for row in ordered),
+            "arrayminus": reach((row["seconds"] - row["low"]) / scale for row in ordered),
             "color": "@ink", "thickness": 1, "width": 3,
         },
         "text": [_hover(row, dense_seconds) for row in ordered], "textposition": "none",

@@ -61,7 +61,8 @@ def shapes(content: Content, places: Sequence[Place]) -> Section:
     chart = Chart("shapes", "One shape: speedups and kernels", choices=choices, label="Layer shape", titles=titles)
     tables = [
         (
-            "Break-even sparsity: from there on the pattern is faster than dense (≈: not beyond the noise)",
+            "Break-even sparsity: from there on, up to the highest measured, the pattern is faster than dense (≈: "
+            "not beyond the noise; not for good: only below the highest)",
             _break_even(starts, places),
         ),
         ("Kernels over all shapes: how often each is the fastest at its sparsity", ranking.summary_table(overall)),
@@ -94,8 +95,10 @@ def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: 
 def _start_cell(start: Mapping[str, Any]) -> Cell:
     best = f"best {units.ratio(start['best'])} at {units.percent(start['best_sparsity'])}"
     if math.isnan(start["break_even"]):
-        return Cell("never", 2.0, best, -0.35)  # sorts after every sparsity
-    text = units.percent(round(start["break_even"], 3))
+        if not math.isnan(start["possible"]):
+            return Cell("≈ never", 2.0, best, 0.0)  # sorts after every sparsity
+        return Cell("not for good" if start["best"] > 1 else "never", 2.0, best, -0.35)
+    text = units.percent_up(start["break_even"], 3)
     if start["sparsities"] == 1:
         text = f"at {text}"
     elif start["at_lowest"]:

@@ -53,6 +53,11 @@ def percent(value: float | None) -> str:
     return text.removesuffix(".0") + "%"
 
 
+def percent_up(value: float, digits: int = 2) -> str:
+    """The same of a share rounded up: where something holds from, it must hold there."""
+    return percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
+
+
 def count(value: float | None) -> str:
     """`12 345`, with a thin space between thousands."""
     return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING

@@ -85,9 +85,19 @@ def test_of_a_point_measured_twice_the_latest_counts() -> None:
     assert data.points(twice)["seconds"].tolist() == [3.0]
 
 
-def test_a_point_with_too_few_samples_for_an_interval_is_its_own_interval() -> None:
-    points = data.points(frame(row("dense", 0.0, 8.0, low_seconds=None, high_seconds=None)))
-    assert points[["low", "high"]].to_numpy().tolist() == [[8.0, 8.0]]
+def test_nothing_is_certain_of_times_without_an_interval() -> None:
+    unbounded = {"low_seconds": None, "high_seconds": None}
+    points = data.points(frame(row("dense", 0.0, 8.0, **unbounded), row("vector:2", 0.5, 4.0, **unbounded)))
+    assert points[["low", "high"]].isna().all(axis=None)
+    speedups = data.speedup(points)
+    assert speedups["speedup"].tolist() == [2.0] and speedups["speedup_low"].isna().all()
+    [start] = data.break_even(speedups).to_dict("records")
+    assert start["break_even"] == 0.5 and math.isnan(start["certain"])
+    fastest = speedups.to_dict("records")
+    assert overview.verdict_sentence([start], fastest) == "Use vector:2 at 50% (not certain: within the noise)."
+    [place] = data.places(speedups)
+    table = overview.verdicts(speedups, data.break_even(speedups), [place])
+    assert "≈ 2.00×" in [cell.text for cell in table.rows[0]]
 
 
 def test_break_even_is_interpolated_and_never_is_said() -> None:
@@ -193,19 +203,25 @@ def verdict(*rows: dict[str, Any], exact: bool = True) -> str:
 
 def test_verdicts_say_what_to_use() -> None:
     slow, fast = row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0)
-    assert verdict(slow, fast) == "Use unstructured from 62%."
+    assert verdict(slow, fast) == "Use unstructured from 63%."
     vectors = row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 2.0)
-    assert verdict(slow, fast, *vectors) == "Use vector:2 at 50% and above; unstructured from 62%."
+    assert verdict(slow, fast, *vectors) == "Use vector:2 at 50% and above; unstructured from 63%."
     assert verdict(slow, *vectors) == "Use vector:2 at 50% and above; unstructured never."
     assert verdict(row("nm:2:4", 0.5, 4.0)) == "Use nm:2:4 at 50%."
     earlier = row("block:2x2", 0.25, 7.0), row("block:2x2", 0.75, 6.0)
-    assert verdict(slow, fast, *earlier) == "Use unstructured from 62%; block:2x2 pays at 25% and above."
+    assert verdict(slow, fast, *earlier) == "Use unstructured from 63%; block:2x2 pays at 25% and above."
+    # One that gains only below the highest sparsity, and one whose loss there is within the noise.
+    relapse = row("unstructured", 0.5, 4.0), row("unstructured", 0.75, 9.0)
+    assert verdict(*relapse, *vectors).endswith("; unstructured not for good, at best 2.00× at 50%.")
+    assert verdict(row("unstructured", 0.75, 8.1), *vectors, exact=False).endswith(
+        "; unstructured never, within the noise."
+    )
 
 
 def test_verdicts_say_what_is_not_certain() -> None:
     slow, fast = row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 4.0)
     # The lower ends are 9/12 of the speedups: 0.375 and 1.5, whose logarithms cross zero at 0.677.
-    assert verdict(slow, fast, exact=False) == "Use unstructured from 62% (certain from 68%)."
+    assert verdict(slow, fast, exact=False) == "Use unstructured from 63% (certain from 68%)."
     barely = row("unstructured", 0.75, 7.9)
     assert verdict(barely, exact=False) == "Use unstructured at 75% (not certain: within the noise)."
 
@@ -213,13 +229,46 @@ def test_verdicts_say_what_is_not_certain() -> None:
 def test_verdicts_say_when_to_stay_dense() -> None:
     assert verdict(row("unstructured", 0.5, 9.0)) == "Stay dense: nothing measured is faster."
     assert verdict(row("vector:2", 0.5, 4.0), row("vector:2", 0.75, 9.0)) == (
-        "Stay dense: vector:2 gains 2.00× at 50% and loses again above."
+        "Stay dense: nothing stays faster up to the highest sparsity; at best vector:2 at 50%, 2.00×."
     )
+
+
+def test_inside_a_network_layers_of_one_shape_are_told_apart() -> None:
+    """A dense time of one layer is no baseline of another."""
+    inside = {"context": "network"}
+    rows = [
+        row(pattern, sparsity, seconds, model=f"net:{name}", **inside)
+        for name, dense, sparse in (("conv1", 10.0, 3.0), ("conv2", 4.0, 3.5))
+        for pattern, sparsity, seconds in (("dense", 0.0, dense), ("unstructured", 0.5, sparse))
+    ]
+    gains = data.speedup(data.points(frame(*rows)))
+    assert gains["shape"].str.rpartition(", ")[2].tolist() == ["net:conv1", "net:conv2"]
+    assert gains["speedup"].tolist() == pytest.approx([10 / 3, 4 / 3.5])
+
+
+def test_where_the_fastest_pattern_is_within_the_noise_is_counted() -> None:
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 9.0, "openvino"),
+        row("unstructured", 0.5, 4.0), row("vector:2", 0.5, 4.1),
+        row("unstructured", 0.75, 4.0), row("vector:2", 0.75, 1.0), row("block:2x2", 0.9, 1.0),
+    )  # fmt: skip
+    gains = data.speedup(data.points(rows))
+    assert data.contested(gains) == (1, 2)  # of 50% and 75%; at 90% there is one pattern alone
+    assert set(gains["dense_engines"]) == {2}
+
+
+def test_threads_are_whole_numbers_where_some_rows_lack_them() -> None:
+    table = frame(row("dense", 0.0, 8.0), row("vector:2", 0.5, 2.0)).assign(threads=[2.0, None])
+    assert data.settings(table)["threads"] == "2"
+    assert set(data.points(table)["setting"]) == {"2 threads", "threads unknown"}
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        (units.percent_up(0.504), "51%"),
+        (units.percent_up(0.5), "50%"),
+        (units.percent_up(0.50411, 3), "50.5%"),
         (units.seconds(4.123e-4), "412 µs"),
         (units.seconds(4.123e-4, 4.05e-4, 4.2e-4), "412 µs (405–420)"),
         (units.seconds(1.236e-3), "1.24 ms"),
