@@ -101,7 +101,7 @@ class _Latest:
     def add(self, piece: pa.Table, numbers: NDArray[np.int64], per: Sequence[str]) -> None:
         """Take in the rows of `piece`, which have these numbers."""
         key = digests.rows(piece.select(list(per)))[:, 0]
-        settled = pc.equal(piece["status"], "ok").to_numpy().astype(np.uint8)
+        settled = pc.equal(piece["status"], "ok").fill_null(False).to_numpy().astype(np.uint8)
         moment = piece["started_at"].cast(pa.int64()).fill_null(np.iinfo(np.int64).max).to_numpy()
         self._seen.append((key, settled, moment, numbers))
         self._pending += len(numbers)

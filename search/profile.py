@@ -144,7 +144,11 @@ def load(path: Path) -> Profile:
             raise BadData(f"{path}: layer {name}: {error}") from None
         if not 0 <= choice.sparsity < 1:
             raise BadData(f"{path}: layer {name}: a sparsity lies in [0, 1), not {choice.sparsity}")
-    return _record(Profile, content, str(path))
+    found = _record(Profile, content, str(path))
+    for name in ("target", "dense_seconds", "predicted_seconds", "predicted_low", "predicted_high"):
+        if getattr(found, name) <= 0:
+            raise BadData(f"{path}: {name} must be above 0, not {getattr(found, name):g}")
+    return found
 
 
 def _record(kind: type[Record], content: Any, where: str) -> Record:

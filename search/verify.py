@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -244,6 +245,16 @@ def load(path: Path) -> Verdict | None:
     """The verdict in a verify.json; None where there is none, or one that cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return Verdict(**{name: value for name, value in content.items() if name != "version"})
-    except (OSError, ValueError, TypeError, AttributeError):
+        verdict = Verdict(**{name: value for name, value in content.items() if name != "version"})
+        times = [getattr(verdict, name) for name in _POSITIVE]
+        times += [engine[name] for engine in verdict.engines.values() for name in ("value", "low", "high")]
+        scores = (verdict.score_dense, verdict.score_pruned)
+        return verdict if all(0 < time < math.inf for time in times) and all(map(math.isfinite, scores)) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return None
+
+
+_POSITIVE = (
+    "target", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_low",
+    "measured_high", "measured_speedup", "measured_speedup_low", "measured_speedup_high", "dense_seconds",
+)  # fmt: skip

@@ -42,6 +42,7 @@ def report(
     import sys
 
     from rich.console import Console
+    from rich.markup import escape
 
     from latbench import places
     from latbench.errors import UsageError
@@ -53,11 +54,11 @@ def report(
     if against is not None:
         if any((model, profile, pruned, verify, database, workload, accuracy, figures, summary)):
             raise UsageError("--against compares two tables and goes with --output alone")
-        with Console(stderr=True).status(f"Comparing {table} with {against}"):
+        with Console(stderr=True).status(escape(f"Comparing {table} with {against}")):
             _compare(places.at(table), places.at(against), output, command)
-        console.print(f"{output} is written", highlight=False, soft_wrap=True)
+        console.print(f"{output} is written", highlight=False, soft_wrap=True, markup=False)
         return
-    with Console(stderr=True).status(f"Reading {table} and drawing the report"):
+    with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
         read = inputs.read(
             places.at(table), model=model, profile=profile, pruned=pruned, verify=verify,
             workload=workload, database=database, accuracy=accuracy,

@@ -55,9 +55,10 @@ def read(path: Path) -> pd.DataFrame:
     if frame.empty:
         raise BadData(f"{path}: it holds no result")
     try:
-        frame = frame.astype({"pattern": str, "method": str, "speedup": float, "accuracy": float})
+        numbers = [name for name in ("speedup", "accuracy", "sparsity") if name in frame.columns]
+        frame = frame.astype({"pattern": str, "method": str} | dict.fromkeys(numbers, float))
     except ValueError as error:
-        raise BadData(f"{path}: speedup and accuracy are numbers: {error}") from error
+        raise BadData(f"{path}: {', '.join(numbers)} are numbers, such as 0.75: {error}") from error
     if not (np.isfinite(frame[["speedup", "accuracy"]]).all(axis=None) and (frame["speedup"] > 0).all()):
         raise BadData(f"{path}: every speedup and accuracy must be finite, and speedups above 0")
     return frame

@@ -45,10 +45,17 @@ class Side:
 
 
 def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
-    """Both tables, with settings called alike, and device and threads left out of them where the devices differ."""
+    """Both tables, with settings called alike. Where the devices differ, settings do not name them, nor the threads
+    if each side has one number of them. Raises BadData where such a side is of several devices.
+    """
     rows = [data.timed_rows(data.layer_rows(one.table)) for one in (first, second)]
     devices = [data.settings(one.table)["device"] for one in (first, second)]
-    across = ("device", "threads") if devices[0] != devices[1] else ()
+    threads = [data.settings(one.table)["threads"] for one in (first, second)]
+    across: tuple[str, ...] = ()
+    if devices[0] != devices[1]:
+        if several := [name for name in devices if ", " in name]:
+            raise BadData(f"one side is of several devices, {several[0]}: compare tables of one device each")
+        across = ("device",) if any(", " in count for count in threads) else ("device", "threads")
     apart = [name for name in data.differing(*rows) if name not in across]
     paths = [one.sources[0].path for one in (first, second)]
     brief = [path.name for path in paths]
@@ -132,16 +139,27 @@ def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.Da
     found = []
     for kind, own in (("dense", dense), ("sparse", sparse)):
         if len(own):
-            middle = float(own["ratio"].median())
+            middle = _median(own["ratio"])
             winner, loser = (first, second) if middle >= 1 else (second, first)
-            found.append((winner.name, loser.name, units.ratio(max(middle, 1 / middle)), kind))
-    winner_name, loser_name, ratio, kind = found[0]
+            alike = not (_median(own["low"]) > 1 or _median(own["high"]) < 1)
+            ratio = units.ratio(max(middle, 1 / middle))
+            found.append((winner.name, loser.name, ratio, kind, alike))
+    winner_name, loser_name, ratio, kind, alike = found[0]
     title = f"{winner_name} is {ratio} as fast as {loser_name}, {kind}"
+    if alike:
+        title = f"{first.name} and {second.name} are about equally fast, {kind}"
     if len(found) == 1:
         return title
-    if found[1][0] == winner_name:
+    if found[1][-1]:
+        return f"{title}, and about equally fast, sparse" if not alike else f"{title} and sparse"
+    if found[1][0] == winner_name and not alike:
         return f"{title}, and {found[1][2]}, sparse"
     return f"{title}; {found[1][0]} is {found[1][2]} as fast, sparse"
+
+
+def _median(ratios: pd.Series) -> float:
+    """The same, upside down, whichever side comes first; NaN of ratios that are not known."""
+    return float(np.exp(np.log(ratios).median(skipna=False)))
 
 
 def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) -> str:
@@ -156,7 +174,7 @@ def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) 
 
 
 def _middle(pairs: pd.DataFrame) -> str:
-    return units.ratio(float(pairs["ratio"].median())) if len(pairs) else units.NOTHING
+    return units.ratio(_median(pairs["ratio"])) if len(pairs) else units.NOTHING
 
 
 def _start(side: Side) -> str:
@@ -292,7 +310,7 @@ def _uses(side: Side) -> dict[Place, Cell]:
 
 
 def _ratio_cell(row: Mapping[Any, Any]) -> Cell:
-    unsure = row["low"] <= 1 <= row["high"]
+    unsure = not (row["low"] > 1 or row["high"] < 1)
     tint = 0.0 if unsure else max(-1.0, min(1.0, math.log2(row["ratio"])))
     return Cell(("≈ " if unsure else "") + units.ratio(row["ratio"]), row["ratio"], "", tint)
 
@@ -375,7 +393,7 @@ def _by_pattern(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     """Ratios by pattern, and from where each pays on either side."""
     rows: list[list[Cell | str]] = []
     for pattern, own in pairs.groupby("pattern", sort=True):
-        middle, least, most = (float(own["ratio"].agg(how)) for how in ("median", "min", "max"))
+        middle, least, most = _median(own["ratio"]), float(own["ratio"].min()), float(own["ratio"].max())
         starts = [_pattern_start(side, str(pattern)) for side in (first, second)]
         rows.append([
             str(pattern), count_cell(len(own)), Cell(units.ratio(middle), middle), Cell(units.ratio(least), least),

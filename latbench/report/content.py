@@ -43,6 +43,12 @@ def of(inputs: Inputs) -> Content:
     points = data.points(inputs.table)
     if points.empty:
         raise BadData("the table holds no timed layer: its rows are failures or whole models; sweep layers first")
+    if (wrong := data.impossible(points)).any():
+        row = points[wrong].iloc[0]
+        raise BadData(
+            f"{int(wrong.sum())} rows have times that are none, such as {row['pattern']} at {row['shape']}: "
+            "`latbench validate` names them"
+        )
     speedups = data.speedup(points)
     if speedups.empty:
         raise BadData(

@@ -75,6 +75,12 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     return tidy.sort_values(order).reset_index(drop=True)
 
 
+def impossible(points: pd.DataFrame) -> pd.Series:
+    """Whether each point has a time, an end of an interval or a roofline that is none: (points,) bool."""
+    known = points[["seconds", "low", "high", "roofline_seconds"]]
+    return ~(known.isna() | ((known > 0) & (known < np.inf))).all(axis=1)
+
+
 def differing(*tables: pd.DataFrame) -> list[str]:
     """The columns of SETTING in which rows of these tables differ."""
     found = {name: pd.concat([pd.Series(table[name].unique(), dtype=object) for table in tables]) for name in SETTING}

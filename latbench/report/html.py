@@ -70,9 +70,16 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
         sections.environment(inputs),
         sections.provenance(inputs, command),
     ]
+    apart, shapes = ({place[part] for place in content.places} for part in (0, 1))
+    ways = f" in {len(apart)} settings" if len(apart) > 1 else ""
     facts = [settings["device"], settings["threads"] and f"{settings['threads']} threads", settings["dtype_w"],
-             f"{len(content.places)} layer shapes", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
+             f"{len(shapes)} layer shapes{ways}", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
+    if ways:
+        warnings.append(
+            f"This table holds {len(apart)} settings ({'; '.join(sorted(apart))}). Each time is compared within its "
+            "own, but figures over all shapes count a shape once in each: for one alone, report on a table of it."
+        )
     if len(content.places) > SHAPES:
         warnings.append(
             f"Of {len(content.places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "

@@ -5,6 +5,7 @@ What reads them loads torch or scikit-learn, seconds that a report of a table al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,7 +129,24 @@ def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
     from search.pruning.folder import read_manifest
     from search.verify import manifest_hash
 
-    return read_manifest(folder), manifest_hash(folder)
+    manifest = read_manifest(folder)
+    try:
+        _check_manifest(manifest)
+    except (KeyError, TypeError, AttributeError) as error:
+        name = folder / "manifest.json"
+        raise BadData(f"{name} is not as latbench prune wrote it ({type(error).__name__}: {error})") from error
+    return manifest, manifest_hash(folder)
+
+
+def _check_manifest(manifest: Mapping[str, Any]) -> None:
+    """Raise what reading would raise if something is missing that a report shows, or is no number."""
+    for layer in manifest["layers"].values():
+        sum(layer[name] for name in ("weights", "kept_weights", "packed_bytes"))
+    for stage in manifest.get("stages", ()):
+        _ = f"{stage['name']}{manifest['method']}{manifest['score_name']}"
+        math.isfinite(stage["loss"] + stage["score"])
+        if flop := stage.get("training_flop"):
+            math.isfinite(flop["total"] + flop["dense_total"])
 
 
 def _verdict(path: Path) -> Verdict:

@@ -27,6 +27,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "xtick.labelsize": 7, "ytick.labelsize": 7,
     "axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 1.2, "lines.markersize": 3.5,
     "pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "latbench", "figure.constrained_layout.use": True,
+    "text.parse_math": False,
 }  # fmt: skip
 PANELS = 6  # shapes of the figure of speedups
 MAP_ROWS = 24

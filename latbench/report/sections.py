@@ -24,7 +24,15 @@ if TYPE_CHECKING:
 
 Place = tuple[str, str]
 
+FLAGS = {
+    "in_cache": "in_cache (small weights, whose copies may all have stayed in the cache)",
+    "no_roofline": "no_roofline (the device's limits were unknown)",
+    "preempted": "preempted (others took the cores, in all tries)",
+    "slow_spell": "slow_spell (the machine was slower than in the rest of the sweep)",
+    "spike": "spike (far above both neighbouring sparsities, twice)",
+}
 CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
+SLOW = 1.1  # times as long as usual, from which on a point is pointed at
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
 
 
@@ -144,6 +152,9 @@ def _method(frame: pd.DataFrame) -> Table:
     if len(counts):
         middle, fewest, most = (int(counts.agg(how)) for how in ("median", "min", "max"))
         pairs.append(("samples a point", f"{middle} at the median, {fewest} to {most}"))
+    if flags := data.flag_counts(frame):
+        said = ", ".join(f"{FLAGS.get(flag, flag)} {units.count(found)}" for flag, found in flags.items())
+        pairs.append(("points that carry a flag", f"{said}, of {units.count(len(data.timed_rows(rows)))}"))
     first, last = rows["started_at"].min(), rows["started_at"].max()
     if pd.notna(first):
         pairs.append(("measured", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
@@ -172,6 +183,8 @@ def noise(inputs: Inputs, content: Content) -> Section:
         "The width of the 95% interval of each point's median, relative to the median. "
         "Differences smaller than this are noise."
     ]
+    if said := _pace(data.pace(frame)):
+        sentences.append(said)
     if len(failed) > FAILURE_REASONS:
         sentences.append(f"The {FAILURE_REASONS} most frequent of {len(failed)} reasons for failures are listed.")
     shares = ["median", "p90", "largest"]
@@ -200,6 +213,19 @@ def noise(inputs: Inputs, content: Content) -> Section:
     drawn = figures.noise(content.noise_curve) if len(widths) else None  # none where samples are too few
     charts = [Chart("noise", "Share of points within a width", drawn)] if drawn else []
     return Section("noise", "Noise and failures", sentences, charts, tables)
+
+
+def _pace(ratios: pd.Series) -> str:
+    """How slow the machine was while points were timed, as the fixed work beside them told; empty where unknown."""
+    if ratios.empty:
+        return ""
+    middle, most = units.ratio(float(ratios.median())), units.ratio(float(ratios.max()))
+    slow = int((ratios > SLOW).sum())
+    return (
+        f"Fixed work that was timed beside the points took {middle} as long as usual at the median point, {most} at "
+        f"most; beside {units.count(slow)} of {units.count(len(ratios))} it took over {units.ratio(SLOW)}, and "
+        "these may be too slow by as much. Times are shown as they were measured."
+    )
 
 
 def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
@@ -278,11 +304,16 @@ def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Se
         ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
+
+    def gain(row: Mapping[Any, Any]) -> Cell:
+        # The measured one is that of dense and pruned calls in turns, not of two medians.
+        found = verdict.measured_speedup if row["kind"] == "measured" else verdict.dense_seconds / row["seconds"]
+        return Cell(units.ratio(found), found)
+
     rows = [
-        [row["name"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]),
-         Cell(units.ratio(verdict.dense_seconds / row["seconds"]), verdict.dense_seconds / row["seconds"])]
+        [row["name"], Cell(units.seconds(row["seconds"], row["low"], row["high"]), row["seconds"]), gain(row)]
         for row in times.to_dict("records")
-    ]  # fmt: skip
+    ]
     heads = ["what", "#time", "#speedup"]
     return Section(
         "promise",
@@ -319,11 +350,28 @@ def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
         ("pruned model", "follows", "profile", followed, digests.get("profile")),
         ("verification", "is of", "pruned model", inputs.verdict and inputs.verdict.inputs, inputs.manifest_hash),
     ]
-    return [
+    found = [
         (f"The {one} {verb} {'this very' if theirs == ours else 'another'} {other}.", theirs == ours)
         for one, verb, other, theirs, ours in links
         if theirs and ours
     ]
+    return [*found, *((sentence, False) for sentence in _strangers(inputs))]
+
+
+def _strangers(inputs: Inputs) -> list[str]:
+    """Where the given files are of unlike devices, threads, tasks or targets."""
+    measured = data.settings(inputs.table)
+    sentences = []
+    for name, record in (("profile", inputs.profile), ("verification", inputs.verdict)):
+        for what, value in (("device", record and record.device), ("threads", record and str(record.threads))):
+            if value and value not in measured[what].split(", "):
+                sentences.append(f"The {name} is of {what} {value}, the table of {what} {measured[what]}.")
+    if inputs.profile and inputs.verdict:
+        for what in ("task", "target", "batch"):
+            ours, theirs = getattr(inputs.profile, what), getattr(inputs.verdict, what)
+            if ours != theirs:
+                sentences.append(f"The verification is of {what} {theirs}, the profile of {what} {ours}.")
+    return sentences
 
 
 def _version(package: str) -> str:

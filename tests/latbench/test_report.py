@@ -27,7 +27,7 @@ from latbench import bundled, places, tables
 from latbench.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from latbench.report import content as contents
-from latbench.report import data, figures, html, inputs, paper, summary
+from latbench.report import data, figures, html, inputs, paper, sections, summary
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
@@ -336,6 +336,13 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     text = Structure(html.render(other, command=[])).text
     assert "The profile was made from another table." in text
     assert "The verification is of another pruned model." in text
+    assert read.verdict
+    foreign = replace(read, verdict=replace(read.verdict, device="elsewhere", target=7.0))
+    warned = [sentence for sentence, belongs in sections.belonging(foreign) if not belongs]
+    [device] = set(read.table["device"])
+    assert f"The verification is of device elsewhere, the table of device {device}." in warned
+    assert f"The verification is of target 7.0, the profile of target {read.profile.target}." in warned
+    assert not [line for line, belongs in sections.belonging(read) if not belongs and "device" in line]
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:

@@ -306,7 +306,11 @@ def test_methods_and_patterns_can_each_be_set_side_by_side() -> None:
     [
         ("pattern,method\na,b\n", "no column speedup, accuracy, seed"),
         ("pattern,method,speedup,accuracy,seed\n", "holds no result"),
-        ("pattern,method,speedup,accuracy,seed\nvector:2,gmp,fast,0.9,0\n", "speedup and accuracy are numbers"),
+        (
+            "pattern,method,speedup,accuracy,seed\nvector:2,gmp,fast,0.9,0\n",
+            "speedup, accuracy are numbers, such as 0.75",
+        ),
+        ("pattern,method,speedup,accuracy,seed,sparsity\nvector:2,gmp,2,0.9,0,50%\n", "sparsity are numbers"),
         ("pattern,method,speedup,accuracy,seed\nvector:2,gmp,-1,0.9,0\n", "speedups above 0"),
         (None, "does not exist"),
     ],
@@ -345,6 +349,31 @@ def test_the_first_page_says_when_nothing_pays() -> None:
     page = overview.what_pays(shown, "cpu")
     assert page.title == "At 75% sparsity, layers run 0.889× as fast as dense"
     assert "stay dense, nothing measured is faster" in page.lead
+
+
+def test_the_first_page_says_where_one_dense_engine_alone_was_timed() -> None:
+    shown = content.of(inputs_of(
+        row("dense", 0.0, 8.0, "torch"), row("dense", 0.0, 9.0, "openvino"), row("vector:2", 0.75, 4.0),
+        row("dense", 0.0, 8.0, m=5), row("vector:2", 0.75, 4.0, m=5),
+    ))  # fmt: skip
+    said = "At 1 of 2 shapes numba is the only one that was timed, and others may be faster."
+    assert said in overview.what_pays(shown, "cpu").lead
+
+
+def test_a_table_whose_times_are_none_is_refused() -> None:
+    for wrong in ({"low_seconds": 0.0}, {"high_seconds": math.inf}, {"roofline_seconds": 0.0}):
+        with pytest.raises(BadData, match="1 rows have times that are none, such as vector:2 at linear 3 → 4"):
+            content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), row("vector:2", 0.75, 9.0, **wrong)))
+
+
+def test_how_slow_the_machine_was_is_said() -> None:
+    rows = [row("dense", 0.0, 8.0, "torch", reference_ratio=1.0, flags="in_cache"),
+            row("vector:2", 0.75, 4.0, reference_ratio=1.3, flags="in_cache+spike")]  # fmt: skip
+    given = inputs_of(*rows)
+    [said] = [line for line in sections.noise(given, content.of(given)).sentences if "Fixed work" in line]
+    assert "took 1.15× as long as usual at the median point, 1.30× at most; beside 1 of 2" in said
+    assert data.flag_counts(given.table) == {"in_cache": 2, "spike": 1}
+    assert sections.environment(given).tables[0][1].rows[-2][0].text == "points that carry a flag"
 
 
 # Two tables --------------------------------------------------------------------------------------------------------
@@ -417,6 +446,26 @@ def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
     )
     assert (first.name, second.name) == ("first", "second")
     assert comparison.paired(first, second)["ratio"].tolist() == [1.0]
+
+
+def test_times_of_other_threads_are_no_baseline_on_either_device() -> None:
+    ours = [row("dense", 0.0, 6.0, "torch", threads=1), row("dense", 0.0, 4.0, "torch", threads=2),
+            row("vector:2", 0.75, 3.0, threads=1)]  # fmt: skip
+    first, _ = two(ours, [row("dense", 0.0, 4.0, device="gpu")])
+    assert first.speedups["speedup"].tolist() == [2.0]
+    with pytest.raises(BadData, match="one side is of several devices, cpu, other: compare tables of one device"):
+        two([*ours, row("dense", 0.0, 6.0, device="other")], [row("dense", 0.0, 4.0, device="gpu")])
+
+
+def test_nobody_wins_within_the_noise_and_the_order_does_not_matter() -> None:
+    def device(name: str, *times: float) -> list[dict[str, Any]]:
+        return [row("dense", 0.0, time, m=m, device=name) for m, time in enumerate(times, start=4)]
+
+    close = comparison.build(*two(device("cpu", 2.0), device("gpu", 2.001)), None, [])
+    assert close["headline"].title == "cpu and gpu are about equally fast, dense"
+    far = device("cpu", 1.0, 4.5), device("gpu", 4.5, 1.0)
+    for sides in (far, far[::-1]):
+        assert "about equally fast" in comparison.build(*two(*sides), None, [])["headline"].title
 
 
 def test_tables_of_dense_times_alone_are_compared() -> None:
