@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -106,6 +107,15 @@ class Found(Protocol):
 AnyCeilings = TypeVar("AnyCeilings", bound=Found)
 
 
+def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:
+    """Every value of a document of numbers, and of numbers by name."""
+    for value in document.values():
+        if isinstance(value, Mapping):
+            yield from _numbers(value)
+        else:
+            yield value
+
+
 @dataclass(frozen=True)
 class Kept(Generic[AnyCeilings]):
     """Ceilings in the cache folder, of this machine's `device` with `threads` threads.
@@ -130,7 +140,8 @@ class Kept(Generic[AnyCeilings]):
             if document.pop("identity") == self._identity:
                 rates = {int(size): float(rate) for size, rate in document.pop("read_bytes_per_second").items()}
                 found: AnyCeilings = self.kind(read_bytes_per_second=rates, **document)
-                return found
+                if rates and all(0 < value < math.inf for value in _numbers(asdict(found))):  # type: ignore[call-overload]
+                    return found
         return None
 
     def get(self) -> AnyCeilings:

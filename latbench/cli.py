@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
@@ -60,6 +60,7 @@ def _said_before_the_verb(
 
 def main() -> None:
     """Run the command line and exit with the code that says how it went."""
+    stdout, sys.stdout = sys.stdout, cast(TextIO, _Output(sys.stdout))
     try:
         given = sys.argv[1:] or ["--help"]
         code = application(given[0])(given, standalone_mode=False)
@@ -73,12 +74,39 @@ def main() -> None:
         code = _fail(Incomplete("interrupted; what is finished is kept, and the same command goes on from there"))
     except OSError as error:
         code = _fail(EnvironmentUnusable(f"{error.filename or 'the system'}: {error.strerror or error}"))
-    # A reader that went away (`latbench ... | head`) is no failure of ours, and Python must not print one at exit.
-    try:
+    finally:
         sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout = stdout
     sys.exit(code)
+
+
+class _Output:
+    """Standard output whose reader may go away (`latbench ... | head`): that ends no command and is no failure."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As that of the stream."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._to_nobody()
+            return len(text)
+
+    def flush(self) -> None:
+        """As that of the stream."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._to_nobody()
+
+    def _to_nobody(self) -> None:
+        # Also what Python still has to write at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _sentence(error: Any) -> str:

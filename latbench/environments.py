@@ -36,7 +36,7 @@ def from_json(name: str, content: bytes) -> dict[str, Any]:
     """The environment in a file called `name`. Raises ValueError, in a sentence, for anything else."""
     try:
         row = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not readable JSON ({str(error).splitlines()[0]})") from error
     if not isinstance(row, dict) or not all(isinstance(value, str | int | float) for value in row.values()):
         raise ValueError("not the description of an environment: that is an object of texts and numbers")

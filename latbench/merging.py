@@ -1,4 +1,4 @@
-"""Several tables into one, in memory that does not grow with their rows but for 17 bytes each."""
+"""Several tables into one, in memory that does not grow with their rows but for 70 bytes each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench import digests, likeness, places, tables
-from latbench.errors import UsageError
+from latbench.errors import BadData, UsageError
 from latbench.places import Place
 
 # Of a part that is written, in memory: whichever comes first.
@@ -43,6 +43,8 @@ def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = 
     for source, table in _tables(given):
         values[source].add(table)
         hashes.append(digests.rows(table))
+    if not hashes:
+        raise BadData(f"nothing to merge: there are no rows in {', '.join(places.shown(str(s)) for s in given)}")
     if not mixed:
         _check_alike(values)
     first = digests.first_of_equals(np.concatenate(hashes))

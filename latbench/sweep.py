@@ -31,7 +31,7 @@ from latbench import backends, cgroups, devices, files, gates, measure, plan, ta
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.environments import env_id
-from latbench.errors import Incomplete, UsageError
+from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.least_work import inside_share
 from latbench.pace import Pace, Roofline
 from latbench.places import Place
@@ -309,8 +309,11 @@ def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
     """Measure until `choose` is content, and what was disturbed a few times more."""
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
         files.remove_abandoned(sweep.folder)
+    if isinstance(sweep.folder, Path) and sweep.folder.is_file():
+        raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
     try:
         while todo := sweep.remaining(choose(sweep.table())):
+            sweep.make_folder()
             sweep.measure_all(todo)
             for chance in range(1, NOISY_CHANCES + 1):
                 again = [point for point in todo if sweep.statuses[point.id] in DISTURBED]
@@ -376,7 +379,7 @@ class Sweep:
         self.total = 0
         self.block = 0
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
-        self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # of this run: medians by sparsity
+        self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # medians by sparsity
 
     @property
     def done(self) -> int:
@@ -405,7 +408,16 @@ class Sweep:
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         if table is not None and left:
             self.newest |= tables.newest(table, left.keys())
+            self._recall(table, left.values())
         return list(left.values())
+
+    def make_folder(self) -> None:
+        """Raises EnvironmentUnusable where that cannot be, before anything is measured that could not be kept."""
+        if isinstance(self.folder, Path):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise EnvironmentUnusable(f"cannot write {self.folder}: {error.strerror}") from error
 
     def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
         """Measure `points` block by block, for the first time or as their so many-th chance after that."""
@@ -441,28 +453,39 @@ class Sweep:
             self._saved()
 
     def _judge_spikes(self, rows: list[dict[str, Any]]) -> None:
-        """A point far above its neighbours in sparsity is no time before it has been seen twice.
+        """A point far above its neighbours in sparsity is no time before it has been seen twice, about alike.
 
-        Its neighbours are of this block or of earlier ones of this run: those of one curve mostly share a block, but
-        an adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to
-        be.
+        Its neighbours are of this block, or of earlier ones and runs: those of one curve mostly share a block, but an
+        adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to be.
         """
-        for row in rows:
-            first = self.spikes.get(tables.point_id(row))
-            if first is not None and row["status"] in tables.TIMED:
-                again = float(np.median(row["samples_seconds"]))
-                if first / gates.SPIKE < again < first * gates.SPIKE:
-                    row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
-        for row in rows:
-            if row["status"] in tables.TIMED:
-                self.curves.setdefault(_curve(row), {})[row["sparsity_target"]] = float(
-                    np.median(row["samples_seconds"])
-                )
-        for row in [row for row in rows if row["status"] in tables.TIMED]:
+        timed = [row for row in rows if row["status"] in tables.TIMED]
+        for row in timed:
+            self.curves.setdefault(_curve(row), {})[row["sparsity_target"]] = float(np.median(row["samples_seconds"]))
+        for row in timed:
             medians, key = self.curves[_curve(row)], tables.point_id(row)
-            if key not in self.spikes and row["sparsity_target"] in gates.spikes(medians):
-                self.spikes[key] = medians[row["sparsity_target"]]
+            if row["sparsity_target"] not in gates.spikes(medians):
+                continue
+            now, before = medians[row["sparsity_target"]], self.spikes.get(key, 0.0)
+            if before / gates.SPIKE < now < before * gates.SPIKE:
+                row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
+            else:
+                self.spikes[key] = now
                 row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
+
+    def _recall(self, table: pd.DataFrame, points: Iterable[Point]) -> None:
+        """Take from the table what earlier runs found of the curves of `points`, to judge spikes by."""
+        wanted = {_curve(point.key()) for point in points} - self.curves.keys()
+        alike = [(place, {key[place] for key in wanted}) for place in range(len(_CURVE))]
+        rows = table[table["status"].isin((*tables.TIMED, "spike")) & table["median_seconds"].notna()]
+        for place, values in alike:  # few are left to look at one by one
+            if None not in values:
+                rows = rows[rows[_CURVE[place]].isin(values)]
+        for row in rows.sort_values("started_at", kind="stable").to_dict("records"):
+            if (key := _curve(row)) in wanted:
+                if row["status"] == "spike":
+                    self.spikes[row["point_id"]] = row["median_seconds"]
+                else:
+                    self.curves.setdefault(key, {})[row["sparsity_target"]] = row["median_seconds"]
 
 
 class _Here:
@@ -496,7 +519,7 @@ class Bench:
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
             self.environment = {**environment, "env_id": env_id(environment)}
-        self.deaths: dict[tuple[str, str], list[str]] = {}  # of workers, with their reasons, by backend and format
+        self.deaths: dict[str, list[str]] = {}  # of workers, with their reasons, by the kernel that they died of
         self.block = 0
         self.chance = 0
         self._tell: Callable[[str, int], None] = lambda activity, finished: None
@@ -629,15 +652,15 @@ class Bench:
 
     def _failed(self, point: Point, failure: TaskFailed | WorkerDied) -> _Outcome:
         if isinstance(failure, WorkerDied) and failure.reason in ("crash", "timeout"):
-            self.deaths.setdefault((point.backend, point.pattern.format), []).append(str(failure))
+            self.deaths.setdefault(_kernel(point), []).append(str(failure))
         return _failed(failure)
 
     def _given_up(self, point: Point) -> _Outcome | None:
         """The outcome of a point that is not tried, because its like have killed enough workers."""
-        deaths = self.deaths.get((point.backend, point.pattern.format), [])
+        deaths = self.deaths.get(_kernel(point), [])
         if len(deaths) < MOST_DEATHS:
             return None
-        reason = f"not tried in this run: {len(deaths)} workers died of {point.backend} {point.pattern.format} points"
+        reason = f"not tried in this run: {len(deaths)} workers died of {_kernel(point)} points"
         return {"status": "error", "error": f"{reason}, the last because {deaths[-1]}"}
 
     def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
@@ -726,9 +749,24 @@ class Bench:
 _Outcome = dict[str, Any]
 
 
-def _curve(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What is left of a row's key without its sparsity."""
-    return tuple(row.get(field.name) for field in tables.KEY if field.name != "sparsity_target")
+def _kernel(point: Point) -> str:
+    """What a point runs, in words: its backend, the kernel if one was asked for, and its format."""
+    asked = "" if point.kernel == "auto" else f" {point.kernel}"
+    return f"{point.backend}{asked} {point.pattern.format}"
+
+
+_CURVE = [field.name for field in tables.KEY if field.name != "sparsity_target"]
+
+
+def _curve(row: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """What is left of a row's key without its sparsity; of a frame's row as of one that was just measured."""
+    return tuple(_plain(row.get(name)) for name in _CURVE)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or value != value:
+        return None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:

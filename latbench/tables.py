@@ -604,6 +604,8 @@ def _check_schema(path: Place, file: parquet.ParquetFile) -> None:
     names = file.schema_arrow.names
     if "schema_version" not in names or "point_id" not in names:
         raise BadData(f"{path}: not a latbench table (its columns are {', '.join(names[:4]) or 'none'} ...)")
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise BadData(f"{path}: not a latbench table, it has the column {twice[0]} twice")
     column = (batch.column(0) for batch in file.iter_batches(columns=["schema_version"]))
     for version in {version for values in column for version in pc.unique(values).to_pylist()} - {SCHEMA_VERSION}:
         raise BadData(f"{path}: table version {version}, this latbench reads {SCHEMA_VERSION}")

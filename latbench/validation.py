@@ -29,6 +29,7 @@ _FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small
 _NEVER_NULL = (
     "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
 )  # fmt: skip
+_WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
 _SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
 # What makes a measurement: one run does not measure a point twice at the same moment.
 _MEASUREMENT = ("point_id", "run_id", "started_at")
@@ -156,9 +157,12 @@ def _identity(table: pa.Table) -> _Found:
     ids = tables.point_ids(table)
     wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
     yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")
-    status = table["status"].fill_null("")
-    unknown = ~pc.is_in(status, pa.array([*tables.STATUSES, ""])).to_numpy()
+    status = table["status"]
+    unknown = ~pc.is_in(status, pa.array(tables.STATUSES)).to_numpy() & status.is_valid().to_numpy()
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
+    failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
+    with_time = failed & table["median_seconds"].is_valid().to_numpy()
+    yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
 
 
 def _structure(table: pa.Table) -> _Found:
@@ -346,7 +350,7 @@ def _valued(name: str, values: Reals, remark: str = "") -> Callable[[int], str]:
 
 def _reals(table: pa.Table, name: str, null: float = math.nan) -> Reals:
     """A column as float64 (rows,)."""
-    values: Reals = table[name].cast(pa.float64()).fill_null(null).to_numpy()
+    values: Reals = table[name].cast(pa.float64(), safe=False).fill_null(null).to_numpy()  # whole numbers rounded
     return values
 
 

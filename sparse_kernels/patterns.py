@@ -301,6 +301,9 @@ def _wanted(scores: Scores, sparsity: float) -> float:
     return (1 - sparsity) * scores.size
 
 
+_LARGEST = 2**31 - 1  # what tables hold
+
+
 def _check_whole(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{name} must be a whole number of at least 1, and at most {_LARGEST}, not {value!r}")

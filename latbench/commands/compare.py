@@ -35,13 +35,14 @@ def compare(
 ) -> None:
     """Judge every point of two tables SAME, FASTER, SLOWER or UNCLEAR; exit 1 on what --fail-on names."""
     import json
+    import math
 
     from latbench import compare as comparing
     from latbench import likeness, places, tables
     from latbench.errors import PromiseMissed, UsageError
 
     wanted = _kinds(fail_on)
-    if not threshold > 0:
+    if not 0 < threshold < math.inf:
         raise UsageError(f"--threshold is a positive share such as 0.02, not {threshold:g}")
     frames = {path: comparing.read(path) for path in (before, after)}
     values = {path: _values(frame) for path, frame in frames.items()}
@@ -71,7 +72,7 @@ def compare(
     else:
         _show(changes, counts, rows)
     if found := [f"{counts[kind]} {kind}" for kind in comparing.KINDS if kind in wanted and counts[kind]]:
-        raise PromiseMissed(f"of {len(changes)} points {', '.join(found)}: {after} fails on {fail_on}")
+        raise PromiseMissed(f"of {len(changes)} points {', '.join(found)}: {places.shown(after)} fails on {fail_on}")
 
 
 def _kinds(text: str) -> set[str]:

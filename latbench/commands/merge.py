@@ -15,10 +15,11 @@ def merge(
     ] = False,
 ) -> None:
     """Merge tables of one device and mode; equal rows are kept once, and so are the environments that they name."""
-    from latbench import merging, tables
+    from latbench import merging, places, tables
     from latbench.errors import UsageError
 
     if tables.exists(output):
-        raise UsageError(f"{output} exists already: merge writes a new table, give another folder or delete it")
+        shown = places.shown(output)
+        raise UsageError(f"{shown} exists already: merge writes a new table, give another folder or delete it")
     merged = merging.merge(sources, output, mixed=allow_mixed)
-    typer.echo(f"{output}: {merged.rows} rows of {merged.read}")
+    typer.echo(f"{places.shown(output)}: {merged.rows} rows of {merged.read}")

@@ -489,7 +489,7 @@ def _with_time_left(tell: Tell, time_budget: float | None = None) -> Callable[[P
         nonlocal before
         before = now.done if before is None else before
         left = ""
-        if now.done > before:
+        if before < now.done < now.total:  # repeats of what was disturbed come after that, and nobody knows how many
             passed = time.monotonic() - began
             seconds = passed / (now.done - before) * (now.total - now.done)
             if time_budget is not None:

@@ -13,7 +13,7 @@ def validate(
     """Check every file of a table: damage, identities, medians against samples, units; exit 5 if any is corrupt."""
     from collections import Counter
 
-    from latbench import tables
+    from latbench import places, tables
     from latbench.errors import BadData
     from latbench.validation import findings
 
@@ -21,8 +21,9 @@ def validate(
     files = len(tables.parts(path))
     for finding in findings(path):
         counts[finding.severity] += 1
-        typer.echo(f"{finding.severity}: {finding.path}: {finding.text}")
+        typer.echo(f"{finding.severity}: {places.shown(str(finding.path))}: {finding.text}")
     said = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "nothing to complain of"
-    typer.echo(f"{path}: {files} file{'s' if files != 1 else ''}: {said}")
+    shown = places.shown(path)
+    typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {said}")
     if counts["corrupt"]:
-        raise BadData(f"{path}: {counts['corrupt']} findings are corruption; see above")
+        raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; see above")

@@ -1,5 +1,6 @@
 """The roofline and the pace of a machine that the tests make up, and the ceilings of this one, once."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,19 @@ def test_a_damaged_file_is_measured_again(own_lock: Path, damaged: str) -> None:
     path.write_text(damaged)
     assert kept.get() == MADE_UP
     assert Kept("amd-epyc", 1, "work", lambda: pytest.fail("measured again")).get() == MADE_UP
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"read_bytes_per_second": {}}, {"flop_per_second": 0.0}, {"flop_per_second": "x"}, {"sum_seconds": -1.0}],
+)
+def test_ceilings_that_are_none_are_measured_again(own_lock: Path, wrong: dict[str, object]) -> None:
+    kept = Kept("amd-epyc", 1, "work", lambda: MADE_UP)
+    kept.get()
+    (path,) = own_lock.rglob("amd-epyc-1.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    assert kept.known() is None
+    assert kept.get() == MADE_UP == kept.known()
 
 
 def test_ceilings_that_cannot_be_kept_still_hold(own_lock: Path) -> None:

@@ -1,6 +1,7 @@
 """The roof: whatever is typed, and whatever happens below, ends as one line and the right exit code."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def test_a_seed_that_no_generator_takes_is_refused_before_any_work(
     assert code == 2
     assert err.startswith(f"latbench: Invalid value for '{option}': ")
     assert err.endswith(f"{0 if seed == '-1' else 4294967295}: see `latbench {verb} --help`\n")
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--fail-on", "same"], 1), ([], 0)])
+def test_a_reader_that_goes_away_changes_no_exit_code(words: list[str], code: int) -> None:
+    """As in `latbench compare A B | head -1`, which in CI is to fail on what it is asked to fail on, and on nothing
+    else.
+    """
+    table = "bundled://amd-epyc-zen5-1-thread"
+    command = [sys.executable, "-m", "latbench.cli", "compare", table, table, "--rows", "0", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        process.stdout.close()
+        _, err = process.communicate()
+    assert process.returncode == code
+    assert "Traceback" not in err and "BrokenPipe" not in err
 
 
 def test_a_command_is_set_up_without_the_others() -> None:

@@ -1,5 +1,6 @@
 """The sweep, with engines that misbehave on purpose: what fails is a row, what is finished is never lost."""
 
+import itertools
 import os
 import runpy
 import signal
@@ -104,6 +105,25 @@ def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_p
         "the last because the numba worker ended with exit code 7: the last words",
     )
     assert measure(tmp_path, spared).statuses == {spared.id: "unsupported"}
+
+
+def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -> None:
+    deadly = [replace(point(behaviour=does.CRASHES, pattern=VectorWise(v)), kernel="wide") for v in (2, 4)]
+    spared = point(behaviour=does.REFUSES, pattern=VectorWise(4))
+    given_up = replace(point(behaviour=does.REFUSES), kernel="wide")
+    statuses = measure(tmp_path, *deadly, spared, given_up).statuses
+    assert statuses[spared.id] == "unsupported" and statuses[given_up.id] == "error"
+    error = tables.read(tmp_path).set_index("point_id").loc[given_up.id, "error"]
+    assert error.startswith("not tried in this run: 2 workers died of numba wide vector points")
+
+
+def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep.Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
+    (tmp_path / "file.parquet").write_bytes(b"")
+    with pytest.raises(UsageError, match="is a file, and a table that grows is a folder"):
+        measure(tmp_path / "file.parquet", point())
+    with pytest.raises(EnvironmentUnusable, match="cannot write"):
+        measure(tmp_path / "file.parquet" / "folder", point())
 
 
 def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
@@ -528,6 +548,55 @@ def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
     assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in tables.TIMED
     assert "spike" not in middle["flags"].iloc[-1]
     assert tables.timed(frame)["median_seconds"].max() < 0.005
+
+
+def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
+    """Every point takes 1 ms; at 75% it takes the next of `times` at each try, the last one ever after."""
+    undisturbed(monkeypatch)
+    tries = itertools.chain(times, itertools.repeat(times[-1]))
+    now = [0.0]
+    measure_all = sweep.Sweep.measure_all
+
+    def another_try(self: sweep.Sweep, points: Sequence[Point], chance: int = 0) -> None:
+        now[0] = next(tries) if points else now[0]
+        measure_all(self, points, chance)
+
+    def burst(self: object, point: Point, seconds: float) -> sweep.measure.Burst:
+        time = now[0] if point.sparsity == 0.75 else 1e-3
+        return sweep.measure.Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
+
+    monkeypatch.setattr(sweep.Sweep, "measure_all", another_try)
+    monkeypatch.setattr(sweep._Engines, "burst", burst)
+
+
+@pytest.mark.parametrize(
+    ("times", "ends"),
+    [
+        ((0.1, 0.1), ["spike", "ok twice"]),
+        ((0.1, 0.2, 0.2), ["spike", "spike", "ok twice"]),
+        ((0.1, 0.05, 0.1, 0.05), ["spike"] * 4),  # never alike: no time
+        ((0.1, 1e-3), ["spike", "ok"]),
+    ],
+)
+def test_a_spike_has_to_come_back_as_it_was(
+    times: Sequence[float], ends: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spiking(monkeypatch, *times)
+    measure(tmp_path, *curve(0))
+    frame = tables.read(tmp_path)
+    middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
+    flagged = middle["flags"].str.contains("spike")
+    assert [f"{status}{' twice' * twice}" for status, twice in zip(middle["status"], flagged, strict=True)] == ends
+
+
+def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    low, middle, high = curve(0)
+    _spiking(monkeypatch, 1e-3, 0.1, 0.1)
+    measure(tmp_path, low, high)
+    measure(tmp_path, middle)
+    frame = tables.read(tmp_path)
+    ours = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
+    assert ours["status"].tolist() == ["spike", "ok"] and "spike" in ours["flags"].iloc[-1]
 
 
 def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:

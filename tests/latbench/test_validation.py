@@ -49,6 +49,10 @@ def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) 
     [
         ("point_id", "0123456789abcdef", "corrupt", "its key hashes to"),
         ("status", "splendid", "corrupt", "unknown status 'splendid'"),
+        ("status", "", "corrupt", "unknown status ''"),
+        ("status", "error", "corrupt", "a time with status error, which has none"),
+        ("m", 2**60 + 1, "corrupt", "its key hashes to"),
+        ("pattern", "vector:99999999999999999999999", "corrupt", "at most 2147483647"),
         ("pattern", "checkers", "corrupt", "unknown pattern"),
         ("v", 16, "corrupt", "v is 16, and pattern vector:32 says 32"),
         ("median_seconds", 2.1e-3, "corrupt", "median_seconds is 0.0021, and its samples give 0.002"),
