@@ -21,7 +21,7 @@ KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
 
 _COLUMNS = list(dict.fromkeys([
     *(field.name for field in tables.KEY), *likeness.MODES, "point_id", "status", "error", "started_at",
-    "median_seconds", "samples_seconds", "reference_ratio",
+    "median_seconds", "samples_seconds", "reference_seconds", "reference_usual_seconds", "flags",
 ]))  # fmt: skip
 
 
@@ -65,15 +65,17 @@ def compare(
 
     Points are the same if their keys are, but for the columns `across`. Times that differ by less than the share
     `threshold` are the same; how unlike two runs are of equal work is learned from all points together. With
-    `corrected`, times are divided by how much slower than usual a reference was meanwhile (reference_ratio). Raises
-    UsageError where a table has several points that differ only in `across`, and BadData where the tables have no
-    point in common, or a row no reference that was asked for.
+    `corrected`, times are divided by how much slower than usual a reference was meanwhile, as the first table knows
+    it on its device: what is usual may have been measured anew since. Raises UsageError where a table has several
+    points that differ only in `across`, and BadData where the tables have no point in common, or a row no reference
+    that was asked for.
     """
     old, new = _by_key(before, across, "first"), _by_key(after, across, "second")
     if old.keys().isdisjoint(new):
         raise BadData("the tables have no point with a time in common: nothing can be compared")
     if corrected:
-        old, new = ({key: _corrected(row) for key, row in rows.items()} for rows in (old, new))
+        usual = {key: row["reference_usual_seconds"] for key, row in old.items() if _alike(row, new.get(key))}
+        old, new = ({key: _corrected(row, usual.get(key)) for key, row in rows.items()} for rows in (old, new))
     between = spread([_seconds(new[key]) / _seconds(row) for key, row in old.items() if key in new])
     failures = _failures(after, across)
     changes = []
@@ -120,6 +122,9 @@ def _change(old: dict[str, Any], new: dict[str, Any], threshold: float, between:
     samples = [row["samples_seconds"] for row in (old, new)]
     if any(found is None or len(found) == 0 for found in samples):
         return Change(key, UNCLEAR, before, after, after / before, reason="a time without samples")
+    if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
+        reason = f"disturbed in every try: {', '.join(sorted(disturbed))}"
+        return Change(key, UNCLEAR, before, after, after / before, reason=reason)
     try:
         judged = verdict(*samples, threshold=threshold, between=between)
     except ValueError as error:
@@ -129,9 +134,21 @@ def _change(old: dict[str, Any], new: dict[str, Any], threshold: float, between:
     return Change(key, judged.kind, before, after, judged.ratio, judged.low, judged.high)
 
 
-def _corrected(row: dict[str, Any]) -> dict[str, Any]:
-    ratio = row["reference_ratio"]
-    if ratio is None or not ratio > 0:
+_DISTURBED = {"preempted", "slow_spell"}  # flags of rows that are no measure of a change
+
+
+def _flags(row: dict[str, Any]) -> list[str]:
+    return row["flags"].split("+") if isinstance(row["flags"], str) else []
+
+
+def _alike(row: dict[str, Any], other: dict[str, Any] | None) -> bool:
+    return other is not None and row["device"] == other["device"]
+
+
+def _corrected(row: dict[str, Any], usual: float | None) -> dict[str, Any]:
+    """At the pace that is `usual`, by default the row's own."""
+    ratio = (row["reference_seconds"] or 0.0) / (usual or row["reference_usual_seconds"] or 1.0)
+    if not ratio > 0:
         raise BadData(f"point {row['point_id']} has no reference_ratio: how slow the machine was then is not known")
     samples = None if row["samples_seconds"] is None else [sample / ratio for sample in row["samples_seconds"]]
     return row | {"samples_seconds": samples, "median_seconds": row["median_seconds"] / ratio}

@@ -193,7 +193,7 @@ class Elsewhere:
             return block, chance, sweep.seconds_left()
 
         def waiting() -> None:
-            sweep.check_time(even_first=True)
+            sweep.check_time(even_first=True)  # nothing is measured that could end by itself
             sweep.tell("waiting: others use the nodes")
 
         for block, answer in self._nodes.run(self._bench, in_time(), arguments, tries=tries, waiting=waiting):

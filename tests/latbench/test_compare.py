@@ -168,6 +168,18 @@ def test_too_few_samples_are_unclear_whatever_they_say(latbench: Any, table: Any
     assert "1 UNCLEAR" in latbench("compare", before, after, "--fail-on", "slower").out
 
 
+@pytest.mark.parametrize("flag", ["preempted", "in_cache+slow_spell"])
+def test_what_was_disturbed_in_every_try_is_no_measure_of_a_change(
+    latbench: Any, table: Any, at: Any, flag: str
+) -> None:
+    before, after = table("before", at(1e-3)), table("after", at(2e-3, flags=flag))
+    ran = latbench("compare", before, after, "--fail-on", "slower", "--json")
+    [point] = json.loads(ran.out)["points"]
+    assert (ran.code, point["kind"]) == (0, "UNCLEAR")
+    assert point["reason"] == f"disturbed in every try: {flag.rpartition('+')[2]}"
+    assert latbench("compare", before, table("other", at(2e-3, flags="in_cache")), "--fail-on", "slower").code == 1
+
+
 def test_drift_is_corrected_only_if_asked(latbench: Any, table: Any, at: Any) -> None:
     before = table("before", at(1e-3, reference_seconds=1.0, reference_usual_seconds=1.0))
     after = table("after", at(1.3e-3, reference_seconds=1.3, reference_usual_seconds=1.0))
@@ -175,6 +187,9 @@ def test_drift_is_corrected_only_if_asked(latbench: Any, table: Any, at: Any) ->
     document = json.loads(latbench("compare", before, after, "--correct-drift", "--json").out)
     assert document["counts"]["SAME"] == 1 and document["corrected_for_drift"]
     assert document["points"][0]["after"] == pytest.approx(1e-3, rel=0.01)
+    # What is usual was measured anew since, in a slow hour: the same reference tells all the same.
+    anew = table("anew", at(1e-3, reference_seconds=1.0, reference_usual_seconds=1.2))
+    assert "1 SAME" in latbench("compare", before, anew, "--correct-drift").out
     unknown = table("unknown", at(1e-3))
     assert "has no reference_ratio" in latbench("compare", before, unknown, "--correct-drift").refused(5)
 

@@ -135,6 +135,23 @@ def test_a_used_up_time_budget_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     assert taken.handed == [4]
 
 
+class BusyNodes(FakeNodes):
+    """Nodes that others have, for ever."""
+
+    def run(self, prepare: Call, items: Iterable[list[Point]], *args: Any, **more: Any) -> Iterator[Any]:
+        for _ in items:
+            while True:
+                more["waiting"]()
+        yield
+
+
+def test_a_time_budget_is_kept_while_others_have_the_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
+    with pytest.raises(Incomplete, match="time budget is used up: 0 of 12 points"):
+        measure(tmp_path, points(6), BusyNodes(), time_budget=100.0)
+
+
 def test_a_node_that_runs_out_of_time_keeps_what_it_has(tmp_path: Path) -> None:
     with contextlib.closing(nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK)) as on_node:
         assert on_node(points(2), False, 0.0) == []
