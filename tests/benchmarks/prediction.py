@@ -158,7 +158,7 @@ def _transferred(
     model = Transfer(str(X["device"].iloc[0]), allow_extrapolation=True).fit(both, seconds)
     alone = Roofline(allow_extrapolation=True).fit(anchors, y[few])
     error = [float(np.median(np.abs(m.predict(asked) / truth - 1))) for m in (alone, model)]
-    inside = model.covers(asked)
+    inside = np.logical_and.reduce([away == 0 for away in model.octaves_outside(asked).values()])
     low, high = model.predict_interval(asked[inside], 0.9)
     return error[0], error[1], float(((low <= truth[inside]) & (truth[inside] <= high)).mean())
 
