@@ -163,9 +163,9 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
 
         A measured sparsity has its measured noise, read as normal: the interval holds what the layer takes, the mean
         of all measurements. One between is calibrated on left-out anchors (`conformal.quantile`, curve by curve where
-        there are enough): it holds a new measurement, noise and all. Beyond the measured
-        range, if that is allowed, the interval spans the straight line and the last anchor, and promises nothing.
-        Raises Unanchored as `predict`, and Uncalibrated where too few anchors could be left out.
+        there are enough): it holds a new measurement, noise and all. Beyond the measured range, if that is allowed,
+        the interval spans the straight line and the last anchor, and promises nothing. Raises Unanchored as
+        `predict`, and Uncalibrated where too few anchors could be left out.
         """
         low, high = np.empty(len(X)), np.empty(len(X))
         for curve, rows, sparsity in self._by_curve(X):

@@ -39,7 +39,7 @@ def training_rows(table: pd.DataFrame, where: Where | None = None) -> tuple[pd.D
     where = _checked(where)
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
     for name, text in where.items():
-        layers &= table[name].isin([value for value in table[name].unique() if str(_plain(value)) == text])
+        layers &= table[name].isin([value for value in table[name].unique() if str(plain(value)) == text])
     rows = _some(tables.timed(table[layers]), where)
     return rows.reset_index(drop=True), rows["median_seconds"].to_numpy(np.float64)
 
@@ -110,10 +110,11 @@ def keys(X: pd.DataFrame, columns: Sequence[str]) -> list[tuple[Hashable, ...]]:
     """The values of `columns`, a tuple a row; missing values are None, and 3.0 is 3, whatever the frame's dtypes."""
     if not columns:
         return [()] * len(X)
-    return list(zip(*([_plain(value) for value in X[name].tolist()] for name in columns), strict=True))
+    return list(zip(*([plain(value) for value in X[name].tolist()] for name in columns), strict=True))
 
 
-def _plain(value: Hashable) -> Hashable:
+def plain(value: Hashable) -> Hashable:
+    """None for a missing value, a whole number for one without a fraction: as a key holds it, whatever the dtype."""
     if value is None or value is pd.NA or value != value:
         return None
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -140,7 +140,7 @@ class Kept(Generic[AnyCeilings]):
             if document.pop("identity") == self._identity:
                 rates = {int(size): float(rate) for size, rate in document.pop("read_bytes_per_second").items()}
                 found: AnyCeilings = self.kind(read_bytes_per_second=rates, **document)
-                if rates and all(0 < value < math.inf for value in _numbers(asdict(found))):  # type: ignore[call-overload]
+                if rates and all(0 < value < math.inf for value in _numbers(vars(found))):
                     return found
         return None
 

@@ -1,4 +1,4 @@
-"""Several tables into one, in memory that does not grow with their rows but for 70 bytes each."""
+"""Several tables into one, in memory that grows with their rows by a hash each, and what sorting those takes."""
 
 from __future__ import annotations
 

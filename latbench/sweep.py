@@ -479,7 +479,7 @@ class Sweep:
         rows = table[table["status"].isin((*tables.TIMED, "spike")) & table["median_seconds"].notna()]
         for place, values in alike:  # few are left to look at one by one
             if None not in values:
-                rows = rows[rows[_CURVE[place]].isin(values)]
+                rows = rows[rows[_CURVE[place].name].isin(values)]
         for row in rows.sort_values("started_at", kind="stable").to_dict("records"):
             if (key := _curve(row)) in wanted:
                 if row["status"] == "spike":
@@ -755,18 +755,12 @@ def _kernel(point: Point) -> str:
     return f"{point.backend}{asked} {point.pattern.format}"
 
 
-_CURVE = [field.name for field in tables.KEY if field.name != "sparsity_target"]
+_CURVE = [field for field in tables.KEY if field.name != "sparsity_target"]
 
 
 def _curve(row: Mapping[Any, Any]) -> tuple[Any, ...]:
     """What is left of a row's key without its sparsity; of a frame's row as of one that was just measured."""
-    return tuple(_plain(row.get(name)) for name in _CURVE)
-
-
-def _plain(value: Any) -> Any:
-    if value is None or value != value:
-        return None
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return tuple(tables.plain(field.type, row.get(field.name)) for field in _CURVE)
 
 
 def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:

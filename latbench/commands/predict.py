@@ -168,6 +168,7 @@ def _pair(name: str, text: str) -> tuple[int, int]:
 
 def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     """The columns of `where` with the values that measured rows have for these texts. UsageError where none has."""
+    from cost_models.rows import plain
     from latbench import tables
     from latbench.errors import UsageError
 
@@ -175,15 +176,11 @@ def _values(measured: pd.DataFrame, where: dict[str, str]) -> dict[str, Any]:
     for name, text in where.items():
         if name not in (known := [field.name for field in tables.KEY]):
             raise UsageError(f"--where {name}: points are not told apart by it, only by {', '.join(known)}")
-        values = {_text(value): value for value in measured[name].dropna().unique()}
+        values = {str(plain(value)): value for value in measured[name].dropna().unique()}
         if text not in values:
             raise UsageError(f"--where {name}={text}: nothing measured is so, only {', '.join(sorted(values))}")
         found[name] = values[text]
     return found
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settled(measured: pd.DataFrame, asked: dict[str, Any]) -> dict[str, Any]:

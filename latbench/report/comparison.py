@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -136,25 +136,36 @@ def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[
 
 def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.DataFrame) -> str:
     """Which side is faster and by how much, dense and sparse told apart: one may be faster at only one of them."""
-    found = []
-    for kind, own in (("dense", dense), ("sparse", sparse)):
-        if len(own):
-            middle = _median(own["ratio"])
-            winner, loser = (first, second) if middle >= 1 else (second, first)
-            alike = not (_median(own["low"]) > 1 or _median(own["high"]) < 1)
-            ratio = units.ratio(max(middle, 1 / middle))
-            found.append((winner.name, loser.name, ratio, kind, alike))
-    winner_name, loser_name, ratio, kind, alike = found[0]
-    title = f"{winner_name} is {ratio} as fast as {loser_name}, {kind}"
-    if alike:
-        title = f"{first.name} and {second.name} are about equally fast, {kind}"
+    found = [_lead(kind, own, first, second) for kind, own in (("dense", dense), ("sparse", sparse)) if len(own)]
+    one = found[0]
+    title = f"{one.winner} is {one.ratio} as fast as {one.loser}, {one.kind}"
+    if one.alike:
+        title = f"{first.name} and {second.name} are about equally fast, {one.kind}"
     if len(found) == 1:
         return title
-    if found[1][-1]:
-        return f"{title}, and about equally fast, sparse" if not alike else f"{title} and sparse"
-    if found[1][0] == winner_name and not alike:
-        return f"{title}, and {found[1][2]}, sparse"
-    return f"{title}; {found[1][0]} is {found[1][2]} as fast, sparse"
+    other = found[1]
+    if other.alike:
+        return f"{title} and sparse" if one.alike else f"{title}, and about equally fast, sparse"
+    if other.winner == one.winner and not one.alike:
+        return f"{title}, and {other.ratio}, sparse"
+    return f"{title}; {other.winner} is {other.ratio} as fast, sparse"
+
+
+class _Lead(NamedTuple):
+    """Which side is faster at points of one kind, and how many times; alike: only within the noise."""
+
+    kind: str
+    winner: str
+    loser: str
+    ratio: str
+    alike: bool
+
+
+def _lead(kind: str, own: pd.DataFrame, first: Side, second: Side) -> _Lead:
+    middle = _median(own["ratio"])
+    winner, loser = (first, second) if middle >= 1 else (second, first)
+    alike = not (_median(own["low"]) > 1 or _median(own["high"]) < 1)
+    return _Lead(kind, winner.name, loser.name, units.ratio(max(middle, 1 / middle)), alike)
 
 
 def _median(ratios: pd.Series) -> float:

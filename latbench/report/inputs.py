@@ -5,7 +5,6 @@ What reads them loads torch or scikit-learn, seconds that a report of a table al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,14 +138,21 @@ def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Raise what reading would raise if something is missing that a report shows, or is no number."""
-    for layer in manifest["layers"].values():
-        sum(layer[name] for name in ("weights", "kept_weights", "packed_bytes"))
+    """Raise KeyError, AttributeError or TypeError if something is missing that a report shows, or is no number."""
+    numbers = [
+        layer[name] for layer in manifest["layers"].values() for name in ("weights", "kept_weights", "packed_bytes")
+    ]
     for stage in manifest.get("stages", ()):
-        _ = f"{stage['name']}{manifest['method']}{manifest['score_name']}"
-        math.isfinite(stage["loss"] + stage["score"])
-        if flop := stage.get("training_flop"):
-            math.isfinite(flop["total"] + flop["dense_total"])
+        numbers += [stage[name] for name in ("loss", "score")]
+        numbers += [flop[name] for flop in filter(None, [stage.get("training_flop")]) for name in _FLOP]
+    texts = [manifest[name] for name in ("method", "score_name") if "stages" in manifest]
+    texts += [stage["name"] for stage in manifest.get("stages", ())]
+    for kind, values in ((int | float, numbers), (str, texts)):
+        if wrong := [value for value in values if not isinstance(value, kind)]:
+            raise TypeError(f"{wrong[0]!r} where a {'text' if kind is str else 'number'} should be")
+
+
+_FLOP = ("total", "dense_total")
 
 
 def _verdict(path: Path) -> Verdict:

@@ -54,7 +54,7 @@ def percent(value: float | None) -> str:
 
 
 def percent_up(value: float, digits: int = 2) -> str:
-    """The same of a share rounded up: where something holds from, it must hold there."""
+    """`51%` of 0.504: a share rounded up to so many digits, from which on something holds."""
     return percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
 
 
