@@ -345,6 +345,23 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
     assert not [line for line, belongs in sections.belonging(read) if not belongs and "device" in line]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"layers": []},
+        {"layers": {"fc": {"weights": 4}}},
+        {"stages": [{"name": "dense", "loss": None, "score": 0.9}]},
+        {"stages": [{"loss": 0.1, "score": 0.9}]},
+        {"method": None},
+    ],
+)
+def test_a_damaged_manifest_is_one_line(files: Any, damage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dict(inputs.read(files.table, **files.files).manifest or {})
+    monkeypatch.setattr("search.pruning.folder.read_manifest", lambda folder: whole | damage)
+    with pytest.raises(BadData, match="is not as latbench prune wrote it"):
+        inputs.read(files.table, **files.files)
+
+
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
     code = "import sys, latbench.commands.report; "
     code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"

@@ -1,7 +1,7 @@
 """Verification: what is concluded from timings, the rows and files it leaves, and one whole run on a small model."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from search.task import Task
 from search.verify import (
     PRUNED,
     SESSION,
+    Verdict,
     as_session,
     conclude,
     load,
@@ -234,3 +235,10 @@ def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert load(tmp_path / "absent.json") is None
     (tmp_path / "other.json").write_text('{"version": 1}')
     assert load(tmp_path / "other.json") is None
+    for wrong in ({"target": 0}, {"predicted_seconds": "fast"}, {"engines": {"torch": 3}}, {"measured_low": -1.0}):
+        times = dict.fromkeys(("value", "low", "high"), 1e-3)
+        whole = {field.name: 1.0 for field in fields(Verdict)} | {"engines": {"torch": times}}
+        (tmp_path / "verify.json").write_text(json.dumps(whole))
+        assert load(tmp_path / "verify.json") is not None
+        (tmp_path / "verify.json").write_text(json.dumps(whole | wrong))
+        assert load(tmp_path / "verify.json") is None
