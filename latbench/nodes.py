@@ -25,7 +25,7 @@ from latbench.errors import EnvironmentUnusable
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.plan import Point
 from latbench.runners.handing_out import Call, Lost, Node
-from latbench.runners.lock import device_lock
+from latbench.runners.lock import WAIT_SECONDS, device_lock
 from latbench.runners.worker import resolve
 from latbench.sweep import Bench, Machine, Row, Settings, Sweep, TimeUsedUp
 
@@ -126,11 +126,12 @@ def machine_like(common: Seen, gpu: str | None, machine: Call) -> Machine:
 
 
 class OnNode:
-    """Run on a node: measures blocks on the machine that the call `machine` gives."""
+    """Run on a node: measures blocks on the machine that the call `machine` gives, for which it waits so long."""
 
-    def __init__(self, machine: Call, seed: int, settings: Settings) -> None:
+    def __init__(self, machine: Call, seed: int, settings: Settings, wait_seconds: float) -> None:
         name, *args = machine
         self._bench = Bench(resolve(name)(*args), seed, settings)
+        self._wait_seconds = wait_seconds
 
     def __call__(self, points: Block, chance: int, seconds: float | None) -> list[Measured]:
         """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
@@ -141,8 +142,9 @@ class OnNode:
                 raise TimeUsedUp
 
         measured: list[Measured] = []
+        unit = self._bench.environment["device_uuid_hash"]
         with (
-            device_lock(self._bench.machine.device, self._bench.environment["device_uuid_hash"]),
+            device_lock(self._bench.machine.device, unit, wait_seconds=self._wait_seconds),
             contextlib.suppress(TimeUsedUp),
         ):
             for chunk in self._bench.fitting(points):
@@ -158,12 +160,17 @@ class OnNode:
 
 
 class Elsewhere:
-    """Where a sweep measures (`latbench.sweep.Where`): on the machine that the call `machine` gives on each node."""
+    """Where a sweep measures (`latbench.sweep.Where`): on the machine that the call `machine` gives on each node,
+    where it waits `wait_seconds` for another that measures there.
+    """
 
-    def __init__(self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings) -> None:
+    def __init__(
+        self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:  # fmt: skip
         self.device = device
         self._nodes = nodes
-        self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings)
+        self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings, wait_seconds)
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""

@@ -168,7 +168,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     threads = threads or common.cores
     one = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
     machine = ("latbench.nodes:machine_like", common, gpu, one)
-    where = nodes.Elsewhere(cluster, common.device, machine, how.seed, settings)
+    where = nodes.Elsewhere(cluster, common.device, machine, how.seed, settings, how.wait_seconds)
     run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
 
     def close() -> None:

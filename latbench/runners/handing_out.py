@@ -69,9 +69,10 @@ class WholeNodes(ABC):
         """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
         this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
 
-        An item goes to `tries` nodes at most, and then its answer is Lost. `waiting` is called now and then while all
-        nodes are others'. Raises Incomplete when no node is left, and what the callable raises where that is a
-        LatbenchError; EnvironmentUnusable where it cannot be called.
+        An item that loses its node goes to another, to `tries` of them at most, and then its answer is Lost. A node
+        whose callable raises EnvironmentUnusable, or what comes of a full disk or a missing library, is done without;
+        what it had goes to another all the same. `waiting` is called now and then while all nodes are others'. Raises
+        Incomplete when no node is left, and any other LatbenchError of the callable.
         """
         source = iter(items)
         todo: deque[_Attempt[Item]] = deque()
@@ -91,13 +92,20 @@ class WholeNodes(ABC):
             if not todo and not running:
                 return
             if not running and not self._starting:
-                raise Incomplete("every node that could measure is lost")
+                last = next(reversed(self.lost.values()), "")
+                raise Incomplete("every node that could measure is lost" + (f": {last}" if last else ""))
             done = self._wait([*running, *self._starting])
             if not done and not running:
                 waiting()
             for ref in done:
                 node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
-                answer = self._outcome(ref, node)
+                try:
+                    answer = self._outcome(ref, node)
+                except EnvironmentUnusable as error:  # of the node, whatever it had to do
+                    self._do_without(node, f"{error}; it is left out")
+                    if attempt_of is not None:
+                        todo.appendleft(attempt_of)
+                    continue
                 if attempt_of is None:
                     continue
                 if isinstance(answer, Lost):
@@ -122,7 +130,13 @@ class WholeNodes(ABC):
 
     @abstractmethod
     def _outcome(self, ref: Any, node: Node) -> Any:
-        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up."""
+        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up.
+        Raises what was raised there.
+        """
+
+    @abstractmethod
+    def _do_without(self, node: Node, why: str) -> None:
+        """Give a node back that cannot do what it is asked to, for a reason that goes to `lost`."""
 
 
 def first_line(error: BaseException) -> str:

@@ -107,8 +107,7 @@ class RayNodes(WholeNodes):
         except exceptions.RayTaskError as error:
             raise raised(error.cause, node) or error from None
         except exceptions.RayError as error:
-            with contextlib.suppress(exceptions.RayError):
-                self._ray.kill(self._actors.pop(node.id))
+            self._end(node)
             self._losses[node.id] += 1
             if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
                 self.nodes.remove(node)
@@ -117,6 +116,16 @@ class RayNodes(WholeNodes):
             return Lost((reason,))
         self._idle.append(node)
         return answer
+
+    def _do_without(self, node: Node, why: str) -> None:
+        self._end(node)
+        self.nodes.remove(node)
+        self.lost.setdefault(node.name, why)
+
+    def _end(self, node: Node) -> None:
+        """Its actor, whatever that does."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._actors.pop(node.id))
 
     def _alive(self) -> set[str]:
         return {node.id for node in nodes_of(self._ray.nodes())}

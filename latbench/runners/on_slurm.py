@@ -280,15 +280,7 @@ class SlurmNodes(WholeNodes):
                     job.ask(*job.request)
 
     def _outcome(self, job: _Job, node: Node) -> Any:
-        preparing = job.request[0] == "prepare"
-        try:
-            answer = self._answer(job)
-        except EnvironmentUnusable as error:
-            if not preparing:
-                raise
-            self._leave(job)
-            self.lost.setdefault(str(job), f"{error}; it is left out")
-            return Lost((str(error),))
+        answer = self._answer(job)
         if isinstance(answer, Lost):
             self.lost.setdefault(str(job), answer.reasons[0])
             self._fruitless[node.id] += 1
@@ -297,10 +289,15 @@ class SlurmNodes(WholeNodes):
             else:
                 self._jobs.pop(node.id).end()
             return answer
-        if not preparing:
+        if job.request[0] == "call":
             self._fruitless[node.id] = 0
         self._idle.append(node)
         return answer
+
+    def _do_without(self, node: Node, why: str) -> None:
+        job = self._jobs[node.id]
+        self._leave(job)
+        self.lost.setdefault(str(job), why)
 
     def _answer(self, job: _Job) -> Any:
         """What it answers to its request, or Lost; raises what it raised there."""

@@ -1,9 +1,12 @@
 """A machine for nodes of tests: its points always take the same time, and may take down what measures them."""
 
+import contextlib
+import errno
 import hashlib
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from latbench.environments import env_id
@@ -67,6 +70,19 @@ def prepare(point: Point) -> Timer:
 
 def tool(factor: int) -> Any:
     return lambda number: factor * number
+
+
+def tool_of_a_full_disk(folder: str, nodes: int) -> Any:
+    """Of the first so many nodes that ask, with what is in `folder` to count them, the disk is full."""
+    for number in range(nodes):
+        with contextlib.suppress(FileExistsError):
+            Path(folder, str(number)).touch(exist_ok=False)
+            return _write
+    return tool(3)
+
+
+def _write(number: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def refuse() -> None:

@@ -11,6 +11,7 @@ from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete
 from latbench.plan import Point
 from latbench.runners.handing_out import Call, Lost, Node
+from latbench.runners.lock import device_lock
 from latbench.runners.worker import resolve
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -153,7 +154,7 @@ def test_a_time_budget_is_kept_while_others_have_the_nodes(tmp_path: Path, monke
 
 
 def test_a_node_that_runs_out_of_time_keeps_what_it_has(tmp_path: Path) -> None:
-    with contextlib.closing(nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK)) as on_node:
+    with contextlib.closing(nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK, 0.0)) as on_node:
         assert on_node(points(2), False, 0.0) == []
         [(environment, rows)] = on_node(points(2), False, None)
     assert [row["status"] for row in rows] == ["ok"] * 4 and {row["env_id"] for row in rows} == {
@@ -190,3 +191,14 @@ def test_nodes_with_another_latbench_are_refused() -> None:
 def test_a_node_says_what_it_has() -> None:
     its = nodes.look(None)
     assert its.cores >= 1 and {"numba", "torch"} <= its.backends and its.sources == nodes.sources()
+
+
+def test_a_node_waits_for_another_sweep_as_long_as_it_is_told_to(tmp_path: Path) -> None:
+    on_node = nodes.OnNode((f"{TASKS}:Machine",), 0, QUICK, wait_seconds=0.0)
+    unit = on_node._bench.environment["device_uuid_hash"]
+    with (
+        contextlib.closing(on_node),
+        device_lock(DEVICE, unit),
+        pytest.raises(EnvironmentUnusable, match="another latbench process measures"),
+    ):
+        on_node([point(1)], 0, None)

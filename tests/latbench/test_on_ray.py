@@ -178,6 +178,27 @@ def test_a_node_that_cannot_hold_is_left_alone_and_no_node_at_all_is_said(use: C
             answers(nodes, [1])
 
 
+def test_a_node_whose_disk_is_full_is_done_without_and_its_items_are_not_blamed(
+    use: Callable[[FakeRay], FakeRay], tmp_path: Path
+) -> None:
+    def tripled(folder: str, full: int) -> dict[Any, Any]:
+        ray = use(FakeRay(*(described(name, **A100) for name in "abc")))
+        (tmp_path / folder).mkdir()
+        with RayNodes("a100") as nodes:
+            prepare = (f"{TASKS}:tool_of_a_full_disk", str(tmp_path / folder), full)
+            found = dict(nodes.run(prepare, [1, 2, 3, 4], lambda number: (number,), tries=1))
+            assert [each.id for each in nodes.nodes] == list("abc"[full:]) and ray.killed == full
+            assert list(nodes.lost.values()) == [
+                f"on node {name} (10.0.0.1): OSError: [Errno 28] No space left on device; it is left out"
+                for name in "abc"[:full]
+            ]
+        return found
+
+    assert tripled("one", 1) == tripled("two", 2) == {1: 3, 2: 6, 3: 9, 4: 12}
+    with pytest.raises(Incomplete, match=r"every node that could measure is lost: on node c .* No space left"):
+        tripled("all", 3)
+
+
 def test_what_a_node_refuses_names_the_node(use: Callable[[FakeRay], FakeRay]) -> None:
     use(FakeRay(described("a", **A100)))
     with RayNodes("a100") as nodes:

@@ -214,6 +214,16 @@ def test_a_node_that_refuses_is_named(slurm: Slurm) -> None:
 
 
 @pytest.mark.slow
+def test_a_node_whose_disk_is_full_is_done_without_and_its_items_are_not_blamed(slurm: Slurm, tmp_path: Path) -> None:
+    with SlurmNodes(None, ["nodes=2"]) as taken:
+        prepare = (f"{TASKS}:tool_of_a_full_disk", str(tmp_path), 1)
+        found = dict(taken.run(prepare, [1, 2, 3], lambda number: (number,), tries=1))
+        assert found == {1: 3, 2: 6, 3: 9} and len(taken.nodes) == 1
+        [said] = taken.lost.values()
+        assert said.endswith("OSError: [Errno 28] No space left on device; it is left out")
+
+
+@pytest.mark.slow
 def test_a_job_that_ends_before_it_gets_here_is_said(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_slurm.socket, "gethostname", lambda: "no-such-host.invalid")
     with (
