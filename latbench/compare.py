@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from latbench import latest, likeness, tables
-from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, spread, verdict
+from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, Verdict, judged_together, spread, verdict
 from latbench.errors import BadData, UsageError
 from latbench.places import Place
 
@@ -76,13 +76,15 @@ def compare(
     if corrected:
         usual = {key: row["reference_usual_seconds"] for key, row in old.items() if _alike(row, new.get(key))}
         old, new = ({key: _corrected(row, usual.get(key)) for key, row in rows.items()} for rows in (old, new))
-    between = spread([_seconds(new[key]) / _seconds(row) for key, row in old.items() if key in new])
+    pairs = [(row, new[key]) for key, row in old.items() if key in new]
+    between = spread([_seconds(second) / _seconds(first) for first, second in pairs])
+    reasons = [_no_verdict(*pair) for pair in pairs]
+    known = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None]
+    verdicts = iter(judged_together([_verdict(*pair, threshold, between) for pair in known]))
+    changes = [_change(*pair, reason, verdicts) for pair, reason in zip(pairs, reasons, strict=True)]
     failures = _failures(after, across)
-    changes = []
     for key, row in old.items():
-        if key in new:
-            changes.append(_change(row, new[key], threshold, between))
-        else:
+        if key not in new:
             reason = failures.get(key, "not in the second table")
             changes.append(Change(_key(row), MISSING, _seconds(row), None, reason=reason))
     changes += [
@@ -117,21 +119,32 @@ def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]
     }
 
 
-def _change(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Change:
-    key, before, after = _key(new), _seconds(old), _seconds(new)
-    samples = [row["samples_seconds"] for row in (old, new)]
-    if any(found is None or len(found) == 0 for found in samples):
-        return Change(key, UNCLEAR, before, after, after / before, reason="a time without samples")
+def _no_verdict(old: dict[str, Any], new: dict[str, Any]) -> str | None:
+    """Why two rows of a point cannot be judged; None if they can."""
+    if any(row["samples_seconds"] is None or len(row["samples_seconds"]) == 0 for row in (old, new)):
+        return "a time without samples"
     if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
-        reason = f"disturbed in every try: {', '.join(sorted(disturbed))}"
-        return Change(key, UNCLEAR, before, after, after / before, reason=reason)
+        return f"disturbed in every try: {', '.join(sorted(disturbed))}"
+    return None
+
+
+def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Verdict:
+    samples = [row["samples_seconds"] for row in (old, new)]
     try:
-        judged = verdict(*samples, threshold=threshold, between=between)
+        return verdict(*samples, threshold=threshold, between=between)
     except ValueError as error:
         raise BadData(
             f"point {new['point_id']}: {error}; `latbench validate` tells which table is damaged"
         ) from error
-    return Change(key, judged.kind, before, after, judged.ratio, judged.low, judged.high)
+
+
+def _change(old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[Verdict]) -> Change:
+    """With the next verdict, if nothing is against one."""
+    key, before, after = _key(new), _seconds(old), _seconds(new)
+    if reason is not None:
+        return Change(key, UNCLEAR, before, after, after / before, reason=reason)
+    found = next(verdicts)
+    return Change(key, found.kind, before, after, found.ratio, found.low, found.high)
 
 
 _DISTURBED = {"preempted", "slow_spell"}  # flags of rows that are no measure of a change

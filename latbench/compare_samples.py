@@ -6,17 +6,19 @@ are not resampled one by one, which would make the interval far too narrow, but 
 interval is widened for that (Hesterberg 2015, "What teachers should know about the bootstrap", section 5.1).
 
 Samples of one run cannot tell how runs differ: where memory lies, what the neighbours on the chip do. The other
-points of the same two tables can (`spread`), as far as most of them did not change.
+points of the same two tables can (`spread`), as far as most of them did not change. And of many points that did not
+change luck moves some beyond any interval: of those that are called changed, few may be wrong (`judged_together`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import fft, stats
 from scipy.special import ndtr, ndtri, stdtrit
 
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
@@ -25,7 +27,7 @@ COVERAGE = 0.95  # luck needs more than that to be judged: the interval has to c
 FEWEST_SAMPLES = 6  # with fewer, not even the range of the samples is a 95% interval of their median
 BLOCKS = 12
 MOST_OF_A_BLOCK = 20  # evenly spaced quantiles stand for a longer block
-RESAMPLES = 4000
+PAIRS = 4000  # of a median before and one after
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,14 @@ class Verdict:
     """How two measurements compare.
 
     kind: SAME, FASTER, SLOWER or UNCLEAR. ratio: the median after over the median before; low, high: its interval.
+    luck: how likely work that changed by no more than the threshold seems to have changed so much.
     """
 
     kind: str
     ratio: float
     low: float
     high: float
+    luck: float = 1.0
 
 
 def spread(ratios: Sequence[float]) -> float:
@@ -69,15 +73,27 @@ def verdict(
     ratio = float(np.median(new) / np.median(old))
     if min(len(old), len(new)) < FEWEST_SAMPLES:
         return Verdict(UNCLEAR, ratio, float(new.min() / old.max()), float(new.max() / old.min()))
-    rng = np.random.default_rng(0)
-    ratios = _medians(new, rng) / _medians(old, rng)
+    shares = (np.arange(PAIRS) + 0.5) / PAIRS
+    ratios = _medians(new, shares) / _medians(old, np.random.default_rng(0).permutation(shares))
     tail = _tail(min(BLOCKS, len(old), len(new)))
     low, high = (float(edge) for edge in np.quantile(ratios, [tail, 1 - tail]))
     # Thinned blocks and the midpoint of an even count can leave the plain median just outside.
     low, high = min(low, ratio), max(high, ratio)
     runs = between * float(ndtri((1 + COVERAGE) / 2))
     low, high = min(low, ratio * math.exp(-runs)), max(high, ratio * math.exp(runs))
-    return Verdict(_kind(low, high, 1 + threshold), ratio, low, high)
+    return Verdict(_kind(low, high, 1 + threshold), ratio, low, high, _luck(ratio, low, high, 1 + threshold))
+
+
+def judged_together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts on all points of two tables, where FASTER and SLOWER are UNCLEAR unless at most 5% of those that
+    stay are wrong in the mean; where no point changed, that makes one wrong one in 20 comparisons of tables
+    (Benjamini and Hochberg 1995, "Controlling the false discovery rate").
+    """
+    luck = stats.false_discovery_control([each.luck for each in verdicts]) if verdicts else []
+    return [
+        replace(each, kind=UNCLEAR) if each.kind in (FASTER, SLOWER) and share > 1 - COVERAGE else each
+        for each, share in zip(verdicts, luck, strict=True)
+    ]
 
 
 def _tail(blocks: int) -> float:
@@ -94,6 +110,15 @@ def _kind(low: float, high: float, limit: float) -> str:
     return SAME if low >= 1 / limit and high <= limit else UNCLEAR
 
 
+def _luck(ratio: float, low: float, high: float, limit: float) -> float:
+    """From an interval, as if its logarithm were a normal distribution's."""
+    beyond = abs(math.log(ratio)) - math.log(limit)
+    half = math.log(ratio / low) if ratio > 1 else math.log(high / ratio)
+    if beyond <= 0:
+        return 1.0
+    return 2 * float(ndtr(-beyond / half * ndtri((1 + COVERAGE) / 2))) if half > 0 else 0.0
+
+
 def _times(samples: Sequence[float], which: str) -> NDArray[np.float64]:
     times = np.asarray(samples, float)
     if times.ndim != 1 or not len(times):
@@ -104,12 +129,20 @@ def _times(samples: Sequence[float], which: str) -> NDArray[np.float64]:
     return times
 
 
-def _medians(times: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
-    """Medians of RESAMPLES resamples of `times` by blocks of neighbours."""
+def _medians(times: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Those quantiles of the median of a resample of `times` by blocks of neighbours, exactly: how many of a resample
+    are not above a value is a sum of as many independent draws as there are blocks.
+    """
     blocks = np.array_split(times, min(BLOCKS, len(times)))
     most = min(MOST_OF_A_BLOCK, len(blocks[-1]))  # the last is the shortest; all weigh the same
-    shares = (np.arange(most) + 0.5) / most
-    thinned = np.array([np.quantile(block, shares, method="hazen") for block in blocks])
-    drawn = rng.integers(len(blocks), size=(RESAMPLES, len(blocks)))
-    medians: NDArray[np.float64] = np.median(thinned[drawn].reshape(RESAMPLES, -1), axis=1)
-    return medians
+    inner = (np.arange(most) + 0.5) / most
+    thinned = np.array([np.quantile(block, inner, method="hazen") for block in blocks])
+    values, count = np.sort(thinned, axis=None), thinned.size
+    not_above = np.array([np.searchsorted(block, values, side="right") for block in thinned])
+    one = np.array([(not_above == number).mean(axis=0) for number in range(most + 1)])
+    size = fft.next_fast_len(count + 1, real=True)
+    every = fft.irfft(fft.rfft(one, size, axis=0) ** len(blocks), size, axis=0)[: count + 1]
+    # The median of an even number lies between two.
+    at_most = every[count // 2 + 1 :].sum(axis=0) + (every[count // 2] / 2 if count % 2 == 0 else 0.0)
+    found: NDArray[np.float64] = values[np.minimum(np.searchsorted(at_most, shares), count - 1)]
+    return found

@@ -8,7 +8,7 @@ in all its tries, in processes started anew with the same thread settings; neith
 median over points of the spread between runs of the time reported: the standard deviation, and largest less smallest,
 over the mean; and whether the first is at most half of torch's.
 
-`verdicts` measures a table twice, and judges each point by latbench.compare_samples.verdict. One point in turn is 5%
+`verdicts` measures a table twice, and judges its points by latbench.compare_samples. One point in turn is 5%
 slower the second time: its calls end with a busy wait. It counts how often that is caught, and how often a point is
 blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
 divided by what is common to all points too.
@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from latbench import backends, devices, plan, sweep, tables, workloads
-from latbench.compare_samples import Verdict, spread, verdict
+from latbench.compare_samples import Verdict, judged_together, spread, verdict
 from latbench.plan import Point
 from latbench.runners.local import Worker
 
@@ -206,8 +206,9 @@ def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.S
         )
         for count, pairs in zip(counts, (raw, paced, beside), strict=True):
             between = spread(ratios(pairs))
-            for i, (before, after) in enumerate(pairs):
-                count.add(verdict(before, after, between=between), i == which, points[i])
+            found = judged_together([verdict(before, after, between=between) for before, after in pairs])
+            for i, each in enumerate(found):
+                count.add(each, i == which, points[i])
     for count in counts:
         count.tell()
 

@@ -201,3 +201,15 @@ def test_how_unlike_two_runs_are_is_learned_from_all_points(latbench: Any, table
     after = table("after", *(at(1e-3 * ratio, m=m) for m, ratio in enumerate(ratios, start=1)))
     ran = latbench("compare", before, after, "--fail-on", "slower,faster")
     assert ran.code == 0 and "UNCLEAR" in ran.out
+
+
+def test_of_many_points_those_that_luck_moved_are_no_news(latbench: Any, table: Any, at: Any) -> None:
+    rng = np.random.default_rng(11)
+    ratios = [*np.exp(0.03 * rng.normal(size=200)), 1.6]
+    before = table("before", *(at(1e-3, m=m) for m in range(1, 202)))
+    after = table("after", *(at(1e-3 * ratio, m=m) for m, ratio in enumerate(ratios, start=1)))
+    document = json.loads(latbench("compare", before, after, "--json").out)
+    assert [
+        (point["key"]["m"], point["kind"]) for point in document["points"] if point["kind"] in ("SLOWER", "FASTER")
+    ] == [(201, "SLOWER")]
+    assert sum(point["low"] > 1.02 or point["high"] < 1 / 1.02 for point in document["points"]) > 1

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from latbench.compare_samples import spread, verdict
+from latbench import compare_samples
+from latbench.compare_samples import Verdict, judged_together, spread, verdict
 
 DIFFERENCES = {"SAME": 1.0, "SLOWER": 1.05, "FASTER": 1 / 1.05}
 
@@ -96,3 +97,56 @@ def test_the_spread_of_runs_is_that_of_the_points_that_did_not_change():
     ratios[:60] *= 1.5
     assert spread(ratios) == pytest.approx(0.03, rel=0.35)
     assert spread([1.0, 2.0]) == 0.0
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(7, 7), (48, 12), (500, 12)])
+def test_the_median_of_resamples_is_distributed_as_drawing_them_shows(count, blocks):
+    """Against resamples that are drawn one by one; of 20,000 a quantile's rank is known to 1% (3 deviations)."""
+    rng = np.random.default_rng(count)
+    times = noise(rng, count, 0.05)
+    each = [
+        np.quantile(block, (np.arange(most) + 0.5) / most, method="hazen")
+        for block in np.array_split(times, blocks)
+        for most in [min(compare_samples.MOST_OF_A_BLOCK, count // blocks)]
+    ]
+    drawn = np.sort(
+        [np.median(np.concatenate([each[i] for i in rng.integers(blocks, size=blocks)])) for _ in range(20_000)]
+    )
+    shares = np.array([0.025, 0.2, 0.5, 0.8, 0.975])
+    found = compare_samples._medians(times, shares)
+    # A median between two values stands for either of them here.
+    below, above = (np.searchsorted(drawn, found * edge) / len(drawn) for edge in (1 - 1e-2, 1 + 1e-2))
+    assert (below - 0.011 <= shares).all() and (shares <= above + 0.011).all()
+
+
+def test_of_many_points_that_did_not_change_hardly_ever_one_is_called_changed():
+    """Runs differ by 3%: of 900 points 2 are beyond their own intervals and the threshold."""
+    rng = np.random.default_rng(7)
+    tables_with, alone = 0, 0
+    for _ in range(20):
+        ratios = np.exp(0.03 * rng.normal(size=900))
+        judged = [verdict([1.0] * 6, [ratio] * 6, between=0.03) for ratio in ratios]
+        alone += sum(each.kind in ("FASTER", "SLOWER") for each in judged)
+        tables_with += any(each.kind in ("FASTER", "SLOWER") for each in judged_together(judged))
+    assert alone > 20 and tables_with <= 4  # 1 of 20 expected, 5 have a chance of 0.3%
+
+
+def test_a_change_is_found_among_many_points_that_did_not():
+    rng = np.random.default_rng(8)
+    ratios = np.exp(0.01 * rng.normal(size=300))
+    ratios[:30] *= 1.1
+    judged = judged_together([verdict([1.0] * 6, [ratio] * 6, between=0.01) for ratio in ratios])
+    assert [each.kind for each in judged[:30]].count("SLOWER") >= 28
+    assert sum(each.kind in ("FASTER", "SLOWER") for each in judged[30:]) <= 5
+    assert {each.kind for each in judged[30:]} > {"SAME"}
+
+
+def test_a_verdict_alone_stays_as_it_is():
+    for factor in (1.0, 1.2, 0.5):
+        one = verdict([1.0, 1.001] * 10, [factor, 1.001 * factor] * 10, between=0.01)
+        assert judged_together([one]) == [one]
+    assert judged_together([]) == []
+    lucky = Verdict("SLOWER", 1.1, 1.021, 1.2, 0.04)
+    assert [each.kind for each in judged_together([lucky] + [Verdict("SAME", 1.0, 0.99, 1.01)] * 9)] == [
+        "UNCLEAR"
+    ] + ["SAME"] * 9
