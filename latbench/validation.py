@@ -8,8 +8,10 @@ table of millions of rows takes minutes at most, and of each row only 32 bytes s
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pyarrow as pa
@@ -23,12 +25,39 @@ from latbench.places import Place
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
 MOST_FLOP_PER_SECOND = 1e16
 LONGEST_SECONDS = 3600.0
+MOST_OF_A_FILE = 1000  # findings of one severity; what is wrong with every row is told by a few
 _CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
 _FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
 
 _NEVER_NULL = (
     "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
 )  # fmt: skip
+# What whoever measures knows; of what others published it may be missing.
+_OF_A_TIME = ("threads", "context", "cache_mode", "launch_mode", "dtype_w", "dtype_a", "dtype_out")
+_ON_RECORD = ("run_id", "env_id", "timer")
+_OF_A_LAYER = ("m", "k", "n")
+_OF_A_CONVOLUTION = (
+    "batch", "c_in", "h", "w", "c_out", "kh", "kw",
+    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
+)  # fmt: skip
+_WORDS = {
+    "purpose": ("sweep", "verify", "baseline", "import"),
+    "op": ("linear", "conv2d", "model"),
+    "context": ("isolated", "network"),
+    "cache_mode": ("rotated", "warm", "cold"),
+    "launch_mode": ("call", "graph"),
+    "stop_reason": ("relative_error", "plateau", "budget", "failed"),
+}
+# The least that numbers may be, and the most where there is one.
+_LEAST = dict.fromkeys(("n", "batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
+_LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
+_LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
+_LEAST |= dict.fromkeys(("m", "k", "c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
+_LEAST |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "inner_loops", "bytes_min"), 1)
+_POSITIVE = ("clock_hertz", "drift_ratio", "roofline_seconds")
+_SHARES = ("steal_fraction",)
+_FIRST_YEAR = 2010  # no kernel for sparse networks is older
+_CLOCKS_DIFFER = timedelta(days=1)
 _WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
 _SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
 # What makes a measurement: one run does not measure a point twice at the same moment.
@@ -67,13 +96,16 @@ def findings(path: str | Place) -> Iterator[Finding]:
             text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
             yield Finding(part, "note", text)
         unknown: set[str] = set()
-        rows = 0
+        rows, found, off_record = 0, Counter[str](), Counter[str]()
         try:
             for start, table in tables.part_batches(part):
                 rows += table.num_rows
                 for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
-                    point = table["point_id"][row]
-                    yield Finding(part, severity, f"row {start + row + 1} (point {point}): {text}")
+                    found[severity] += 1
+                    if found[severity] <= MOST_OF_A_FILE:
+                        point = table["point_id"][row]
+                        yield Finding(part, severity, f"row {start + row + 1} (point {point}): {text}")
+                off_record.update(_off_record(table))
                 measured.add(number, start, table)
                 named = pc.unique(table["env_id"].drop_null()).to_pylist()
                 unknown |= {env_id for env_id in named if environments.file_name(env_id) not in described}
@@ -82,6 +114,11 @@ def findings(path: str | Place) -> Iterator[Finding]:
         else:
             if not rows:
                 yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
+        for severity, count in found.items():
+            if count > MOST_OF_A_FILE:
+                yield Finding(part, severity, f"{count - MOST_OF_A_FILE} more findings of this kind are not listed")
+        for name, count in off_record.items():
+            yield Finding(part, "note", f"{count} times have no {name}: where they come from is not on record")
         for env_id in sorted(unknown):
             text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
             yield Finding(part, "suspect", text)
@@ -99,6 +136,7 @@ class _Measured:
         self._measurements: list[Hashes] = []
         self._contents: list[Hashes] = []
         self._at: list[Hashes] = []
+        self._blocks: defaultdict[str, set[int]] = defaultdict(set)
 
     def add(self, number: int, start: int, table: pa.Table) -> None:
         """The rows of part `number` from row `start` on."""
@@ -107,6 +145,9 @@ class _Measured:
         ):  # fmt: skip
             seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
         self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
+        known = table.select(["run_id", "block"]).drop_null()
+        for pair in known.group_by(["run_id", "block"]).aggregate([]).to_pylist():
+            self._blocks[pair["run_id"]].add(pair["block"])
 
     def findings(self, path: Place) -> Iterator[Finding]:
         """Rows that say unlike things of one measurement, and how many are there more than once."""
@@ -128,6 +169,14 @@ class _Measured:
         if repeated := len(repeats) - int((np.diff(repeats) == 1).sum()):
             yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
 
+        for run, blocks in sorted(self._blocks.items()):
+            # A run numbers its blocks as it writes them, each as a part.
+            if missing := max(blocks) + 1 - len({block for block in blocks if block >= 0}):
+                text = (
+                    f"run {run} has rows of {len(blocks)} blocks, and {missing} more were written: parts are missing"
+                )
+                yield Finding(path, "suspect", text)
+
     def _where(self, place: int) -> tuple[Place, int]:
         return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
 
@@ -143,7 +192,10 @@ _Found = Iterator[tuple[str, int, str]]
 
 
 def _row_findings(table: pa.Table) -> _Found:
-    for check in (_identity, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics):
+    checks = (
+        _identity, _words, _ranges, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics, _moments,
+    )  # fmt: skip
+    for check in checks:
         yield from check(table)
 
 
@@ -163,6 +215,36 @@ def _identity(table: pa.Table) -> _Found:
     failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
     yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
+
+
+def _off_record(table: pa.Table) -> Counter[str]:
+    """How many of our own times lack what is known of each run, by column."""
+    ours = _timed_here(table)
+    return Counter({name: n for name in _ON_RECORD if (n := int((ours & table[name].is_null().to_numpy()).sum()))})
+
+
+def _timed_here(table: pa.Table) -> Bools:
+    timed: Bools = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    return timed & ~_imported(table)
+
+
+def _words(table: pa.Table) -> _Found:
+    for name, known in _WORDS.items():
+        column = table[name]
+        strange = ~pc.is_in(column, pa.array(known)).to_numpy() & column.is_valid().to_numpy()
+        yield from _each("suspect", strange, _unlike(name, column, f"latbench writes {', '.join(known)}"))
+
+
+def _ranges(table: pa.Table) -> _Found:
+    for name, least in _LEAST.items():
+        values = _reals(table, name)
+        yield from _each("corrupt", (values < least) | np.isinf(values), _valued(name, values))
+    for name in _POSITIVE:
+        values = _reals(table, name)
+        yield from _each("corrupt", (values <= 0) | np.isinf(values), _valued(name, values))
+    for name in _SHARES:
+        values = _reals(table, name)
+        yield from _each("corrupt", values > 1, _valued(name, values, ": more than all"))
 
 
 def _structure(table: pa.Table) -> _Found:
@@ -190,12 +272,16 @@ def _unlike(name: str, column: pa.ChunkedArray, other: str) -> Callable[[int], s
 
 
 def _shape(table: pa.Table) -> _Found:
-    for name in ("m", "k", "n", "batch", "c_in", "c_out", "kh", "kw"):
-        sizes = _reals(table, name)
-        least = 0 if name in ("n", "batch") else 1
-        yield from _each("corrupt", sizes < least, _valued(name, sizes))
+    conv = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy()
+    linear = pc.equal(table["op"], "linear").fill_null(False).to_numpy()
+    ours = _timed_here(table)
+    for rows, names in (
+        (ours & (linear | conv), _OF_A_LAYER), (ours & conv, _OF_A_CONVOLUTION), (ours, _OF_A_TIME),
+    ):  # fmt: skip
+        for name in names:
+            yield from _each("corrupt", rows & table[name].is_null().to_numpy(), _always(f"{name} is null"))
     k, kh, kw, c_in = (_reals(table, name) for name in ("k", "kh", "kw", "c_in"))
-    wrong = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy() & (k != kh * kw * c_in) & ~np.isnan(c_in)
+    wrong = conv & (k != kh * kw * c_in) & ~np.isnan(c_in)
     yield from _each(
         "corrupt",
         wrong,
@@ -264,8 +350,7 @@ def _samples(table: pa.Table) -> _Found:
                 said = "none" if np.isnan(expected[index]) else f"{float(expected[index])!r}"
                 yield "corrupt", int(rows[index]), f"{name} is {float(found[index])!r}, and its samples give {said}"
     bare = (lengths == 0) & ~np.isnan(columns["median_seconds"])
-    imported = pc.equal(table["purpose"], "import").fill_null(False).to_numpy()
-    yield from _each("suspect", bare & ~imported, lambda _: "a time without the samples it comes from")
+    yield from _each("suspect", bare & ~_imported(table), lambda _: "a time without the samples it comes from")
 
 
 def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
@@ -326,14 +411,31 @@ def _physics(table: pa.Table) -> _Found:
     yield from _each(
         "suspect", long & ~np.isinf(median), lambda row: f"a call of {median[row]:g} s: times are in seconds"
     )
-    m, k, n, sparsity, nnz = (_reals(table, name) for name in ("m", "k", "n", "sparsity_target", "flop_nnz"))
-    work = np.where(np.isnan(nnz), 2 * m * k * n * (1 - sparsity), nnz)
+    m, k, n, sparsity, nnz = (_reals(table, name) for name in ("m", "k", "n", "sparsity_target", "nnz"))
+    dense, kept = (_reals(table, name) for name in ("flop_dense", "flop_nnz"))
+    layer = pc.not_equal(table["op"], "model").fill_null(False).to_numpy()
+    for name, found, weights in (("flop_dense", dense, m * k), ("flop_nnz", kept, nnz)):
+        wrong = layer & (np.abs(found - 2 * weights * n) > _CLOSE * found)
+        yield from _each("corrupt", wrong, _valued(name, found, ": not two for each weight and position"))
+    work = np.where(np.isnan(kept), 2 * m * k * n * (1 - sparsity), kept)
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = np.where(median > 0, work / median, 0.0)
     yield from _each(
         "suspect", rate > MOST_FLOP_PER_SECOND,
         lambda row: f"{rate[row]:.2g} operations a second is beyond any device: times are in seconds",
     )  # fmt: skip
+
+
+def _moments(table: pa.Table) -> _Found:
+    moments = table["started_at"]
+    earliest, latest = datetime(_FIRST_YEAR, 1, 1, tzinfo=UTC), datetime.now(UTC) + _CLOCKS_DIFFER
+    odd = pc.or_(pc.less(moments, earliest), pc.greater(moments, latest)).fill_null(False).to_numpy()
+    yield from _each("suspect", odd, lambda row: f"started_at is {moments[row]}: a clock was wrong")
+
+
+def _imported(table: pa.Table) -> Bools:
+    found: Bools = pc.equal(table["purpose"], "import").fill_null(False).to_numpy()
+    return found
 
 
 def _each(severity: str, failing: Bools, text: Callable[[int], str]) -> _Found:

@@ -20,6 +20,7 @@ def row() -> dict[str, Any]:
         "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32", "layout": "token_major",
         "epilogue": "bias", "kernel_requested": "auto", "context": "isolated", "cache_mode": "rotated",
         "launch_mode": "call", "threads": 2, "status": "ok", "samples_seconds": [3e-3, 1e-3, 2e-3],
+        "run_id": "run", "timer": "perf_counter",
     }  # fmt: skip
 
 

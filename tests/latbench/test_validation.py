@@ -15,23 +15,21 @@ from pyarrow import parquet
 from latbench import devices, environments, tables, validation
 from latbench.errors import BadData
 
-CONV = {"op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3}
+CONV = {
+    "op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3,
+    "stride_h": 1, "stride_w": 1, "padding_h": 1, "padding_w": 1, "dilation_h": 1, "dilation_w": 1,
+}  # fmt: skip
 
 
-@pytest.fixture
-def two_tables(tmp_path: Path, row: dict[str, Any]) -> tuple[Path, Path]:
-    tables.write_part(tmp_path / "a", [row])
-    tables.write_part(tmp_path / "b", [row | {"m": 8}])
-    return tmp_path / "a", tmp_path / "b"
-
-
-def test_validate_praises_a_whole_table(latbench: Any, two_tables: tuple[Path, Path]) -> None:
-    ran = latbench("validate", two_tables[0])
+def test_validate_praises_a_whole_table(latbench: Any, whole: Path) -> None:
+    ran = latbench("validate", whole.parent)
     assert ran.code == 0 and "1 file: nothing to complain of" in ran.out
 
 
 def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    parts = [tables.write_part(tmp_path, [row | {"m": m}]) for m in (1, 2)]
+    known = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "timer": "perf_counter"}
+    tables.write_environment(tmp_path, devices.environment(2))
+    parts = [tables.write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
     parts[0].write_bytes(parts[0].read_bytes()[:-9])
     (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
     ran = latbench("validate", tmp_path)
@@ -90,7 +88,8 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Three whole rows of one run; the second is the one that the tests damage."""
     run = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "nnz": 21, "sparsity_actual": 1 - 21 / 91}
     run |= {"roofline_seconds": 1e-4, "reference_seconds": 1.1, "reference_usual_seconds": 1.0}
-    run |= {"burst_error": 0.6}
+    run |= {"burst_error": 0.6, "timer": "perf_counter", "block": 0, "flop_dense": 910, "flop_nnz": 210}
+    run |= {"bytes_min": 400}
     return [
         row
         | run
@@ -190,6 +189,22 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("samples_seconds", [1e-3, None] * 4 + [1e-3], "samples must be positive finite seconds"),
         ("samples_seconds", [1e-3] * 9, "median_seconds is"),
         ("samples_seconds", [], "sample_count is 9, and it has 0"),
+        ("flop_dense", 909, "flop_dense is 909: not two for each weight and position"),
+        ("flop_nnz", 212, "flop_nnz is 212: not two for each weight and position"),
+        ("n", None, "n is null"),
+        ("threads", None, "threads is null"),
+        ("context", None, "context is null"),
+        ("threads", 0, "threads is 0"),
+        ("pattern_seed", -1, "pattern_seed is -1"),
+        ("weight_copies", 0, "weight_copies is 0"),
+        ("inner_loops", 0, "inner_loops is 0"),
+        ("discarded_samples", -1, "discarded_samples is -1"),
+        ("bytes_min", 0, "bytes_min is 0"),
+        ("roofline_seconds", -1e-4, "roofline_seconds is -0.0001"),
+        ("clock_hertz", 0.0, "clock_hertz is 0"),
+        ("steal_fraction", 1.5, "steal_fraction is 1.5: more than all"),
+        ("load", math.inf, "load is inf"),
+        ("drift_ratio", -1.0, "drift_ratio is -1"),
     ],
 )
 def test_a_row_that_is_wrong_is_named(whole: Path, column: str, value: Any, words: str) -> None:
@@ -201,8 +216,60 @@ def test_a_row_that_is_wrong_is_named(whole: Path, column: str, value: Any, word
     assert all(": row 2 (" in text for text in _found(folder))
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("op", "convolution", "op is convolution, and latbench writes linear, conv2d, model"),
+        ("context", "netwrok", "context is netwrok, and latbench writes isolated, network"),
+        ("stop_reason", "tired", "stop_reason is tired"),
+        (
+            "started_at",
+            datetime(1970, 1, 2, tzinfo=UTC),
+            "started_at is 1970-01-02 00:00:00+00:00: a clock was wrong",
+        ),
+        ("started_at", datetime.now(UTC) + timedelta(days=9), "a clock was wrong"),
+        ("block", 2, "run run has rows of 2 blocks, and 1 more were written: parts are missing"),
+    ],
+)
+def test_a_row_that_is_odd_is_suspected(whole: Path, column: str, value: Any, words: str) -> None:
+    assert any(words in text for text in _found(_edited(whole, column, value), "suspect"))
+
+
+@pytest.mark.parametrize("column", ["run_id", "env_id", "timer"])
+def test_a_time_of_unknown_origin_is_noted(whole: Path, column: str) -> None:
+    notes = _found(_edited(whole, column, None), "note")
+    assert [note for note in notes if f"1 times have no {column}: where they come from" in note]
+
+
+def test_what_is_wrong_everywhere_is_not_told_of_every_row(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(validation, "MOST_OF_A_FILE", 2)
+    tables.write_part(whole.parent, [row | {"pattern_seed": 10 + i, "m": 0} for i in range(3) for row in rows])
+    found = _found(whole.parent)
+    assert len(found) == 3 and found[2].endswith("more findings of this kind are not listed")
+
+
+def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    tables.write_environment(tmp_path, devices.environment(2))
+    parts = [tables.write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
+    assert list(validation.findings(tmp_path)) == []
+    assert isinstance(parts[1], Path)
+    parts[1].unlink()
+    [found] = _found(tmp_path, "suspect")
+    assert "run run has rows of 2 blocks, and 1 more were written: parts are missing" in found
+
+
+@pytest.mark.parametrize("column", ["batch", "c_in", "h", "stride_w", "dilation_h"])
+def test_a_convolution_without_a_size_is_named(tmp_path: Path, rows: list[dict[str, Any]], column: str) -> None:
+    sparse = {"nnz": None, "sparsity_actual": None, "flop_dense": None, "flop_nnz": None}
+    tables.write_part(tmp_path, [rows[0], rows[1] | CONV | sparse | {column: None}])
+    [found] = _found(tmp_path)
+    assert "row 2 (point " in found and found.endswith(f"{column} is null")
+
+
 def test_a_convolution_whose_matrix_is_not_its_own_is_named(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    sparse = {"nnz": None, "sparsity_actual": None}
+    sparse = {"nnz": None, "sparsity_actual": None, "flop_dense": None, "flop_nnz": None}
     tables.write_part(tmp_path, [rows[0], rows[1] | CONV | {"k": 71} | sparse])
     [found] = _found(tmp_path)
     assert "row 2 (point " in found and "k is 71, and the convolution has 3x3x8" in found
@@ -304,7 +371,10 @@ def test_a_damaged_file_is_named_and_the_others_are_still_checked(
     latbench: Any, whole: Path, rows: list[dict[str, Any]], name: str
 ) -> None:
     damage, words = DAMAGES[name]
-    other = tables.write_part(whole.parent, [rows[0] | {"m": 9, "nnz": 9, "sparsity_actual": 1 - 9 / 117}])
+    other = tables.write_part(
+        whole.parent,
+        [rows[0] | {"m": 9, "nnz": 9, "sparsity_actual": 1 - 9 / 117} | {"flop_dense": 1170, "flop_nnz": 90}],
+    )
     damage(whole)
     found = [text for text in _found(whole.parent) if words in text]
     assert len(found) == 1, _found(whole.parent)
