@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from latbench.commands.sweep import ADAPTIVE_HELP, BACKENDS_HELP, cpu_backends, duration, estimates, gpu_points
+from latbench.commands.sweep import (
+    ADAPTIVE_HELP,
+    BACKENDS_HELP,
+    BF16_HELP,
+    SESSIONS_HELP,
+    check_ours,
+    cpu_backends,
+    duration,
+    estimates,
+    gpu_points,
+)
 
 
 def plan(
@@ -18,6 +28,8 @@ def plan(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
     tune: Annotated[bool, typer.Option("--tune", help="With our own CPU kernels found by trying a few.")] = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help=BF16_HELP)] = False,
+    sessions: Annotated[int, typer.Option(min=1, help=SESSIONS_HELP)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the points that a sweep of this CPU, or of a GPU, would measure, the time and the disk it would take."""
@@ -33,14 +45,17 @@ def plan(
     from latbench.backends import available
     from latbench.errors import UsageError
 
-    if gpu is not None and (tune or threads):
-        raise UsageError(f"{'--tune' if tune else '--threads'} is for a plan without --gpu")
+    if gpu is not None and threads:
+        raise UsageError("--threads is for a plan without --gpu")
+    if gpu is not None:
+        check_ours([], tune=tune, bf16=bf16)
     names = workload or workloads.bundled()
-    in_seconds, in_bytes, assumed = estimates(gpu is not None)
+    once, in_bytes, assumed = estimates(gpu is not None)
     usual = planning.FINE_SPARSITIES if adaptive else planning.SPARSITIES
     if gpu is None:
         device, threads = devices.cpu_device(), threads or devices.cores()
         engines = cpu_backends(backends or [])
+        check_ours(engines, tune=tune, bf16=bf16)
         versions = {name: version for name, version in available().items() if name in engines}
     else:
         device, versions = _of_gpu(gpu)
@@ -52,13 +67,16 @@ def plan(
         if gpu is None:
             points = planning.select(
                 chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
-                tune=tune, usual=usual,
+                tune=tune, bf16=bf16, usual=usual,
             )  # fmt: skip
         else:
             points = gpu_points(
                 device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
             )
         return Adaptive(points).anchors if adaptive else points
+
+    def in_seconds(points: list[planning.Point]) -> float:
+        return sessions * once(points)  # most of the time goes into preparing
 
     every = select(names)
     each = {name: select([name]) for name in names}

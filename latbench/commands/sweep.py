@@ -78,10 +78,8 @@ def sweep(
             if cpu
             else "say what to measure: --cpu, or --gpu NAME"
         )
-    if gpu is not None and tune:
-        raise UsageError("--tune is for a sweep with --cpu: kernels of a GPU are not tuned")
-    if gpu is not None and bf16:
-        raise UsageError("--bf16 is for a sweep with --cpu: a GPU's kernels have 16 bits already")
+    if gpu is not None:
+        check_ours([], tune=tune, bf16=bf16)
     if slurm and on != "slurm":
         raise UsageError("--slurm is for a sweep with --on slurm")
     _end_as_by_ctrl_c()
@@ -95,10 +93,7 @@ def sweep(
             )  # fmt: skip
         else:
             engines = cpu_backends(backends or [], target.backends, target.where)
-            if tune and "numba" not in engines:
-                raise UsageError("--tune is for backend numba, which is not among those asked for")
-            if bf16 and "numba" not in engines:
-                raise UsageError("--bf16 is for backend numba, which is not among those asked for")
+            check_ours(engines, tune=tune, bf16=bf16)
             points = plan.select(
                 workload or [], patterns or [], sparsities or [],
                 device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
@@ -301,6 +296,19 @@ def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, whe
             advice = f"pip install {' '.join(needed[name])}"
             typer.echo(f"latbench: {name} is left out, it is not installed {where}: {advice}", err=True)
     return [name for name in plan.STANDARD if name in installed]
+
+
+def check_ours(engines: Sequence[str], *, tune: bool, bf16: bool) -> None:
+    """Raise UsageError for options of our own CPU kernels where those are not among the `engines`: none, of a GPU."""
+    from latbench.errors import UsageError
+
+    for asked, name, of_a_gpu in (
+        (tune, "--tune", "kernels of a GPU are not tuned"), (bf16, "--bf16", "a GPU's kernels have 16 bits already"),
+    ):  # fmt: skip
+        if asked and not engines:
+            raise UsageError(f"{name} is not for --gpu: {of_a_gpu}")
+        if asked and "numba" not in engines:
+            raise UsageError(f"{name} is for backend numba, which is not among those asked for")
 
 
 def _named(

@@ -133,6 +133,15 @@ def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
     assert all(document["backends"].values())  # of those installed here, with their versions
 
 
+def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latbench: Any, tiny: Path) -> None:
+    asked = ("--workload", tiny, "--patterns", "dense,vector:4", "--backends", "torch,numba", "--json")
+    once = json.loads(latbench("plan", *asked).out)
+    more = json.loads(latbench("plan", *asked, "--bf16", "--sessions", "3").out)
+    swept = json.loads(latbench("sweep", "--cpu", *asked, "--bf16", "--sessions", "3", "--dry-run").out)
+    assert more["points"] == len(swept["points"]) > once["points"]
+    assert more["estimated_seconds"] == swept["estimated_seconds"] > 3 * once["estimated_seconds"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -144,7 +153,9 @@ def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
         (["plan", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
-        (["plan", "--gpu", "a100", "--tune"], "--tune is for a plan without --gpu"),
+        (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: kernels of a GPU are not tuned"),
+        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: a GPU's kernels have 16 bits already"),
+        (["plan", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
         (["plan", "--gpu", "a100", "--threads", "2"], "--threads is for a plan without --gpu"),
         (
             ["sweep", "--cpu", "--backends", "numba,tensorrt"],
@@ -152,9 +163,9 @@ def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
         ),
         (["sweep", "--cpu", "--backends", "scipy", "--patterns", "dense"], "nothing to measure"),
         (["sweep", "--cpu", "--backends", "scipy", "--tune"], "--tune is for backend numba"),
-        (["sweep", "--gpu", "a100", "--tune"], "--tune is for a sweep with --cpu"),
+        (["sweep", "--gpu", "a100", "--tune"], "--tune is not for --gpu"),
         (["sweep", "--cpu", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
-        (["sweep", "--gpu", "a100", "--bf16"], "--bf16 is for a sweep with --cpu"),
+        (["sweep", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[str], words: str) -> None:
