@@ -2,25 +2,32 @@
 
 Layer-wise reconstruction sees dense inputs; in the pruned model each layer's inputs are already off. Minimise, over
 the kept weights and all biases, the sum over layers of |y' - y|^2 / |y|^2, y' and y the layer's outputs in the pruned
-and in the dense model on the same batch (Frantar & Alistarh 2022, section 3.3), by Adam; masks hold at every step,
-batch norms stay in eval mode. No labels are used.
+and in the dense model on the same batch (Frantar & Alistarh 2022, section 3.3), by Adam; batch norms stay in eval
+mode. No labels are used.
+
+While they learn, pruned layers hold their kept values alone: masks cannot be left, and Adam's two moments are as
+small as the values. A whole weight is made for one call of its layer, and once more for its gradient, which is used
+up as soon as it is there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.utils.checkpoint import checkpoint
 
 from latbench.errors import BadData
-from search.pruning.gradients import bad_gradient
 from search.pruning.hooks import forward_hooks
-from search.pruning.masks import apply_masks
 from search.task import Task
+from sparse_kernels.nn import as_weight
 
 LEARNING_RATE = 5e-4
 STEPS = 60
@@ -29,7 +36,6 @@ STEPS = 60
 def global_adaprune(
     task: Task,
     model: nn.Module,
-    dense: nn.Module,
     masks: Mapping[str, Tensor],
     batches: Sequence[Any],
     *,
@@ -38,38 +44,101 @@ def global_adaprune(
     learning_rate: float = LEARNING_RATE,
     progress: Callable[[int, int], None] = lambda step, steps: None,
 ) -> list[float]:
-    """Train `model` in place for `steps` batches, drawn without replacement in each pass.
+    """Train `model`, the task's with `masks`, in place for `steps` batches, drawn without replacement in each pass.
 
     `masks` are (m, k), True = kept; layers without one are matched too and train whole. Returns each step's loss.
     Raises BadData when an activation or a gradient is not finite.
     """
-    layers = [name for name, module in dense.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    modules = dict(model.named_modules())
-    # One that several layers share is updated once a step.
-    parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters()))
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 0.5 + 0.5 * math.cos(math.pi * s / steps))
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     model.eval()
     losses = []
     order: list[int] = []
-    for step in range(steps):
-        order = order or list(rng.permutation(len(batches)))
-        batch = batches[order.pop()]
-        with torch.no_grad():
-            targets = _outputs(task, dense, layers, batch)
-        outputs = _outputs(task, model, layers, batch)
-        loss = _distance(outputs, targets)
-        model.zero_grad()
-        loss.backward()
-        if (bad := bad_gradient(model)) is not None:
-            raise BadData(f"{bad} in global AdaPrune: prune with --no-global")
-        optimizer.step()
-        schedule.step()
-        apply_masks(model, masks)
-        losses.append(loss.item())
-        progress(step + 1, steps)
-    model.zero_grad()  # of all parameters: those that are not tuned here have gradients, too
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    with _kept_values(model, masks), ExitStack() as hooks:
+        dense = task.model()
+        modules = dict(model.named_modules())
+        # One that several layers share is updated once a step.
+        parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters()))
+        optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
+        rate = learning_rate
+
+        def update(parameter: Tensor) -> None:
+            """As soon as its gradient is whole, which is then needed no more."""
+            if not bool(torch.linalg.vector_norm(parameter.grad, torch.inf).isfinite()):
+                gradient = f"the gradient of {names[parameter]}"
+                raise BadData(f"{gradient} holds NaN or infinite values in global AdaPrune: prune with --no-global")
+            optimizers[parameter].param_groups[0]["lr"] = rate
+            optimizers[parameter].step()
+            parameter.grad = None
+
+        for parameter in parameters:
+            hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
+        for step in range(steps):
+            rate = learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+            order = order or list(rng.permutation(len(batches)))
+            batch = batches[order.pop()]
+            with torch.no_grad():
+                targets = _outputs(task, dense, layers, batch)
+            loss = _distance(_outputs(task, model, layers, batch), targets)
+            loss.backward()
+            model.zero_grad()  # those that are not tuned here have gradients, too
+            losses.append(loss.item())
+            progress(step + 1, steps)
+        del dense
+        optimizers.clear()  # before the weights are whole again
     return losses
+
+
+class _KeptValues(nn.Module):
+    """A weight as its kept values, (nnz,), in the order of the weight's shape."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The weight."""
+        whole: Tensor = _Spread.apply(values, self.mask)
+        return whole
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        """What is held of a weight."""
+        return _kept(weight.detach(), self.mask)
+
+
+class _Spread(torch.autograd.Function):
+    """Kept values at their places in a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.mask = mask
+        return torch.zeros(mask.shape).masked_scatter_(mask, values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _kept(gradient, ctx.mask), None
+
+
+def _kept(weight: Tensor, mask: Tensor) -> Tensor:
+    """As torch's own masked_select, which takes four times the weight's memory on the way."""
+    return torch.from_numpy(weight.numpy()[mask.numpy()])
+
+
+@contextmanager
+def _kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
+    """While the context is open, the masked layers hold no more than their kept values."""
+    modules = dict(model.named_modules())
+    layers = [modules[name] for name in masks]
+    for layer, mask in zip(layers, masks.values(), strict=True):
+        register_parametrization(layer, "weight", _KeptValues(as_weight(mask, layer.weight.shape)))
+        # Autograd would keep every layer's weight until its gradient is due.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+            remove_parametrizations(layer, "weight")
 
 
 def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:

@@ -3,9 +3,9 @@
 Each stage gives a model; the one with the least loss on the calibration data is kept, so that no stage can do harm
 unseen. Test data is scored for the record and decides nothing.
 
-Stitching and tuning batch norms happens in one model: memory for its weights, their masks (a byte each) and a layer
-or two. `joint` tuning needs six times the weights: the model kept so far, the one that is tuned with its gradients
-and two moments, and the dense one that it follows.
+Stitching and tuning happen in one model: memory for its weights, their masks (a byte each) and a layer or two. While
+`joint` tuning goes on there are the dense model that is followed and, of each kept weight, its value and two moments:
+twice the weights where three quarters are pruned.
 """
 
 from __future__ import annotations
@@ -88,14 +88,21 @@ def prune(
     stages.append(Milestone("one-shot", loss, task.score(model)))
     best = Result(stages, stages[-1], model, masks)
     if joint and masks:
-        model = copy.deepcopy(model)
         global_adaprune(
-            task, model, task.model(), masks, batches,
+            task, model, masks, batches,
             rng=np.random.default_rng(seed), progress=lambda done, total: progress("global AdaPrune", done, total),
         )  # fmt: skip
         loss = _with_norms(task, model, batches)
         stages.append(Milestone("global", loss, task.score(model)))
-        best = min(best, Result(stages, stages[-1], model, masks), key=_loss)
+        if loss < best.kept.loss:
+            best = Result(stages, stages[-1], model, masks)
+        else:  # made once more, with the memory of this one, instead of being held all the time
+            kept = best.kept
+            del best, model
+            model = task.model()
+            stitch(model, choices, database)
+            _with_norms(task, model, batches)
+            best = Result(stages, kept, model, masks)
     if recipe is not None:
         model = task.model() if recipe.start == "dense" else copy.deepcopy(best.model)
         trained = train(

@@ -27,7 +27,6 @@ The accuracies are of 1,000 test images: a standard error of about one percent.
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
 import math
 import statistics
@@ -199,7 +198,6 @@ def plan(names: Sequence[str], steps: int) -> list[Row]:
 def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
     """Every layer by itself, then, of one method, all together; then the batch norms."""
     model = task.model()
-    dense = copy.deepcopy(model)
     modules = dict(model.named_modules())
     sparse = {name: choice for name, choice in chosen.layers.items() if not isinstance(parse(choice.pattern), Dense)}
     pruned = {}
@@ -212,7 +210,7 @@ def one_shot(task: tasks.Task, chosen: Profile, method: str) -> nn.Module:
         set_weight_matrix(modules[name], layer.weight)
     if method == JOINT:
         masks = {name: layer.mask for name, layer in pruned.items()}
-        global_adaprune(task, model, dense, masks, task.calibration(), rng=np.random.default_rng(0))
+        global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0))
     tune_batchnorm(task, model, task.calibration())
     return model
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,16 +71,22 @@ def zeros_hold(model: nn.Module, masks: dict[str, Tensor]) -> bool:
     return all(bool((weight_matrix(model.get_submodule(name))[~mask] == 0).all()) for name, mask in masks.items())
 
 
+def with_model(task: Task, model: Callable[[], nn.Module]) -> Task:
+    """The task with another model."""
+    return replace(task, implementation=SimpleNamespace(**{**vars(task.implementation), "model": model}))
+
+
 def test_joint_tuning_comes_nearer_the_dense_activations_and_masks_hold(task: Task, database: Database) -> None:
-    dense, model = task.model(), task.model()
+    model = task.model()
     masks = stitch(model, CHOICES, database)
     statistics = model.get_buffer("norm.running_mean").clone()
     rng = np.random.default_rng(0)
-    losses = global_adaprune(task, model, dense, masks, task.calibration(), rng=rng, steps=60, learning_rate=5e-3)
+    losses = global_adaprune(task, model, masks, task.calibration(), rng=rng, steps=60, learning_rate=5e-3)
     assert np.mean(losses[-6:]) < 0.9 * np.mean(losses[:6])  # six batches a pass
     assert zeros_hold(model, masks)
     assert torch.equal(model.get_buffer("norm.running_mean"), statistics)
-    assert not any(module._forward_hooks for module in dense.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert [type(module) for module in model.modules()] == [type(module) for module in task.model().modules()]
 
 
 def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Task) -> None:
@@ -94,7 +101,7 @@ def test_joint_tuning_follows_layers_whose_outputs_are_changed_in_place(task: Ta
         masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
         apply_masks(pruned, masks)
         return global_adaprune(
-            task, pruned, model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=3
+            with_model(task, model), pruned, masks, task.calibration(), rng=np.random.default_rng(0), steps=3
         )
 
     assert tuned(True) == tuned(False)
@@ -111,7 +118,13 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
     masks = {"1": torch.rand(8, 150, generator=torch.Generator().manual_seed(3)) < 0.5}
     apply_masks(pruned, masks)
     global_adaprune(
-        task, pruned, model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=1, learning_rate=1e-3
+        with_model(task, model),
+        pruned,
+        masks,
+        task.calibration(),
+        rng=np.random.default_rng(0),
+        steps=1,
+        learning_rate=1e-3,
     )
     changed = (pruned.get_parameter("2.weight") - model().get_parameter("2.weight")).detach().abs().max()
     assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
@@ -120,7 +133,7 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
     model = task.model()
     rng = np.random.default_rng(0)
-    assert global_adaprune(task, model, task.model(), {}, task.calibration(), rng=rng, steps=2) == [0.0, 0.0]
+    assert global_adaprune(task, model, {}, task.calibration(), rng=rng, steps=2) == [0.0, 0.0]
 
 
 def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> None:
@@ -128,7 +141,7 @@ def test_joint_tuning_names_a_layer_whose_outputs_are_not_finite(task: Task) -> 
     with torch.no_grad():
         model.get_parameter("fc.bias")[0] = torch.inf
     with pytest.raises(BadData, match="layer fc: its outputs"):
-        global_adaprune(task, model, task.model(), {}, task.calibration(), rng=np.random.default_rng(0), steps=1)
+        global_adaprune(task, model, {}, task.calibration(), rng=np.random.default_rng(0), steps=1)
 
 
 def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: Database) -> None:
@@ -136,7 +149,7 @@ def test_joint_tuning_names_a_gradient_that_is_not_finite(task: Task, database: 
     masks = stitch(model, CHOICES, database)
     model.get_parameter("fc.bias").register_hook(lambda gradient: gradient * torch.nan)
     with pytest.raises(BadData, match=r"the gradient of fc.bias holds NaN .*: prune with --no-global"):
-        global_adaprune(task, model, task.model(), masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
+        global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
 
 
 def test_tuned_batch_norms_have_the_statistics_of_the_calibration_data(task: Task) -> None:
@@ -220,6 +233,45 @@ def test_one_shot_pruning_holds_the_weights_once(task: Task, database: Database)
     result = pipeline.prune(watched, profile_of(task, CHOICES), database, joint=False)
     assert [reference() for reference in models] == [result.model]
     assert most == 1
+
+
+def test_joint_tuning_that_does_harm_is_undone(
+    task: Task, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def harm(task: Task, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            model.get_parameter("head.bias")[0] += 50  # always the same answer
+
+    alone = pipeline.prune(task, profile_of(task, CHOICES), database, joint=False)
+    monkeypatch.setattr(pipeline, "global_adaprune", harm)
+    result = pipeline.prune(task, profile_of(task, CHOICES), database)
+    assert [stage.name for stage in result.stages] == ["dense", "one-shot", "global"]
+    assert result.kept.name == "one-shot" and result.kept.loss == alone.kept.loss
+    assert model_hash(result.model) == model_hash(alone.model)
+
+
+def test_joint_tuning_holds_of_a_pruned_layer_its_kept_values_alone(task: Task, database: Database) -> None:
+    model = task.model()
+    masks = stitch(model, CHOICES, database)
+    numbers: list[dict[str, int]] = []
+
+    def loss(net: nn.Module, batch: object) -> Tensor:
+        if net is model:
+            numbers.append({name: sum(p.numel() for p in net.get_submodule(name).parameters()) for name in CHOICES})
+        return task.implementation.loss(net, batch)
+
+    watched = replace(task, implementation=SimpleNamespace(**{**vars(task.implementation), "loss": loss}))
+    global_adaprune(watched, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=2)
+    dense = task.model()
+    biases = {
+        name: sum(p.numel() for part, p in dense.get_submodule(name).named_parameters() if part == "bias")
+        for name in CHOICES
+    }
+    assert numbers == [{name: int(masks[name].sum()) + biases[name] for name in CHOICES}] * 2
+    assert {name: p.shape for name, p in model.named_parameters()} == {
+        name: p.shape for name, p in dense.named_parameters()
+    }
+    assert zeros_hold(model, masks)
 
 
 def test_only_tensors_that_share_memory_are_copied_to_be_saved() -> None:
