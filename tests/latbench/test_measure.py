@@ -56,6 +56,13 @@ def test_a_sample_is_long_enough_to_be_read(clock: FakeClock, seconds: float) ->
     assert samples.samples == pytest.approx([seconds], rel=1e-6)
 
 
+def test_one_long_reading_makes_no_sample_short(clock: FakeClock) -> None:
+    """As when another process takes the core once: the first time that many calls are timed."""
+    costs = itertools.chain([1e-6, 1e-2], itertools.repeat(1e-6))
+    loops = measure.calibrate(clock.run(lambda: next(costs)), clock=clock)
+    assert loops * 1e-6 >= 0.99 * measure.SHORTEST_SAMPLE_SECONDS
+
+
 def test_calibration_ends_even_where_the_clock_stands(clock: FakeClock) -> None:
     assert measure.calibrate(clock.run(lambda: 0.0), clock=clock) == measure.MOST_INNER_LOOPS
 
