@@ -137,6 +137,7 @@ def _gpu_state(uuid: str) -> dict[str, Any]:
         state = observer()
         return {
             **observer.facts(),
+            **observer.setting(),
             "clock_hertz": state.clock_hertz,
             "power_watts": state.power_watts,
             "temperature_celsius": state.temperature_celsius,
@@ -168,9 +169,32 @@ def _gpu_advice(facts: dict[str, Any]) -> list[str]:
         f"{name} is slowed down now ({', '.join(reasons)}): let it cool, or end what else runs on it"
         for name, reasons in slowed.items() if reasons
     ]  # fmt: skip
+    for gpu in facts["gpus"]:
+        advice += [f"{gpu['name']}: {sentence}" for sentence in _for_a_quieter(gpu)]
     if facts["gpus"] and not any(backend["version"] for backend in facts["gpu_backends"].values()):
         advice.append("no engine for GPUs is installed: pip install 'latbench[cuda13]', or cuda12 for older drivers")
     return advice
+
+
+def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
+    """What to change on a GPU, half a sentence each."""
+    found = []
+    if gpu["processes"]:
+        found.append(f"{gpu['processes']} processes compute on it now: end them, or its times are shared with them")
+    if gpu["persistence"] is False:
+        found.append("its driver state is dropped whenever nobody uses it: sudo nvidia-smi -pm 1 keeps it")
+    limit, usual = gpu["gpu_power_limit_milliwatts"], gpu["usual_power_limit_milliwatts"]
+    if limit and usual and limit < usual:
+        found.append(
+            f"it may take {limit / 1e3:.0f} W where {usual / 1e3:.0f} W are usual, and slows down earlier: "
+            f"sudo nvidia-smi -pl {usual / 1e3:.0f}"
+        )
+    if clock := gpu["gpu_application_clock_hertz"] or gpu["gpu_max_clock_hertz"]:
+        found.append(
+            f"its clock follows heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f} holds it, or a lower one that "
+            "its power lasts for; -rgc undoes that"
+        )
+    return found
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -124,6 +124,19 @@ class Observer:
             "gpu_ecc": None if ecc is None else int(ecc[0]),
         }
 
+    def setting(self) -> dict[str, Any]:
+        """What an administrator may change, and who else is there: persistence mode, the power limit as it came, how
+        many processes compute on the device.
+        """
+        handle = self._handle
+        persistence = self._ask("nvmlDeviceGetPersistenceMode", handle)
+        others = self._ask("nvmlDeviceGetComputeRunningProcesses", handle)
+        return {
+            "persistence": None if persistence is None else bool(persistence),
+            "usual_power_limit_milliwatts": _whole(self._ask("nvmlDeviceGetPowerManagementDefaultLimit", handle), 1),
+            "processes": None if others is None else len(others),
+        }
+
     def free_bytes(self) -> float:
         """Device memory that nobody uses now; infinite where the driver hides it."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", self._handle)

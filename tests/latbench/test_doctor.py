@@ -196,3 +196,19 @@ def test_a_hot_gpu_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(hot, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: 0x40, raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", hot)
     assert "! NVIDIA H200 is slowed down now (hw_thermal_slowdown): let it cool" in latbench("doctor").out
+
+
+def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = fakes.FakeNvml(fakes.H200)
+    for function, answer in (
+        ("nvmlDeviceGetPersistenceMode", 0), ("nvmlDeviceGetPowerManagementDefaultLimit", 900_000),
+        ("nvmlDeviceGetComputeRunningProcesses", [object()] * 2),
+    ):  # fmt: skip
+        monkeypatch.setattr(busy, function, lambda handle, answer=answer: answer, raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", busy)
+    out = " ".join(latbench("doctor").out.split())
+    assert "2 processes compute on it now" in out and "nvidia-smi -pm 1" in out
+    assert "W where 900 W are usual" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
+    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))  # that hides all of it
+    out = latbench("doctor").out
+    assert "processes compute" not in out and "-pm 1" not in out and "-pl" not in out

@@ -1,6 +1,7 @@
 """The pace of a sweep, with a worker that says what the tests want."""
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,11 @@ class FakeWorker:
             raise WorkerDied("oom", "gone")
         self.bursts += 1
         return Burst([value] * 3, preempted=(self.bursts - 1) // 2 in self._preempted)
+
+
+@pytest.fixture(autouse=True)
+def own_ceilings(own_lock: Path) -> None:
+    """Made-up ceilings are kept beside nobody's real ones."""
 
 
 def pace(worker: FakeWorker, readings: int) -> Pace:
