@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from latbench import latest, likeness, tables
 from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR, Verdict, judged_together, spread, verdict
 from latbench.errors import BadData, UsageError
 from latbench.places import Place
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 MISSING, NEW = "MISSING", "NEW"
 KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
@@ -32,6 +31,10 @@ def read(path: str | Place) -> pd.DataFrame:
     """
     found = latest.table(path, _COLUMNS, per=["point_id", "status"], useful=latest.every)
     return found.to_pandas(self_destruct=True)
+
+
+# How a point was timed, as far as its key does not say so.
+_WAYS = [name for name in likeness.MODES if name not in {field.name for field in tables.KEY}]
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ def compare(
 ) -> list[Change]:
     """Every point that has a time in either table, the most slowed first, then those that were not compared.
 
-    Points are the same if their keys are, but for the columns `across`. Times that differ by less than the share
+    Points are the same if their keys are, but for the columns `across`; how they were timed must be the same as well,
+    but for those, else there is no verdict. Times that differ by less than the share
     `threshold` are the same; how unlike two runs are of equal work is learned from all points together. With
     `corrected`, times are divided by how much slower than usual a reference was meanwhile, as the first table knows
     it on its device: what is usual may have been measured anew since. Raises UsageError where a table has several
@@ -78,7 +82,8 @@ def compare(
         old, new = ({key: _corrected(row, usual.get(key)) for key, row in rows.items()} for rows in (old, new))
     pairs = [(row, new[key]) for key, row in old.items() if key in new]
     between = spread([_seconds(second) / _seconds(first) for first, second in pairs])
-    reasons = [_no_verdict(*pair) for pair in pairs]
+    ways = [name for name in _WAYS if name not in across]
+    reasons = [_no_verdict(*pair, ways) for pair in pairs]
     known = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None]
     verdicts = iter(judged_together([_verdict(*pair, threshold, between) for pair in known]))
     changes = [_change(*pair, reason, verdicts) for pair, reason in zip(pairs, reasons, strict=True)]
@@ -119,12 +124,16 @@ def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]
     }
 
 
-def _no_verdict(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """Why two rows of a point cannot be judged; None if they can."""
+def _no_verdict(old: dict[str, Any], new: dict[str, Any], ways: Sequence[str]) -> str | None:
+    """Why two rows of a point cannot be judged; None if they can. Of what is on record they must share the `ways`."""
     if any(row["samples_seconds"] is None or len(row["samples_seconds"]) == 0 for row in (old, new)):
         return "a time without samples"
     if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
         return f"disturbed in every try: {', '.join(sorted(disturbed))}"
+    for name in ways:
+        then, now = old[name], new[name]
+        if pd.notna(then) and pd.notna(now) and then != now:
+            return f"timed in another way: {name} was {then}, and is {now}"
     return None
 
 

@@ -52,7 +52,7 @@ def compare(
     elif (unlike := likeness.unlike_devices(values)) is not None:
         raise UsageError(f"{unlike}; --across-devices compares them all the same")
     if across_modes:
-        across += [field.name for field in tables.KEY if field.name in likeness.MODES]
+        across += likeness.MODES
     elif (unlike := likeness.unlike_modes(values)) is not None:
         raise UsageError(f"{unlike}; --across-modes compares them all the same")
     changes = comparing.compare(

@@ -138,6 +138,17 @@ def test_unlike_modes_are_refused_unless_told(
     assert "1 SAME" in latbench("compare", before, after, "--across-modes").out
 
 
+def test_a_point_timed_in_another_way_gets_no_verdict_unless_told(latbench: Any, table: Any, at: Any) -> None:
+    """Where the tables as wholes have modes in common."""
+    before = table("before", at(1e-3, m=1, pinning="none"), at(1e-3, m=2, pinning="cores"))
+    after = table("after", at(1e-3, m=1, pinning="none"), at(2e-3, m=2, pinning="none"))
+    document = json.loads(latbench("compare", before, after, "--json").out)
+    assert document["counts"] == dict.fromkeys(comparing.KINDS, 0) | {"UNCLEAR": 1, "SAME": 1}
+    assert document["points"][0]["reason"] == "timed in another way: pinning was cores, and is none"
+    told = json.loads(latbench("compare", before, after, "--across-modes", "--json").out)
+    assert told["counts"]["SLOWER"] == 1
+
+
 def test_a_mode_that_both_tables_have_is_compared(latbench: Any, table: Any, at: Any) -> None:
     before = table("before", at(1e-3, threads=1), at(1e-3, threads=2))
     after = table("after", at(1e-3, threads=2))
