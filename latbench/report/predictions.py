@@ -113,8 +113,9 @@ def figure(rows: pd.DataFrame) -> Figure:
         own = shown[shown["format"] == name]
         if own.empty:
             continue
+        # The legend shows the first one's symbol.
+        own = own.assign(missed=own["low"].notna() & ~own["inside"]).sort_values("missed", kind="stable")
         ends = ratios.loc[own.index]
-        missed = own["low"].notna() & ~own["inside"]
         traces.append({
             "type": "scatter", "mode": "markers", "name": plain(name),
             "x": short(own["measured"]), "y": short(own["ratio"]),
@@ -124,7 +125,7 @@ def figure(rows: pd.DataFrame) -> Figure:
             },
             "marker": {
                 "color": colour(str(name)), "size": 8,
-                "symbol": ["x" if wrong else symbol(str(name)) for wrong in missed],
+                "symbol": ["x" if wrong else symbol(str(name)) for wrong in own["missed"]],
             },
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
@@ -133,7 +134,7 @@ def figure(rows: pd.DataFrame) -> Figure:
     layout = {
         "xaxis": x,
         "yaxis": {
-            "title": {"text": "error of the prediction"}, "type": "log", **ticks,
+            "title": {"text": "predicted over measured"}, "type": "log", **ticks,
             "range": [math.log10(lowest) - 0.01, math.log10(highest) + 0.01],
         },
         "shapes": [line_at(y=1)], "height": 420,
@@ -146,13 +147,17 @@ def _widths(values: pd.Series) -> list[float]:
 
 
 def _ratio_ticks(low: float, high: float) -> Figure:
-    """-20%, -10%, 0, 10%, ... as far apart as leaves some ten of them."""
+    """-20%, -10%, exact, +10%, ... as far apart as leaves some ten of them; 0.5×, 5× where some are off by 2×."""
+    if low < 0.5 or high > 2:
+        steps = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
+        ticks = [step for step in steps if low <= step <= high]
+        return {"tickvals": ticks, "ticktext": ["exact" if tick == 1 else f"{tick:g}×" for tick in ticks]}
     widest = max(high - 1, 1 - low)
-    step = next((step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if widest / step <= 6), 5.0)
-    ticks = np.arange(-math.floor((1 - low) / step), math.floor((high - 1) / step) + 1) * step
+    step = next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2) if widest / step <= 6)
+    errors = np.arange(-math.floor((1 - low) / step), math.floor((high - 1) / step) + 1) * step
     return {
-        "tickvals": [round(1 + tick, 4) for tick in ticks if tick > -1],
-        "ticktext": ["exact" if abs(tick) < step / 2 else f"{100 * tick:+.0f}%" for tick in ticks if tick > -1],
+        "tickvals": [round(1 + error, 4) for error in errors],
+        "ticktext": ["exact" if abs(error) < step / 2 else f"{100 * error:+.0f}%" for error in errors],
     }
 
 

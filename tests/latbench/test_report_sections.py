@@ -489,3 +489,30 @@ def test_a_pruned_model_that_was_saved_without_stages_has_its_weights_alone() ->
         "50 of 200 weights are kept in 1 layers (75% pruned); packed they take 240 bytes, dense 800 bytes."
     ]
     assert not found.tables
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.97, 1.04, ["-3%", "-2%", "-1%", "exact", "+1%", "+2%", "+3%", "+4%"]),
+        (0.55, 1.95, ["-40%", "-20%", "exact", "+20%", "+40%", "+60%", "+80%"]),
+        (0.3, 2.5, ["0.5×", "exact", "2×"]),
+        (0.7, 60.0, ["exact", "2×", "5×", "10×", "20×", "50×"]),
+    ],
+)
+def test_an_axis_of_errors_has_ticks_on_both_sides(low: float, high: float, texts: list[str]) -> None:
+    ticks = predictions._ratio_ticks(low, high)
+    assert ticks["ticktext"] == texts and len(ticks["tickvals"]) == len(texts)
+    assert all(low <= value <= high for value in ticks["tickvals"])
+
+
+def test_a_legend_shows_a_point_whose_interval_holds_where_there_is_one(rng: np.random.Generator) -> None:
+    found = predictions.tidy(ModelFile(AnchoredLookup(), ""), swept(12, rng))
+    inside = np.ones(len(found), bool)
+    inside[:3] = False
+    for trace in predictions.figure(found.assign(inside=inside))["data"]:
+        assert trace["marker"]["symbol"][0] != "x"
+    assert (
+        sum(trace["marker"]["symbol"].count("x") for trace in predictions.figure(found.assign(inside=inside))["data"])
+        == 3
+    )
