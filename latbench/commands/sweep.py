@@ -460,8 +460,7 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     timed = tables.timed(frame)
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[engine_name(*pair) for pair in names])
-    # Times of unlike modes are not compared; weights rounded for the same results are, with dense ones that are not.
-    layer = [*SHAPE, *(name for name in SETTING if name != "dtype_w")]
+    layer = [*SHAPE, *SETTING]  # times of unlike modes are not compared
     dense = timed[timed["pattern"] == "dense"]
     fastest = dense.loc[dense.groupby(layer, dropna=False)["median_seconds"].idxmin()].set_index(layer)
     fastest = fastest[["median_seconds", "engine"]].add_prefix("dense_")

@@ -21,8 +21,9 @@ SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
 ]  # fmt: skip
+# Weights may be rounded for the same results, which the engine's name tells (numba bf16): they are a kernel's choice.
 SETTING = [
-    "device", "threads", "dtype_w", "dtype_a", "dtype_out", "epilogue", "context", "cache_mode", "launch_mode",
+    "device", "threads", "dtype_a", "dtype_out", "epilogue", "context", "cache_mode", "launch_mode",
 ]  # fmt: skip
 Label = Callable[[Mapping[Any, Any]], str]
 
@@ -97,7 +98,7 @@ def settings(table: pd.DataFrame) -> dict[str, str]:
     rows = layer_rows(table)
     return {
         name: ", ".join(sorted(_plainly(value) for value in rows[name].dropna().unique()))
-        for name in [*SETTING, "layout"]
+        for name in [*SETTING, "dtype_w", "layout"]
     }
 
 

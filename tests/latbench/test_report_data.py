@@ -55,6 +55,19 @@ def test_the_fastest_dense_may_have_its_activations_in_another_order() -> None:
     assert data.settings(rows)["layout"] == "nhwc, token_major"
 
 
+def test_rounded_weights_stand_beside_dense_ones_that_are_not() -> None:
+    """They give the same results, and the engine's name tells; rounded activations would be another thing."""
+    rows = frame(
+        row("dense", 0.0, 8.0, "torch"),
+        row("vector:2", 0.75, 2.0),
+        row("vector:2", 0.75, 1.6, kernel_requested="bf16", dtype_w="bfloat16"),
+        row("vector:2", 0.9, 1.0, dtype_w="bfloat16", dtype_a="bfloat16"),
+    )
+    [gain] = data.speedup(data.points(rows)).to_dict("records")
+    assert (gain["engine"], gain["speedup"]) == ("numba bf16", 5.0)
+    assert data.settings(rows)["dtype_w"] == "bfloat16, float32" and data.without_dense(data.points(rows)) == 1
+
+
 def test_speedup_interval_takes_both_times_at_their_worst_and_best() -> None:
     gain = data.speedup(data.points(SMALL)).set_index(["pattern", "sparsity"]).loc[("unstructured", 0.75)]
     assert gain["speedup_low"] == pytest.approx((0.9 * 8) / (1.2 * 4))
