@@ -375,7 +375,9 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
         stopped, summary = error, error.summary
     finally:
         target.close()
-    frame = tables.read(folder) if tables.holds_rows(folder) else None
+    # All but what fills it: samples.
+    wanted = [*(field.name for field in tables.KEY), "point_id", "started_at", "status", "error", "flags"]
+    frame = tables.read(folder, [*wanted, "median_seconds"]) if tables.holds_rows(folder) else None
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and chooser is not None and frame is not None:
         spent = time.monotonic() - began >= how.time_budget
