@@ -60,11 +60,16 @@ def load(name_or_path: str | Path) -> Workload:
 
     Raises UsageError for a name that is neither, BadData (with file and layer) for a file that is no workload.
     """
+    return _read(find(name_or_path))
+
+
+def find(name_or_path: str | Path) -> Path:
+    """The file of a workload, a bundled one or any other; raises as `load` does where there is none."""
     path = Path(name_or_path)
     if str(name_or_path) in bundled():
-        return _read(folder("workloads") / f"{name_or_path}.yaml")
+        return folder("workloads") / f"{name_or_path}.yaml"
     if path.is_file():
-        return _read(path)
+        return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise BadData(f"{path}: no such workload file")
     raise UsageError(f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(bundled())}")

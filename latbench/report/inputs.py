@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench import files, latest, tables
+from latbench import files, latest, tables, workloads
 from latbench.errors import BadData, UsageError
 from latbench.places import Place
 from latbench.report import accuracy as results
@@ -112,6 +112,7 @@ def read(
         "pruned model": pruned and pruned / "manifest.json",
         "verification": verify and verify / "verify.json",
         "layer database": database and database / "database.json",
+        "workload": workloads.find(workload) if workload else None,
         "accuracies": accuracy,
     }
     sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]

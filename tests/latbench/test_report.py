@@ -106,6 +106,15 @@ def test_bytes_of_weights_are_shown_only_where_they_had_a_budget(files: Any) -> 
     assert "MiB dense" not in Structure(html.render(free, command=[])).text
 
 
+def test_every_file_that_a_report_is_made_from_is_named_with_its_hash(files: Any) -> None:
+    read = inputs.read(files.table, **files.every)
+    assert [source.role for source in read.sources] == [
+        "table", "cost model", "profile", "pruned model", "verification", "layer database", "workload", "accuracies",
+    ]  # fmt: skip
+    text = Structure(html.render(read, command=[])).text
+    assert all(source.digest[:16] in text for source in read.sources)
+
+
 def test_a_missed_promise_is_said(files: Any) -> None:
     read = inputs.read(files.table, **files.files)
     assert read.verdict
