@@ -17,9 +17,21 @@ import pandas as pd
 
 from latbench.errors import EnvironmentUnusable
 from latbench.files import write_bytes_atomically, write_text_atomically
-from latbench.report import data, maps, trade_off, units
+from latbench.report import data, maps, predictions, roofline, trade_off, units
 from latbench.report.content import Content
-from latbench.report.figures import COLOURS, DASHES, GAIN, LOSS, OTHER_COLOURS, Look, colour, family, looks, symbol
+from latbench.report.figures import (
+    COLOURS,
+    DASHES,
+    GAIN,
+    LOSS,
+    OTHER_COLOURS,
+    Look,
+    colour,
+    family,
+    looks,
+    symbol,
+    thinned,
+)
 from latbench.report.inputs import Inputs
 
 COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
@@ -272,6 +284,7 @@ def _position(start: float, columns: list[float]) -> float:
 
 
 def _roofline(figure: Any, rows: pd.DataFrame) -> None:
+    rows = thinned(rows, roofline.POINTS)  # the data beside it has all
     axes = figure.subplots()
     axes.plot(rows["flop_per_byte"], rows["roof_flop_per_second"] / 1e9, "_", color="0.6", label="roof")
     for name, own in rows.groupby("format", sort=True):
@@ -289,6 +302,7 @@ def _roofline(figure: Any, rows: pd.DataFrame) -> None:
 
 
 def _predictions(figure: Any, rows: pd.DataFrame) -> None:
+    rows = thinned(rows, predictions.POINTS)
     axes = figure.subplots()
     for name, own in rows.groupby("format", sort=True):
         ends = np.abs(np.stack([own["predicted"] - own["low"], own["high"] - own["predicted"]])) / own[

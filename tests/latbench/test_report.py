@@ -454,6 +454,20 @@ def test_figures_for_papers_are_the_same_every_time(files: Any, tmp_path: Path) 
     assert {"pattern", "sparsity", "speedup", "speedup_low", "speedup_high"} <= set(drawn.columns)
 
 
+def test_a_figure_for_papers_draws_no_more_points_than_one_can_see(
+    files: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    read = inputs.read(files.table)
+    rows = contents.of(read).roofline
+    monkeypatch.setattr(paper.roofline, "POINTS", 10)
+    paper._roofline(figure := Figure(), rows)
+    [axes] = figure.axes
+    roof, *kernels = axes.lines
+    assert len(rows) > 10 == len(roof.get_xdata()) == sum(len(line.get_xdata()) for line in kernels)
+
+
 def test_nothing_of_a_figure_for_papers_is_cut_off(files: Any) -> None:
     mpl = pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
