@@ -119,20 +119,20 @@ def _by_conjugate_gradients(weight: Tensor, start: Tensor, mask: Tensor, hessian
     """
     h = hessian.float()
     inverse_diagonal = 1 / h.diagonal()
-    kept = mask.to(h.dtype)
-    x = kept * start
-    residual = kept * ((weight - x) @ h)
+    x = mask * start
+    residual = ((weight - x) @ h).mul_(mask)
     z = residual * inverse_diagonal
     direction = z.clone()
     rz = (residual * z).sum(dim=1, keepdim=True)
+    product = torch.empty_like(x)
     tiny = torch.finfo(h.dtype).tiny
-    for _ in range(iterations):
-        product = kept * (direction @ h)
-        step = rz / (direction * product).sum(dim=1, keepdim=True).clamp_min(tiny)
-        x += step * direction
-        residual -= step * product
-        z = residual * inverse_diagonal
-        following = (residual * z).sum(dim=1, keepdim=True)
-        direction = z + (following / rz.clamp_min(tiny)) * direction
+    for _ in range(iterations):  # in place: at 4096 columns each of these takes 64 MiB
+        torch.mm(direction, h, out=product).mul_(mask)
+        step = rz / torch.mul(direction, product, out=z).sum(dim=1, keepdim=True).clamp_min(tiny)
+        x += torch.mul(direction, step, out=z)
+        residual -= product.mul_(step)
+        torch.mul(residual, inverse_diagonal, out=z)
+        following = torch.mul(residual, z, out=product).sum(dim=1, keepdim=True)
+        direction.mul_(following / rz.clamp_min(tiny)).add_(z)
         rz = following
     return x

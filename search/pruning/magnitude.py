@@ -20,10 +20,10 @@ def magnitude(weight: Tensor, pattern: Pattern, sparsity: float, hessian: Tensor
     """
     if not bool(torch.isfinite(weight).all()):
         raise BadData("the weights hold NaN or infinite values")
-    scores = weight.detach().double().square()
+    scores = weight.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).square_()
     if hessian is not None:
-        scores = scores * hessian.diagonal()
-    return torch.from_numpy(pattern.mask(scores.contiguous().numpy(), sparsity))
+        scores *= hessian.diagonal()
+    return torch.from_numpy(pattern.mask(scores.numpy(), sparsity))
 
 
 class Magnitude(OneShot):
