@@ -11,7 +11,8 @@ input's gradient W^T dy and the weight's gradient dy x^T. What counts as sparse,
 - the weight's gradient only where the mask is fixed: what a straight-through estimator or a redrawn mask needs is
   dense.
 
-Only Linear and Conv2d are counted, those too that have no sparse kernel, such as grouped convolutions. The first
+Only Linear and Conv2d are counted, those too that have no sparse kernel, such as grouped convolutions, and the four
+projections of MultiheadAttention, which has no layers for them; what attention itself computes is not. The first
 layer's input gradient, which nobody needs, is counted too; masks, optimizers and norms are not. These are the work's
 bounds: whether a kernel is as fast as its FLOP say is measured elsewhere.
 """
@@ -26,7 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from search.pruning.hooks import forward_hooks
+from search.pruning.hooks import Hook, forward_hooks, product_of
 from search.pruning.pruner import Pruner, Stage, When
 from search.pruning.targets import Target
 from sparse_kernels.patterns import NM
@@ -96,20 +97,32 @@ def training_flop(
 
 
 def count_forward(model: nn.Module, run: Callable[[], Any]) -> dict[str, float]:
-    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model.
+    """{layer: dense forward FLOP} of every Linear and Conv2d while `run()` calls the model, and of the projections of
+    each MultiheadAttention.
 
     Of a subclass it is the product with its weight; where it returns a tuple the first is taken for that.
     """
     counted: dict[str, float] = {}
 
     def add(name: str, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        product = output[0] if isinstance(output, tuple) else output
+        product = product_of(output)
         weight = module.weight
         assert isinstance(weight, Tensor)
         each = math.prod(weight.shape[1:])  # of a grouped convolution a group's inputs
         counted[name] = counted.get(name, 0.0) + 2.0 * each * product.numel()
 
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
-    with forward_hooks(model, {name: partial(add, name) for name in layers}):
+    def add_projections(name: str, module: nn.Module, inputs: tuple[Any, ...], _: Any) -> None:
+        assert isinstance(module, nn.MultiheadAttention)
+        query, key, value = inputs[:3]
+        once = 2.0 * module.embed_dim * (2 * query.numel() + key.numel() + value.numel())  # one more makes the output
+        counted[name] = counted.get(name, 0.0) + once
+
+    hooks: dict[str, Hook] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            hooks[name] = partial(add_projections, name)
+        elif isinstance(module, nn.Linear | nn.Conv2d):
+            hooks[name] = partial(add, name)
+    with forward_hooks(model, hooks):
         run()
     return counted

@@ -32,14 +32,18 @@ from torch import Tensor, nn
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.files import left_behind, sha256, write_text_atomically
 from search import profile as profiles
+from search.profile import LayerChoice
+from search.pruning.pruner import unwrapped
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, VectorNM, parse
+from sparse_kernels.patterns import NM, Dense, VectorNM, parse
 
 VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
 PACKED = "packed.safetensors"
+# A mask that far from the profile's sparsity is another one; whole units can be that far off in a small layer alone.
+FAR_FROM_TARGET, SMALL = 0.1, 4096
 
 
 def save_pruned(
@@ -53,8 +57,10 @@ def save_pruned(
 
     What else lies in the folder stays there. A write that is killed leaves a folder that says so when it is read.
     Raises UsageError when `folder` is something else than a pruned model, and, naming the layer, for a mask that is
-    not of the profile's pattern along either axis; EnvironmentUnusable when the disk refuses.
+    missing, not of the profile's pattern along either axis or far from its sparsity, and for weights that a mask
+    drops and that are not zero; EnvironmentUnusable when the disk refuses.
     """
+    model, _ = unwrapped(model)
     folder = Path(folder).resolve()
     check_writable(folder)
     try:
@@ -117,6 +123,8 @@ def layer_facts(
         weight = weight_matrix(modules[layer]).float().cpu().contiguous().numpy()
         mask = masks[layer].cpu().numpy() if layer in masks else None
         pattern = parse(choice.pattern)
+        if reason := _contradiction(weight, mask, choice):
+            raise UsageError(f"layer {layer}: {reason}")
         along = {}
         if isinstance(pattern, NM | VectorNM) and mask is not None:
             along = {"keep": pattern.keep, "of": pattern.of, "along": _along(mask, pattern)}
@@ -137,6 +145,20 @@ def layer_facts(
             "mask_sha256": None if mask is None else hashlib.sha256(np.packbits(mask).tobytes()).hexdigest(),
         }
     return facts
+
+
+def _contradiction(weight: NDArray[np.float32], mask: NDArray[np.bool_] | None, choice: LayerChoice) -> str | None:
+    """Why a layer's weight, mask (m, k) and choice do not go together; None if they do."""
+    if mask is None:
+        if isinstance(parse(choice.pattern), Dense):
+            return None
+        return f"the profile prunes it to {choice.pattern}, and there is no mask of it"
+    if left := int(np.count_nonzero(weight[~mask])):
+        return f"{left} weights that its mask drops are not zero: call finish() of the pruner before saving"
+    dropped = 1 - mask.mean()
+    if abs(dropped - choice.sparsity) > FAR_FROM_TARGET and mask.size >= SMALL:
+        return f"its mask drops {dropped:.1%} of the weights, and the profile says {choice.sparsity:.1%}"
+    return None
 
 
 def _along(mask: NDArray[np.bool_], pattern: NM | VectorNM) -> str:
@@ -209,8 +231,9 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
     """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
-    The choices name every layer of the profile, dense ones too. Raises BadData when the folder is not a whole pruned
-    model, or is one of another model, which is then left as it was.
+    The choices name every layer of the profile, dense ones too; dense is also a layer whose groups run along the
+    outputs, which no kernel multiplies by. Raises BadData when the folder is not a whole pruned model, or is one of
+    another model, which is then left as it was.
     """
     folder = Path(folder)
     read_manifest(folder)
@@ -223,8 +246,16 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     model.load_state_dict(state)
     masks = read_masks(folder)
     return model.eval(), {
-        layer: LayerPattern(parse(choice.pattern), masks.get(layer)) for layer, choice in profile.layers.items()
+        layer: layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()
     }
+
+
+def layer_pattern(spec: str, mask: NDArray[np.bool_] | None) -> LayerPattern:
+    """What `convert` is to make of a layer with this mask (m, k)."""
+    pattern = parse(spec)
+    if mask is not None and isinstance(pattern, NM | VectorNM) and _along(mask, pattern) == "outputs":
+        return LayerPattern(Dense(), None)
+    return LayerPattern(pattern, mask)
 
 
 def read_masks(folder: Path) -> dict[str, NDArray[np.bool_]]:

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 from latbench.errors import BadData
-from search.pruning.hooks import forward_hooks
+from search.pruning.hooks import forward_hooks, product_of
 from search.task import Task
 from sparse_kernels.nn import as_weight
 
@@ -46,8 +46,10 @@ def global_adaprune(
 ) -> list[float]:
     """Train `model`, the task's with `masks`, in place for `steps` batches, drawn without replacement in each pass.
 
-    `masks` are (m, k), True = kept; layers without one are matched too and train whole. Returns each step's loss.
-    Raises BadData when an activation or a gradient is not finite.
+    `masks` are (m, k), True = kept; layers without one are matched too and train whole, frozen ones stay as they are.
+    Layers whose calls are not of the dense model's shapes, as in a mixture of experts, are left out of the loss.
+    Returns each step's loss, none where nothing can learn. Raises BadData when an activation or a gradient is not
+    finite.
     """
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
     model.eval()
@@ -58,7 +60,7 @@ def global_adaprune(
         dense = task.model()
         modules = dict(model.named_modules())
         # One that several layers share is updated once a step.
-        parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters()))
+        parameters = list(dict.fromkeys(p for name in layers for p in modules[name].parameters() if p.requires_grad))
         optimizers = {parameter: torch.optim.Adam([parameter]) for parameter in parameters}
         rate = learning_rate
 
@@ -73,7 +75,7 @@ def global_adaprune(
 
         for parameter in parameters:
             hooks.callback(parameter.register_post_accumulate_grad_hook(update).remove)
-        for step in range(steps):
+        for step in range(steps if parameters else 0):
             rate = learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / steps))
             order = order or list(rng.permutation(len(batches)))
             batch = batches[order.pop()]
@@ -128,17 +130,37 @@ def _kept(weight: Tensor, mask: Tensor) -> Tensor:
 def _kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
     """While the context is open, the masked layers hold no more than their kept values."""
     modules = dict(model.named_modules())
-    layers = [modules[name] for name in masks]
-    for layer, mask in zip(layers, masks.values(), strict=True):
-        register_parametrization(layer, "weight", _KeptValues(as_weight(mask, layer.weight.shape)))
-        # Autograd would keep every layer's weight until its gradient is due.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
+    with ExitStack() as stack:
+        for name, mask in masks.items():
+            stack.callback(_hold_kept_values(modules[name], mask))
         yield
-    finally:
-        for layer in layers:
-            del layer.forward
-            remove_parametrizations(layer, "weight")
+
+
+def _hold_kept_values(layer: nn.Module, mask: Tensor) -> Callable[[], None]:
+    """Returns what makes the layer what it was, with the weights that it has then."""
+    own_forward = vars(layer).get("forward")
+    parameters = list(layer._parameters)
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    layout = torch.channels_last if _in_channels_last(weight) else torch.contiguous_format
+    register_parametrization(layer, "weight", _KeptValues(as_weight(mask, weight.shape)))
+    # Autograd would keep every layer's weight until its gradient is due.
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def undo() -> None:
+        del layer.forward
+        if own_forward is not None:
+            layer.forward = own_forward
+        remove_parametrizations(layer, "weight")
+        weight.data = weight.data.contiguous(memory_format=layout)
+        for name in parameters:  # in their order, by which optimizers know them
+            layer._parameters[name] = layer._parameters.pop(name)
+
+    return undo
+
+
+def _in_channels_last(weight: Tensor) -> bool:
+    return weight.ndim == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) -> dict[str, list[Tensor]]:
@@ -147,7 +169,7 @@ def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) ->
 
     def remember(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         # A copy, as what follows may change it in place: ReLU(inplace=True).
-        return lambda module, args, output: outputs[name].append(output.clone())
+        return lambda module, args, output: outputs[name].append(product_of(output).clone())
 
     with forward_hooks(model, {name: remember(name) for name in layers}):
         task.loss(model, batch)
@@ -157,6 +179,8 @@ def _outputs(task: Task, model: nn.Module, layers: Sequence[str], batch: Any) ->
 def _distance(outputs: Mapping[str, list[Tensor]], targets: Mapping[str, list[Tensor]]) -> Tensor:
     total = torch.zeros(())
     for name in targets:
+        if [y.shape for y in outputs[name]] != [y.shape for y in targets[name]]:
+            continue
         for y, target in zip(outputs[name], targets[name], strict=True):
             energy = target.square().sum()
             distance = (y - target).square().sum()

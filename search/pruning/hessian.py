@@ -61,6 +61,8 @@ def input_rows(module: nn.Module, x: Tensor) -> Tensor:
         return x.reshape(-1, x.shape[-1])
     assert isinstance(module, nn.Conv2d)
     kh, kw = module.kernel_size
+    if x.ndim == 3:  # one image, without a batch
+        x = x[None]
     patches = unfold(
         x, (kh, kw), dilation=module.dilation, padding=symmetric_padding(module), stride=module.stride
     )  # (batch, c_in*kh*kw, positions), channel slowest

@@ -27,7 +27,7 @@ from latbench.errors import BadData, EnvironmentUnusable
 from latbench.files import remove_left, sha256, write_atomically
 from search import profile as profiles
 from search.database import tensors_hash
-from search.pruning.folder import PACKED, read_manifest, read_masks, write_manifest
+from search.pruning.folder import PACKED, layer_pattern, read_manifest, read_masks, write_manifest
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.nn import as_matrix, as_weight
 from sparse_kernels.patterns import parse
@@ -100,7 +100,7 @@ def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, Laye
                     if fits:
                         masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
                         fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
-                        choices[_layer_of(name)] = LayerPattern(parse(patterns[name]), mask)
+                        choices[_layer_of(name)] = layer_pattern(patterns[name], mask)
                 if not fits:
                     raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
             for name, tensor in own.items():

@@ -21,9 +21,10 @@ def check_every(every: int) -> None:
 
 def check_decay(dense: float, final: float, backward: str, every: int) -> None:
     """Raise UsageError for phases that do not fit into training, and for what decays do not know."""
-    if min(dense, final) < 0 or dense + final > 1:
+    if min(dense, final) < 0 or dense + final > 1 or dense == 1:
         raise UsageError(
-            f"the dense and the final phase are shares of all steps, at most 1 together, not {dense}, {final}"
+            f"the dense and the final phase are shares of all steps, at most 1 together and the first below 1, not "
+            f"{dense}, {final}"
         )
     if backward not in BACKWARDS:
         raise UsageError(f"the backward is {' or '.join(BACKWARDS)}, not {backward!r}")

@@ -10,6 +10,7 @@ twice the weights where three quarters are pruned.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -152,6 +153,8 @@ def check_recipe(recipe: Recipe, task: Task, profile: Profile, model: nn.Module)
     """
     if not task.can_train:
         raise UsageError(f"task {task.name} has no train_batches(rng): leave --recipe out, or give it training data")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"task {task.name}: no parameter of its model requires a gradient: nothing can be trained")
     recipe.pruner().check(model, recipe_targets(recipe, profile, model), recipe.steps)
 
 
@@ -160,16 +163,17 @@ def _loss(result: Result) -> float:
 
 
 def _with_norms(task: Task, model: nn.Module, batches: Sequence[Any]) -> float:
-    """Tune the model's batch norms, in place, if that lowers its loss; returns the loss."""
+    """Tune the model's batch norms, in place, if that can be done and lowers its loss; returns the loss."""
     before = calibration_loss(task, model, batches)
     norms = batchnorms(model)
     if not norms:
         return before
     statistics = [{name: buffer.clone() for name, buffer in norm.named_buffers()} for norm in norms]
-    tune_batchnorm(task, model, batches)
-    after = calibration_loss(task, model, batches)
-    if after < before:
-        return after
+    with contextlib.suppress(UsageError):  # such as a batch with one value a channel, of which there is no variance
+        tune_batchnorm(task, model, batches)
+        after = calibration_loss(task, model, batches)
+        if after < before:
+            return after
     for norm, kept in zip(norms, statistics, strict=True):
         norm.load_state_dict(kept, strict=False)
     return before

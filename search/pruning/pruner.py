@@ -153,7 +153,7 @@ class Pruner:
         Raises UsageError as `targets_of` does, and, naming the layer, for one that this method cannot prune so, and
         where a first mask would be drawn before there is any of the gradients that the score asks for.
         """
-        inner, _ = _unwrapped(model)
+        inner, _ = unwrapped(model)
         found = targets_of(targets, inner)
         for number, (name, target) in enumerate(found.items()):
             reason = self.refuses(target, shape_of(inner.get_submodule(name)))
@@ -193,9 +193,9 @@ class Pruner:
         """
         if self.at_work:
             raise UsageError("this pruner is at work already: finish() it first, or make another")
-        if total_steps < 1:
-            raise UsageError(f"pruning takes at least one optimizer step, not {total_steps}")
-        inner, own = _unwrapped(model)
+        if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
+            raise UsageError(f"pruning takes a whole number of optimizer steps, at least one, not {total_steps!r}")
+        inner, own = unwrapped(model)
         group = group if own is None else own
         found = self.check(model, targets, total_steps)
         if not found:
@@ -238,9 +238,15 @@ class Pruner:
         self._advance()
 
     def finish(self) -> None:
-        """End: every layer gets its target's mask, if it has not, and hard zeros. The model is plain again."""
+        """End: every layer gets its target's mask, if it has not, and hard zeros. The model is plain again.
+
+        Raises BadData, naming the layer, for weights that are not finite.
+        """
         self._check_at_work()
         with torch.no_grad():
+            for layer in self.state.layers.values():
+                if not bool(torch.isfinite(layer.weight).all()):
+                    raise BadData(f"layer {layer.name}: training left NaN or infinite values in its weights")
             for layer in self.state.layers.values():
                 self._take(layer)
                 if layer.drawn_for != layer.target:
@@ -329,11 +335,17 @@ class Pruner:
             "total_steps": own.total_steps,
             "targets": {layer.name: str(layer.target) for layer in own.layers.values()},
         }
+        if lost := {"layers", "step", "more"} - state.keys():
+            raise BadData(f"the checkpoint holds no whole state of a pruner: it lacks {', '.join(sorted(lost))}")
         for key, value in mine.items():
             if state.get(key) != value:
                 raise BadData(f"the checkpoint's pruner differs in {key}: it has {state.get(key)}, this one {value}")
         for name, layer in own.layers.items():
-            saved, shape = state["layers"][name], layer.weight.shape
+            saved, shape = state["layers"].get(name, {}), layer.weight.shape
+            if lost := {"mask", "weight", "gradients", "forget"} - saved.keys():
+                raise BadData(
+                    f"the checkpoint's pruner is damaged: of layer {name} it lacks {', '.join(sorted(lost))}"
+                )
             tensors = [saved["weight"], *saved["gradients"], *([] if saved["mask"] is None else [saved["mask"]])]
             if other := [tuple(tensor.shape) for tensor in tensors if tensor.shape != shape]:
                 raise BadData(
@@ -548,7 +560,7 @@ def _gradients(layer: Layer) -> Tensor:
     return rows
 
 
-def _unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
     """The user's module, out of torch.compile and DistributedDataParallel, and the latter's process group."""
     group = None
     while True:

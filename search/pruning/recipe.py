@@ -124,6 +124,10 @@ class Recipe:
                 continue
             if not _is_number(value) or value < 0 or (above and value == 0):
                 raise UsageError(f"{name} is a number {'above' if above else 'of at least'} 0, not {value!r}")
+        if self.warmup > self.steps:
+            raise UsageError(f"warmup is part of the {self.steps} steps, and not {self.warmup} of them")
+        if self.momentum >= 1:
+            raise UsageError(f"momentum is a number below 1, not {self.momentum!r}")
         if self.transposable not in (None, *TRANSPOSABLE):
             raise UsageError(f"transposable is {' or '.join(TRANSPOSABLE)}, not {self.transposable!r}")
         if self.method == "step" and self.optimizer == "sgd":

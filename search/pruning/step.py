@@ -3,6 +3,9 @@
 Noisy gradients of masked weights would corrupt Adam's v. In the first phase training is dense; once v settles, it is
 frozen for all of the optimizer's parameters, and the N:M phase goes on as SR-STE: w -= lr m / (sqrt(v*) + eps).
 
+Where no gradient ever came before the switch (rows of an embedding) v is zero, and m over it would be without bound:
+such weights keep a v of their own that goes on.
+
 v has settled when the mean of |v_t - v_(t-1)| over the latest 1 / (1 - beta2) steps is below `tolerance`, not before
 `earliest` and at `latest` in any case, as shares of all steps. The optimizer is torch's Adam or AdamW.
 """
@@ -22,6 +25,8 @@ from latbench.errors import UsageError
 from search.pruning.phases import check_every
 from search.pruning.pruner import DENSE, Pruner, Stage, When
 from search.pruning.targets import Target
+
+_NEW = "without_gradient_before_step"  # in the optimizer's state of a parameter
 
 
 @dataclass
@@ -141,11 +146,18 @@ def _steps(optimizer: Optimizer) -> int:
 
 @torch.no_grad()
 def _again(update: _Update, frozen_at: int) -> None:
-    """w -= lr m_hat / (sqrt(v*_hat) + eps) from where the update started; v is put back."""
+    """w -= lr m_hat / (sqrt(v*_hat) + eps) from where the update started; v is put back where it was anything."""
     settings, state = update.settings, update.state
     lr, (beta1, beta2) = settings["lr"], settings["betas"]
     first = state["exp_avg"] / (1 - beta1 ** int(state["step"]))
     second = update.second / (1 - beta2**frozen_at)
+    new = update.second == 0
+    if _NEW in state:
+        new |= state[_NEW]
+    if bool(new.any()):
+        state[_NEW] = new  # saved with the optimizer
+        second = torch.where(new, state["exp_avg_sq"] / (1 - beta2 ** int(state["step"])), second)
+        update.second = torch.where(new, state["exp_avg_sq"], update.second)
     decayed = update.before
     if settings.get("decoupled_weight_decay"):
         decayed = decayed * (1 - lr * settings["weight_decay"])

@@ -45,8 +45,11 @@ class StructureDecay(Pruner):
             if self.stages not in ("stepwise", "geometric"):
                 raise UsageError(f"stages are stepwise, geometric or a list of patterns, not {self.stages!r}")
         else:
-            for text in self.stages:
-                _pattern(text)
+            densities = [1 - _pattern(text).sparsity for text in self.stages]
+            if densities != sorted(densities, reverse=True):
+                raise UsageError(
+                    f"structure decay's stages tighten from one to the next, not {', '.join(self.stages)}"
+                )
         if self.factor < 1 or self.factor & (self.factor - 1):
             raise UsageError(f"the geometric factor is a power of two, not {self.factor}")
         check_decay(self.dense, self.final, self.backward, self.every)
@@ -64,6 +67,8 @@ class StructureDecay(Pruner):
         """What the mask is drawn for in turn; the last is the target."""
         if not isinstance(self.stages, str):
             patterns = [_pattern(text) for text in self.stages]
+            if patterns and (last := patterns[-1]).sparsity > target.sparsity:
+                raise UsageError(f"structure decay's last stage {last} keeps less than the target {target}")
             return [*(replace(target, pattern=p, sparsity=p.sparsity) for p in patterns), target]
         pattern = target.pattern
         if self.stages == "stepwise":

@@ -142,8 +142,13 @@ def erk(
     """Erdős–Rényi-kernel densities (Evci et al. 2020): thin layers keep more; `sparsity` is of all layers together.
 
     A layer's density is proportional to (c_out + c_in + kh + kw) / (c_out c_in kh kw), a linear layer's to
-    (m + k) / (m k), and is 1 where that would exceed 1. Patterns with one sparsity (N:M) are refused.
+    (m + k) / (m k), and is 1 where that would exceed 1. Raises UsageError for patterns with one sparsity (N:M), and
+    for a sparsity that is no share.
     """
+    if not 0 <= sparsity < 1:
+        raise UsageError(f"sparsity is the share of weights dropped, from 0 to below 1, not {sparsity}")
+    if hasattr(chosen := parse(pattern) if isinstance(pattern, str) else pattern, "sparsity"):
+        raise UsageError(f"{chosen} has one sparsity, and layers are to have sparsities of their own: use uniform()")
     _check_known(exclude, model)
     modules = dict(model.named_modules())
     sizes = {name: modules[name].weight.shape for name in prunable(model) if name not in exclude}
@@ -181,7 +186,14 @@ def target_of(name: str, entry: Target | tuple[Pattern | str, float]) -> Target:
     """The layer's entry as a Target. Raises UsageError, naming the layer, where it cannot be one."""
     if isinstance(entry, Target):
         return entry
-    pattern, sparsity = entry
+    try:
+        pattern, sparsity = entry
+        if not (isinstance(pattern, Pattern | str) and isinstance(sparsity, float | int)):
+            raise TypeError
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"layer {name}: a target is a pattern and a sparsity, ('nm:2:4', 0.5), not {entry!r}"
+        ) from None
     try:
         return Target(parse(pattern) if isinstance(pattern, str) else pattern, sparsity)
     except (UsageError, ValueError) as error:

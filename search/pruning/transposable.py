@@ -1,10 +1,11 @@
-"""Transposable N:M masks: at most N of M both along the rows and along the columns (Hubara et al. 2021, section 5).
+"""Transposable N:M masks: N of M both along the rows and along the columns (Hubara et al. 2021, section 5).
 
 With one, the forward product by W and the input gradient's by W^T both run on N:M kernels. A matrix falls into M x M
-tiles, each on its own. The best mask of a tile is a min-cost flow: the source gives N to each row, each row 1 to each
-column, each column N to the sink. As a linear program its matrix is totally unimodular, so that an optimal vertex,
-which the simplex method ends at, is whole. Sorting a tile's scores and taking whatever still has room is quick, and
-keeps at least half of the best score.
+tiles, each on its own. The best mask of a tile that keeps exactly N is a min-cost flow: the source gives N to each
+row, each row 1 to each column, each column N to the sink. As a linear program its matrix is totally unimodular, so
+that an optimal vertex, which the simplex method ends at, is whole. Sorting a tile's scores and taking whatever still
+has room is quick, and keeps at least half of that score; it keeps at most N, and may have more score where it leaves
+a row short.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ VARIABLES = 16_384  # of one linear program: many small tiles are solved togethe
 
 
 def transposable_mask(scores: NDArray[np.floating], pattern: NM, *, exact: bool = True) -> NDArray[np.bool_]:
-    """The mask, bool (m, k), of most score (exact), or of at least half as much; scores (m, k) are not negative.
+    """The mask, bool (m, k), of most score among those that keep exactly N, or one that keeps at most N and at least
+    half as much score; scores (m, k) are not negative.
 
     Raises ValueError where m or k is no multiple of `pattern.of`.
     """

@@ -138,6 +138,14 @@ def test_layers_without_a_sparse_kernel_are_counted_too_as_torch_counts_them() -
     assert counted["depthwise"] == 2 * 12 * 9 * (2 * 5 * 5)
 
 
+def test_the_projections_of_attention_are_counted() -> None:
+    attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4, batch_first=True).eval()
+    query, key, value = torch.randn(3, 5, 8), torch.randn(3, 7, 6), torch.randn(3, 7, 4)
+    counted = count_forward(nn.ModuleDict({"a": attention}), lambda: attention(query, key, value))
+    of_queries, of_keys, of_values, of_outputs = 2 * 8 * 8 * 15, 2 * 8 * 6 * 21, 2 * 8 * 4 * 21, 2 * 8 * 8 * 15
+    assert counted == {"a": of_queries + of_keys + of_values + of_outputs}
+
+
 def test_a_models_flop_are_counted_by_layer_with_shared_calls() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

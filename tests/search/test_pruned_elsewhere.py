@@ -25,7 +25,7 @@ from search.pruning.packed import load_packed, write_packed
 from search.pruning.targets import Target, Targets, targets_of
 from search.task import Task, load
 from search.verify import manifest_hash
-from sparse_kernels.convert import LayerPattern
+from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import NM, Dense
@@ -83,10 +83,62 @@ def test_the_manifest_says_what_n_of_m_masks_keep_along_which_axis(along: str, t
 
 def test_a_mask_that_is_not_of_the_profiles_pattern_is_refused_by_name(task: Task, tmp_path: Path) -> None:
     model = task.model()
-    masks = masked(model, {"fc": ("unstructured", 0.5)})
+    masks = masked(model, {**CHOICES, "fc": ("unstructured", 0.5)})
     with pytest.raises(UsageError, match="layer fc: its mask is not what the profile asks for: nm:2:4 keeps at most"):
         save_pruned(tmp_path / "pruned", model, masks, profile_of("tiny", model, CHOICES), {})
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_a_mask_drops_and_that_are_there_are_refused_by_name(task: Task, tmp_path: Path) -> None:
+    """A packed file would be another function: what a training that goes on looks like."""
+    model = task.model()
+    profile = profile_of("tiny", model, {"fc": ("unstructured", 0.5)})
+    masks = masked(model, {"fc": ("unstructured", 0.5)})
+    with torch.no_grad():
+        model.get_parameter("fc.weight")[~masks["fc"]] = 1e-9
+    with pytest.raises(UsageError, match=r"layer fc: 576 weights that its mask drops are not zero: call finish\(\)"):
+        save_pruned(tmp_path / "pruned", model, masks, profile, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_without_the_mask_of_its_pattern_is_refused_by_name(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    with pytest.raises(
+        UsageError, match="layer fc: the profile prunes it to unstructured, and there is no mask of it"
+    ):
+        save_pruned(tmp_path / "p", model, {}, profile_of("tiny", model, {"fc": ("unstructured", 0.5)}), {})
+
+
+def test_a_mask_of_another_sparsity_is_refused_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64))
+    masks = masked(model, {"0": ("unstructured", 0.3)})
+    with pytest.raises(UsageError, match=r"layer 0: its mask drops 30.0% of the weights, and the profile says 90.0%"):
+        save_pruned(tmp_path / "p", model, masks, profile_of("own", model, {"0": ("unstructured", 0.9)}), {})
+
+
+def test_a_compiled_model_is_saved_as_what_it_was_made_from(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    masks = masked(model, CHOICES)
+    compiled = torch.compile(model, backend="eager")
+    save_pruned(tmp_path / "pruned", compiled, masks, profile_of("tiny", model, CHOICES), {})  # type: ignore[arg-type]
+    found, _ = load_pruned(tmp_path / "pruned", task.model())
+    assert model_hash(found) == model_hash(model)
+
+
+def test_a_layer_with_groups_along_its_outputs_is_dense_to_the_kernels(task: Task, tmp_path: Path) -> None:
+    model = task.model()
+    profile = profile_of("tiny", model, {"fc": ("nm:2:4", 0.5)})
+    masks = masked(model, {"fc": Target(NM(2, 4), 0.5, "outputs")})
+    save_pruned(tmp_path / "pruned", model, masks, profile, {})
+    found, choices = load_pruned(tmp_path / "pruned", task.model())
+    assert str(choices["fc"].pattern) == "dense" and choices["fc"].mask is None
+    batch = task.example()
+    converted = convert(found, choices, batch)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(*batch), model(*batch))
+    _, packed = load_packed(write_packed(tmp_path / "pruned"), task.model())
+    assert str(packed["fc"].pattern) == "dense"
 
 
 class OnGPU(Tensor):

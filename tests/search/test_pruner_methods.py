@@ -1,10 +1,12 @@
 """The methods' schedules by hand, and what is drawn when."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -508,3 +510,45 @@ def test_step_says_which_optimizers_it_takes() -> None:
 def test_settings_that_make_no_sense_are_refused(make: object, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         make()  # type: ignore[operator]
+
+
+def test_step_updates_what_had_no_gradient_before_the_switch_as_adam_does() -> None:
+    """Of a token that comes late v is zero at the switch: a frozen zero would leave eps to divide by."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    method = STEP(earliest=0.5, latest=0.5, penalty=0.0)
+    method.prepare(model, {"1": ("unstructured", 0.0)}, total_steps=40)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (model, plain)]
+    for step in range(40):
+        tokens = torch.arange(9 if step < 20 else 10)
+        for net, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(tokens).square().sum().backward()
+            optimizer.step()
+        method.step()
+    method.finish()
+    late, alone = (net[0].weight[9].detach() for net in (model, plain))
+    assert float((late - alone).abs().max()) < 0.02  # 20 steps of 1e-3 at most
+    state = optimizers[0].state[model[0].weight]
+    assert float(state["exp_avg_sq"][9].min()) > 0
+
+
+@pytest.mark.parametrize("method", [GMP, ASP, RigL, ACDC])
+def test_gradients_that_spoil_weights_at_the_end_are_said_with_the_layer(method: Any) -> None:
+    model, pruner = nn.Sequential(linear()), method()
+    pruner.prepare(model, {"0": ("unstructured", 0.5)}, total_steps=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10):
+        optimizer.zero_grad()
+        model(torch.ones(2, model[0].in_features)).sum().backward()
+        if step == 9:
+            model[0].weight.grad.fill_(torch.nan)
+        optimizer.step()
+        try:
+            pruner.step()
+        except BadData as error:
+            assert "layer 0" in str(error)
+            return
+    with pytest.raises(BadData, match="layer 0: training left NaN or infinite values in its weights"):
+        pruner.finish()

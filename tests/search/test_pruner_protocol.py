@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +25,14 @@ from search.pruning.grow_and_prune import GrowAndPrune
 from search.pruning.held import Held
 from search.pruning.mask_decay import MaskDecay
 from search.pruning.pruner import Pruner
+from search.pruning.recipe import Recipe
 from search.pruning.rigl import RigL
 from search.pruning.scores import Score
 from search.pruning.sr_ste import SRSTE
 from search.pruning.ste import STE
 from search.pruning.step import STEP
 from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, Targets, targets_of
+from search.pruning.targets import Target, Targets, erk, targets_of
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
 
@@ -679,3 +681,47 @@ def test_ranks_that_train_together_have_the_same_masks(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     ranks(int(sys.argv[1]), sys.argv[2])
+
+
+@pytest.mark.parametrize("steps", [None, 10.5, "10", 0, True])
+def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+    with pytest.raises(UsageError, match="a whole number of optimizer steps, at least one, not "):
+        GMP().prepare(nn.Sequential(nn.Linear(8, 8)), {"0": ("unstructured", 0.5)}, total_steps=steps)
+
+
+@pytest.mark.parametrize("entry", ["nm:1:4", ("unstructured", "0.5"), ("unstructured",), (0.5, "unstructured"), 0.5])
+def test_a_target_that_is_none_is_refused_by_name(entry: Any) -> None:
+    with pytest.raises(UsageError, match=r"layer 0: a target is a pattern and a sparsity, .*, not "):
+        targets_of({"0": entry}, nn.Sequential(nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize("sparsity", [-1.0, 1.0])
+def test_densities_by_erdos_and_renyi_are_of_a_share_and_of_patterns_that_have_many(sparsity: float) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="sparsity is the share of weights dropped"):
+        erk(model, "unstructured", sparsity)
+    with pytest.raises(UsageError, match="nm:1:4 has one sparsity"):
+        erk(model, "nm:1:4", 0.75)
+
+
+@pytest.mark.parametrize("lost", ["mask", "weight", "layers", "more"])
+def test_a_state_that_lacks_something_is_refused(lost: str) -> None:
+    model, pruner = nn.Sequential(nn.Linear(8, 8)), GMP()
+    pruner.prepare(model, {"0": ("unstructured", 0.5)}, total_steps=10)
+    state = pruner.state_dict()
+    (state if lost in state else state["layers"]["0"]).pop(lost)
+    with pytest.raises(BadData, match=f"lacks {lost}"):
+        pruner.load_state_dict(state)
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="the first below 1"):
+        MaskDecay(dense=1.0, final=0.0)
+    with pytest.raises(UsageError, match="tighten from one to the next, not nm:1:2, nm:15:16"):
+        StructureDecay(stages=("nm:1:2", "nm:15:16"))
+    with pytest.raises(UsageError, match=r"last stage nm:1:16 keeps less than the target nm:2:4"):
+        StructureDecay(stages=("nm:1:16",)).structures(Target(NM(2, 4), 0.5))
+    with pytest.raises(UsageError, match="warmup is part of the 10 steps"):
+        Recipe(steps=10, warmup=1000)
+    with pytest.raises(UsageError, match="momentum is a number below 1"):
+        Recipe(momentum=1.5)

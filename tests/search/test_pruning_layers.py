@@ -4,6 +4,7 @@ import itertools
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,33 @@ def test_a_convolutions_hessian_is_that_of_its_patches(settings: dict, rng: np.r
     matrix = weight_matrix(conv).double()
     outputs = conv(torch.from_numpy(x)).double() - conv.bias.double()[:, None, None]
     assert float(((matrix @ hessian) * matrix).sum()) == pytest.approx(float(outputs.square().sum()), rel=1e-4)
+
+
+def test_an_image_without_a_batch_is_one(task: Task) -> None:
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 4, 3, padding=1)
+    images = torch.randn(2, 4, 4, 6)
+
+    def hessian(batches: list[Tensor]) -> Tensor:
+        own = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).sum()))
+        [(_, found)] = input_hessians(own, nn.Sequential(layer), ["0"], batches)
+        return found
+
+    # Products of float32, 36 of each image: rounding of the largest entries, about 50.
+    torch.testing.assert_close(hessian(list(images)), hessian([images]), rtol=1e-5, atol=50 * 36 * 2**-24)
+
+
+def test_a_transformer_that_is_given_padding_is_seen_as_in_training(task: Task) -> None:
+    """Its fast path would hand nested tensors to the layers."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    padding = torch.tensor([[False, False, True], [False, True, True]])
+    own = replace(
+        task, implementation=SimpleNamespace(loss=lambda net, x: net(x, src_key_padding_mask=padding).sum())
+    )
+    [(name, found)] = input_hessians(own, model, ["layers.0.linear1"], [torch.randn(2, 3, 8)])
+    assert name == "layers.0.linear1" and found.shape == (8, 8) and float(found.trace()) > 0
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_linear_layers_hessian_counts_every_token() -> None:

@@ -130,6 +130,90 @@ def test_joint_tuning_updates_a_weight_that_two_layers_share_once_a_step(task: T
     assert float(changed) == pytest.approx(1e-3, rel=1e-3)  # Adam's first step, of every weight
 
 
+def tuned_with(
+    task: Task, make: Callable[[], nn.Module], inputs: Callable[[nn.Module, Tensor], Tensor], **options: Any
+) -> nn.Module:
+    """A model whose layer "0" keeps half its weights, after joint tuning on made-up (9, 8) inputs."""
+    batches = list(torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0)))
+    made = with_model(task, make)
+    made = replace(
+        made,
+        implementation=SimpleNamespace(**{**vars(made.implementation), "loss": lambda net, x: inputs(net, x).sum()}),
+    )
+    model = make()
+    masks = {"0": torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5}
+    apply_masks(model, masks)
+    global_adaprune(made, model, masks, batches, rng=np.random.default_rng(0), steps=2, **options)
+    assert zeros_hold(model, masks)
+    return model
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+
+
+@pytest.mark.parametrize("frozen", [("0",), ("2",), ("0", "2")])
+def test_joint_tuning_leaves_frozen_layers_as_they_are(task: Task, frozen: tuple[str, ...]) -> None:
+    def make() -> nn.Module:
+        model = two_layers()
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model
+
+    tuned, before = tuned_with(task, make, lambda net, x: net(x)), make()
+    apply_masks(before, {"0": weight_matrix(tuned.get_submodule("0")) != 0})
+    for name in ("0", "2"):
+        same = torch.equal(tuned.get_parameter(f"{name}.weight"), before.get_parameter(f"{name}.weight"))
+        assert same == (name in frozen)
+    assert not any(p.requires_grad for name in frozen for p in tuned.get_submodule(name).parameters())
+
+
+def test_joint_tuning_leaves_out_layers_that_see_other_inputs_than_in_the_dense_model(task: Task) -> None:
+    """As experts do, to which a router sends what the layers before it made."""
+
+    def routed(net: nn.Module, x: Tensor) -> Tensor:
+        hidden = net.get_submodule("0")(x)
+        return net.get_submodule("2")(hidden[hidden[:, 0] > 0]).sum() + hidden.sum()
+
+    assert isinstance(tuned_with(task, two_layers, routed), nn.Sequential)
+
+
+def test_joint_tuning_gives_back_a_forward_of_the_users_own_and_the_order_of_parameters(task: Task) -> None:
+    def make() -> nn.Module:
+        model = two_layers()
+        plain = model[0].forward
+        model[0].forward = lambda x: 2 * plain(x)
+        return model
+
+    tuned = tuned_with(task, make, lambda net, x: net(x), learning_rate=0.0)
+    expected = make()
+    apply_masks(expected, {"0": weight_matrix(tuned.get_submodule("0")) != 0})
+    x = torch.ones(1, 8)
+    assert torch.equal(tuned(x), expected(x))
+    assert list(tuned.state_dict()) == list(expected.state_dict())
+
+
+def test_joint_tuning_keeps_how_a_weight_lies(task: Task, database: Database) -> None:
+    model = task.model().to(memory_format=torch.channels_last)
+    masks = stitch(model, CHOICES, database)
+    global_adaprune(task, model, masks, task.calibration(), rng=np.random.default_rng(0), steps=1)
+    assert model.get_parameter("conv.weight").is_contiguous(memory_format=torch.channels_last)
+
+
+def test_joint_tuning_follows_the_first_of_what_a_layer_returns(task: Task) -> None:
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), None
+
+    def make() -> nn.Module:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(8, 8), Pair(8, 8)).eval()
+
+    before, tuned = make(), tuned_with(task, make, lambda net, x: net(x)[0])
+    assert not torch.equal(tuned.get_parameter("1.weight"), before.get_parameter("1.weight"))
+
+
 def test_joint_tuning_of_the_dense_model_has_nothing_to_do(task: Task) -> None:
     model = task.model()
     rng = np.random.default_rng(0)
@@ -181,6 +265,25 @@ def test_batch_norms_are_tuned_where_that_lowers_the_loss_and_else_as_they_were(
     assert (found < 0) == better
     for name, buffer in model.get_submodule("norm").named_buffers():
         assert torch.equal(buffer, old[name]) != better
+
+
+def test_batch_norms_that_cannot_be_tuned_stay_as_they_were(task: Task) -> None:
+    """One value a channel has no variance."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval()
+    before = copy.deepcopy(model.state_dict())
+    judged = replace(task, implementation=SimpleNamespace(loss=lambda net, x: net(x).square().sum()))
+    batches = [torch.ones(1, 8)]
+    assert pipeline._with_norms(judged, model, batches) == pipeline.calibration_loss(judged, model, batches)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert not model.training
+
+
+def test_a_frozen_model_cannot_be_trained_and_is_refused_before_any_work(task: Task, database: Database) -> None:
+    frozen = with_model(task, lambda: task.implementation.model().requires_grad_(False))
+    with pytest.raises(UsageError, match="task tiny: no parameter of its model requires a gradient"):
+        pipeline.prune(frozen, profile_of(task, CHOICES), database, recipe=Recipe())
+    assert pipeline.prune(frozen, profile_of(task, CHOICES), database).kept.name == "one-shot"
 
 
 TARGETS = {"conv": (VectorWise(4), 0.75), "fc": (Unstructured(), 0.9), "head": (Dense(), 0.0)}
