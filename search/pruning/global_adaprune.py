@@ -92,16 +92,23 @@ def global_adaprune(
 
 
 class _KeptValues(nn.Module):
-    """A weight as its kept values, (nnz,), in the order of the weight's shape."""
+    """A weight as its kept values, (nnz,), in the order of the weight's shape.
 
-    def __init__(self, mask: Tensor) -> None:
+    Whole weights of one shape are written to the same memory, in `scratch`: each is needed for one call, and fresh
+    memory for every one would leave holes between the layers' outputs.
+    """
+
+    def __init__(self, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> None:
         super().__init__()
-        self.mask = mask
+        self.mask, self.scratch = mask, scratch
 
     def forward(self, values: Tensor) -> Tensor:
         """The weight."""
-        whole: Tensor = _Spread.apply(values, self.mask)
-        return whole
+        shape = self.mask.shape
+        if shape not in self.scratch:
+            self.scratch[shape] = torch.empty(shape)
+        spread: Tensor = _Spread.apply(values, self.mask, self.scratch[shape])
+        return spread
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """What is held of a weight."""
@@ -112,13 +119,13 @@ class _Spread(torch.autograd.Function):
     """Kept values at their places in a weight."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, mask: Tensor, whole: Tensor) -> Tensor:
         ctx.mask = mask
-        return torch.zeros(mask.shape).masked_scatter_(mask, values)
+        return whole.zero_().masked_scatter_(mask, values).detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _kept(gradient, ctx.mask), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _kept(gradient, ctx.mask), None, None
 
 
 def _kept(weight: Tensor, mask: Tensor) -> Tensor:
@@ -130,20 +137,21 @@ def _kept(weight: Tensor, mask: Tensor) -> Tensor:
 def _kept_values(model: nn.Module, masks: Mapping[str, Tensor]) -> Iterator[None]:
     """While the context is open, the masked layers hold no more than their kept values."""
     modules = dict(model.named_modules())
+    scratch: dict[torch.Size, Tensor] = {}
     with ExitStack() as stack:
         for name, mask in masks.items():
-            stack.callback(_hold_kept_values(modules[name], mask))
+            stack.callback(_hold_kept_values(modules[name], mask, scratch))
         yield
 
 
-def _hold_kept_values(layer: nn.Module, mask: Tensor) -> Callable[[], None]:
+def _hold_kept_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> Callable[[], None]:
     """Returns what makes the layer what it was, with the weights that it has then."""
     own_forward = vars(layer).get("forward")
     parameters = list(layer._parameters)
     weight = layer.weight
     assert isinstance(weight, Tensor)
     layout = torch.channels_last if _in_channels_last(weight) else torch.contiguous_format
-    register_parametrization(layer, "weight", _KeptValues(as_weight(mask, weight.shape)))
+    register_parametrization(layer, "weight", _KeptValues(as_weight(mask, weight.shape), scratch))
     # Autograd would keep every layer's weight until its gradient is due.
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
@@ -152,7 +160,7 @@ def _hold_kept_values(layer: nn.Module, mask: Tensor) -> Callable[[], None]:
         if own_forward is not None:
             layer.forward = own_forward
         remove_parametrizations(layer, "weight")
-        weight.data = weight.data.contiguous(memory_format=layout)
+        weight.data = weight.data.clone(memory_format=layout)  # out of the scratch memory
         for name in parameters:  # in their order, by which optimizers know them
             layer._parameters[name] = layer._parameters.pop(name)
 
