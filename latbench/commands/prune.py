@@ -23,7 +23,8 @@ def prune(
         bool,
         typer.Option(
             "--global/--no-global",
-            help="Tune all pruned layers together on calibration data; takes six times the weights in memory.",
+            help="Tune all pruned layers together on calibration data; takes the dense model and, of each kept weight, "
+            "three numbers in memory.",
         ),
     ] = True,
     recipe: Annotated[
