@@ -23,8 +23,8 @@ def prune(
         bool,
         typer.Option(
             "--global/--no-global",
-            help="Tune all pruned layers together on calibration data; takes the dense model and, of each kept weight, "
-            "three numbers in memory.",
+            help="Tune all pruned layers together on calibration data; takes the dense model and three numbers of each "
+            "kept weight in memory.",
         ),
     ] = True,
     recipe: Annotated[
