@@ -23,7 +23,7 @@ def prune(
         bool,
         typer.Option(
             "--global/--no-global",
-            help="Tune all pruned layers together on calibration data; takes the dense model and three numbers of each "
+            help="Tune all pruned layers together on calibration data; takes the dense model and three numbers a "
             "kept weight in memory.",
         ),
     ] = True,
