@@ -37,7 +37,7 @@ from sparse_kernels.nn import refuses
 Progress = Callable[[str, int, int], None]
 
 # Goes up when the same settings would give another model than before.
-VERSION = 5
+VERSION = 6
 
 
 @dataclass(frozen=True)
