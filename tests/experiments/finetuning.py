@@ -87,7 +87,7 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
     name, settings = {**GRADUAL, **GRADUAL_ALONE}[method]
     return Recipe(
         method=name, settings=settings, steps=steps, learning_rate=0.02, optimizer="sgd", momentum=0.9,
-        weight_decay=1e-4, warmup=20, seed=seed,
+        weight_decay=1e-4, warmup=min(20, steps), seed=seed,
     )  # fmt: skip
 
 
