@@ -94,20 +94,23 @@ def global_adaprune(
 class _KeptValues(nn.Module):
     """A weight as its kept values, (nnz,), in the order of the weight's shape.
 
-    Whole weights of one shape are written to the same memory, in `scratch`: each is needed for one call, and fresh
-    memory for every one would leave holes between the layers' outputs.
+    During a call of its layer (`in_call`) the whole weight is written to the memory that all of that shape share, in
+    `scratch`: it is needed no longer, and fresh memory for every one would leave holes between the layers' outputs.
     """
 
     def __init__(self, mask: Tensor, scratch: dict[torch.Size, Tensor]) -> None:
         super().__init__()
-        self.mask, self.scratch = mask, scratch
+        self.mask, self.scratch, self.in_call = mask, scratch, False
 
     def forward(self, values: Tensor) -> Tensor:
         """The weight."""
         shape = self.mask.shape
-        if shape not in self.scratch:
-            self.scratch[shape] = torch.empty(shape)
-        spread: Tensor = _Spread.apply(values, self.mask, self.scratch[shape])
+        whole = self.scratch.get(shape) if self.in_call else None
+        if whole is None:
+            whole = torch.empty(shape)
+            if self.in_call:
+                self.scratch[shape] = whole
+        spread: Tensor = _Spread.apply(values, self.mask, whole)
         return spread
 
     def right_inverse(self, weight: Tensor) -> Tensor:
@@ -151,9 +154,18 @@ def _hold_kept_values(layer: nn.Module, mask: Tensor, scratch: dict[torch.Size, 
     weight = layer.weight
     assert isinstance(weight, Tensor)
     layout = torch.channels_last if _in_channels_last(weight) else torch.contiguous_format
-    register_parametrization(layer, "weight", _KeptValues(as_weight(mask, weight.shape), scratch))
+    kept, plain = _KeptValues(as_weight(mask, weight.shape), scratch), layer.forward
+    register_parametrization(layer, "weight", kept)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kept.in_call = True
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            kept.in_call = False
+
     # Autograd would keep every layer's weight until its gradient is due.
-    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    layer.forward = partial(checkpoint, forward, use_reentrant=False)
 
     def undo() -> None:
         del layer.forward

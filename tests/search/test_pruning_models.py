@@ -194,6 +194,30 @@ def test_joint_tuning_gives_back_a_forward_of_the_users_own_and_the_order_of_par
     assert list(tuned.state_dict()) == list(expected.state_dict())
 
 
+def test_joint_tuning_takes_models_that_compute_with_the_weights_of_layers(task: Task) -> None:
+    """Such weights are needed until their gradient is due, also those of layers of one shape."""
+
+    def mixed(net: nn.Module, x: Tensor) -> Tensor:
+        first, second = (net.get_submodule(name).weight for name in ("0", "2"))
+        answer: Tensor = net(torch.nn.functional.linear(x, first * second))
+        return answer
+
+    def make() -> nn.Module:
+        return two_layers()
+
+    batches = [torch.ones(3, 8)]
+    made = with_model(task, make)
+    made = replace(
+        made,
+        implementation=SimpleNamespace(**{**vars(made.implementation), "loss": lambda n, x: mixed(n, x).sum()}),
+    )
+    model = make()
+    masks = {name: torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) < 0.5 for name in ("0", "2")}
+    apply_masks(model, masks)
+    global_adaprune(made, model, masks, batches, rng=np.random.default_rng(0), steps=2)
+    assert zeros_hold(model, masks)
+
+
 def test_joint_tuning_keeps_how_a_weight_lies(task: Task, database: Database) -> None:
     model = task.model().to(memory_format=torch.channels_last)
     masks = stitch(model, CHOICES, database)
