@@ -170,12 +170,12 @@ class _Measured:
             yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
 
         for run, blocks in sorted(self._blocks.items()):
-            # A run numbers its blocks as it writes them, each as a part.
+            # A run numbers its blocks as it writes them, each as a part; damaged ones may be deleted, as is advised.
             if missing := max(blocks) + 1 - len({block for block in blocks if block >= 0}):
                 text = (
                     f"run {run} has rows of {len(blocks)} blocks, and {missing} more were written: parts are missing"
                 )
-                yield Finding(path, "suspect", text)
+                yield Finding(path, "note", text)
 
     def _where(self, place: int) -> tuple[Place, int]:
         return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
