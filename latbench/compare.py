@@ -66,9 +66,9 @@ def compare(
 ) -> list[Change]:
     """Every point that has a time in either table, the most slowed first, then those that were not compared.
 
-    Points are the same if their keys are, but for the columns `across`; how they were timed must be the same as well,
-    but for those, else there is no verdict. Times that differ by less than the share
-    `threshold` are the same; how unlike two runs are of equal work is learned from all points together. With
+    Points are the same if their keys are, but for the columns `across`; without a verdict are those that were timed
+    in another way, but for these columns. Times that differ by less than the share `threshold` are the same; how
+    unlike two runs are of equal work is learned from all points together, which are judged together too. With
     `corrected`, times are divided by how much slower than usual a reference was meanwhile, as the first table knows
     it on its device: what is usual may have been measured anew since. Raises UsageError where a table has several
     points that differ only in `across`, and BadData where the tables have no point in common, or a row no reference

@@ -45,9 +45,9 @@ def plan(
     from latbench.backends import available
     from latbench.errors import UsageError
 
-    if gpu is not None and threads:
-        raise UsageError("--threads is for a plan without --gpu")
     if gpu is not None:
+        if threads:
+            raise UsageError("--threads is for a plan without --gpu")
         check_ours([], tune=tune, bf16=bf16)
     names = workload or workloads.bundled()
     once, in_bytes, assumed = estimates(gpu is not None)
