@@ -129,8 +129,8 @@ def load(path: Path) -> Profile:
         raise BadData(f"{path} does not exist: `latbench search` writes profiles") from None
     except (OSError, ValueError) as error:
         raise BadData(f"{path}: not a JSON file ({error})") from None
-    if not isinstance(content, dict) or "version" not in content:
-        raise BadData(f"{path}: not a latbench profile")
+    if not isinstance(content, dict) or not {"version", "layers"} <= set(content):
+        raise BadData(f"{path}: not a profile, which `latbench search` writes")
     if content.pop("version") != VERSION:
         raise BadData(f"{path}: another profile version than {VERSION}, which this latbench reads; search again")
     layers = content.get("layers")

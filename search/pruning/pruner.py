@@ -34,6 +34,7 @@ Move the model to its device before `prepare`.
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -189,7 +190,8 @@ class Pruner:
         `targets` is a Profile or {layer: Target or (pattern, sparsity)}. A profile goes by the names of its layers;
         its hash of the model is not looked at, whose weights may have been trained since. `group` are the ranks that
         train the model together, where DistributedDataParallel does not say. Raises UsageError as `check` does, and
-        where there is nothing to prune or this pruner is at work already; the model is then as it was.
+        where there is nothing to prune, or this pruner is at work already, or another one on one of the layers; the
+        model is then as it was.
         """
         if self.at_work:
             raise UsageError("this pruner is at work already: finish() it first, or make another")
@@ -201,6 +203,7 @@ class Pruner:
         if not found:
             raise UsageError("no layer is to be pruned: all targets are dense")
         modules = dict(inner.named_modules())
+        _refuse_taken({name: modules[name] for name in found})
         state = self.state
         state.step, state.total_steps, state.group, state.more = 0, total_steps, group, {}
         state.layers = {
@@ -226,6 +229,7 @@ class Pruner:
         state.hook.callback(register_optimizer_step_pre_hook(before_update).remove)
         state.hook.callback(register_optimizer_step_post_hook(after_update).remove)
         weakref.finalize(self, state.hook.close)
+        _AT_WORK.add(self)
 
     def step(self) -> None:
         """Call once after every optimizer step: takes its result, draws masks that are due and applies them."""
@@ -256,6 +260,7 @@ class Pruner:
                 layer.gradients.clear()
         self.state.hook.close()
         self.state.hook = None
+        _AT_WORK.discard(self)
 
     @property
     def at_work(self) -> bool:
@@ -570,3 +575,20 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
             model = compiled
         else:
             return model, group
+
+
+_AT_WORK: weakref.WeakSet[Pruner] = weakref.WeakSet()
+
+
+def _refuse_taken(modules: Mapping[str, nn.Module]) -> None:
+    """Raise UsageError where a pruner is at work on one of these layers: each would undo what the other does."""
+    names = {id(module.weight): name for name, module in modules.items()}
+
+    def taken() -> list[str]:
+        layers = [layer for pruner in _AT_WORK for layer in pruner.state.layers.values()]
+        return [names[id(layer.weight)] for layer in layers if id(layer.weight) in names]
+
+    if taken():
+        gc.collect()  # one that nobody can call any more may wait in a cycle of references
+    if found := taken():
+        raise UsageError(f"layer {found[0]}: another pruner is at work on it: finish() or delete that one first")

@@ -297,7 +297,7 @@ def test_a_table_alone_has_a_summary_of_nothing(files: Any, tmp_path: Path) -> N
         ("model", None, "cost_model.json: no such cost model; make it with latbench fit"),
         ("model", "{", "cost_model.json: not a cost model"),
         ("model", "[]", "cost_model.json: not a cost model"),
-        ("profile", "{}", "not a latbench profile"),
+        ("profile", "{}", "not a profile, which"),
         ("profile", None, "profile.json does not exist"),
     ],
 )

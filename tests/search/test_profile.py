@@ -75,7 +75,8 @@ LAYER = {"pattern": "dense", "sparsity": 0.0, "seconds": 1.0, "seconds_low": 1.0
     ("changes", "sentence"),
     [
         ({"version": 1}, "another profile version than 2"),
-        ({"version": None}, "not a latbench profile"),
+        ({"version": None}, "not a profile, which"),
+        ({"layers": None}, "not a profile, which"),  # as a model file of `latbench fit`, which has a version too
         ({"target": None}, "target missing"),
         ({"target": "2"}, "target must be of kind float, not '2'"),
         ({"target": float("nan")}, "target must be of kind float, not nan"),
@@ -100,5 +101,5 @@ def test_missing_and_broken_files_are_said(tmp_path: Path) -> None:
     with pytest.raises(BadData, match="not a JSON file"):
         load(path)
     path.write_text("[1]")
-    with pytest.raises(BadData, match="not a latbench profile"):
+    with pytest.raises(BadData, match="not a profile, which"):
         load(path)

@@ -516,6 +516,21 @@ def test_evaluation_and_checkpoints_between_steps_see_the_pruned_function() -> N
     assert torch.equal(plain(batch(0)[0]), model(batch(0)[0]))
 
 
+def test_a_layer_has_one_pruner_at_a_time() -> None:
+    model, first, second = net(), STE(), STE()
+    first.prepare(model, TARGETS, total_steps=5)
+    with pytest.raises(UsageError, match="layer conv: another pruner is at work on it"):
+        second.prepare(model, TARGETS, total_steps=5)
+    second.prepare(copy.deepcopy(model), TARGETS, total_steps=5)  # other weights
+    first.finish()
+    third = STE()
+    third.prepare(model, TARGETS, total_steps=5)
+    forgotten = [third]
+    forgotten.append(forgotten)  # type: ignore[arg-type]  # a cycle, which only the garbage collector ends
+    del third, forgotten
+    first.prepare(model, TARGETS, total_steps=5)
+
+
 def test_misuse_is_refused_in_a_sentence() -> None:
     model, pruner = net(), STE()
     with pytest.raises(UsageError, match="not at work: call prepare"):
