@@ -49,16 +49,8 @@ class Ceilings:
         return max(self.compute_seconds(flop), self.memory_seconds(size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """What the two reference kernels take, if they take so long, as one: their geometric mean, in which each
-        counts as much as work of so many operations on so many bytes is bound by what it shows.
-        """
-        compute, memory = self.compute_seconds(flop), self.memory_seconds(size)
-        share = compute / (compute + memory)
-        return float(product_seconds**share * sum_seconds ** (1 - share))
-
-    def usual_seconds(self, flop: float, size: float) -> float:
-        """The same while the machine is as quiet as it was at best."""
-        return self.reference_seconds(self.product_seconds, self.sum_seconds, flop, size)
+        """`weighed` for work of so many operations on so many bytes."""
+        return weighed(product_seconds, sum_seconds, self.compute_seconds(flop), self.memory_seconds(size))
 
     def or_higher(self, other: Ceilings) -> Ceilings:
         """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when
@@ -70,6 +62,14 @@ class Ceilings:
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
         )
+
+
+def weighed(product_seconds: float, sum_seconds: float, compute: float, memory: float) -> float:
+    """What the two reference kernels take, if they take so long, as one: their geometric mean, in which each counts
+    as much as work is bound by what it shows, that takes `compute` and `memory` seconds on the roofline.
+    """
+    share = compute / (compute + memory)
+    return float(product_seconds**share * sum_seconds ** (1 - share))
 
 
 def memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
@@ -105,6 +105,24 @@ class Found(Protocol):
 
 
 AnyCeilings = TypeVar("AnyCeilings", bound=Found)
+
+
+class WithPace(Found, Protocol):
+    """Ceilings that also hold what the reference kernels usually take."""
+
+    @property
+    def product_seconds(self) -> float:
+        """The one that is bound by the units, while the machine is as quiet as it was at best."""
+
+    @property
+    def sum_seconds(self) -> float:
+        """The one that is bound by memory."""
+
+    def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
+        """What the two take, as one that is bound as work of so many operations on so many bytes is (`weighed`)."""
+
+
+AnyWithPace = TypeVar("AnyWithPace", bound=WithPace)
 
 
 def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:

@@ -13,11 +13,11 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic
+from typing import ClassVar, Generic
 
 import numpy as np
 
-from latbench.ceilings import AnyCeilings, Ceilings, Kept
+from latbench.ceilings import AnyCeilings, AnyWithPace, Ceilings, Kept
 from latbench.measure import Clock
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
@@ -86,19 +86,20 @@ class Roofline(ABC, Generic[AnyCeilings]):
         """End what was started."""
 
 
-class Pace(Roofline[Ceilings]):
-    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual."""
+class Pace(Roofline[AnyWithPace]):
+    """Keeps a reference worker and what it said so far; `ceilings` hold what is usual.
 
-    def __init__(self, worker: Worker, kept: Kept[Ceilings], clock: Clock = perf_counter) -> None:
+    The worker prepares KERNELS of `module`.
+    """
+
+    module: ClassVar[str]
+
+    def __init__(self, worker: Worker, kept: Kept[AnyWithPace], clock: Clock = perf_counter) -> None:
         super().__init__(kept)
         self.readings: list[Reading] = []
         self._worker, self._clock = worker, clock
         self._prepared: list[Prepared] = []
         self._bursts = 0
-
-    def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
-        """See Roofline: on a CPU all kernels have the same units."""
-        return self.ceilings.roofline_seconds(flop, size)
 
     def turn(self) -> None:
         """Times the reference kernels if it is their turn."""
@@ -110,7 +111,7 @@ class Pace(Roofline[Ceilings]):
         at = self._clock()
         try:
             if not self._prepared or not self._worker.holds(self._prepared[0]):
-                self._prepared = [self._worker.prepare(f"latbench.backends.reference:{name}") for name in KERNELS]
+                self._prepared = [self._worker.prepare(f"{self.module}:{name}") for name in KERNELS]
             product, total = (self._worker.burst(kernel, READING_SECONDS) for kernel in self._prepared)
         except (TaskFailed, WorkerDied):  # it is tried again at its next turn
             return
@@ -132,11 +133,22 @@ class Pace(Roofline[Ceilings]):
 
         seconds = [around(moment) for moment in at]
         slow_spell = bool(np.median(seconds) > SLOW_SPELL * typical(self.readings))
-        return Reference(seconds, self.ceilings.usual_seconds(flop, size), slow_spell)
+        usual = self.ceilings.reference_seconds(self.ceilings.product_seconds, self.ceilings.sum_seconds, flop, size)
+        return Reference(seconds, usual, slow_spell)
 
     def close(self) -> None:
         """End the worker."""
         self._worker.close()
+
+
+class CpuPace(Pace[Ceilings]):
+    """Of a CPU."""
+
+    module = "latbench.backends.reference"
+
+    def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
+        """See Roofline: on a CPU all kernels have the same units."""
+        return self.ceilings.roofline_seconds(flop, size)
 
 
 def _typical(readings: list[Reading]) -> tuple[float, float]:

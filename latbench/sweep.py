@@ -33,7 +33,7 @@ from latbench.ceilings import Ceilings, Kept
 from latbench.environments import env_id
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
 from latbench.least_work import inside_share
-from latbench.pace import Pace, Roofline
+from latbench.pace import CpuPace, Roofline
 from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
@@ -177,7 +177,7 @@ class Cpu:
         """Nothing: a CPU is only watched as a whole."""
         return {}
 
-    def pace(self) -> Pace:
+    def pace(self) -> CpuPace:
         """A dense product and a sum over memory; the ceilings of the CPU, which are measured when there are none."""
         worker = Worker(threads=self.threads, name="reference")
 
@@ -186,7 +186,7 @@ class Cpu:
             return found
 
         try:
-            return Pace(worker, Kept(self.device, self.threads, reference.WORK, find))
+            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find))
         except BaseException:
             worker.close()
             raise
@@ -696,7 +696,7 @@ class Bench:
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         if outcome["status"] == "throttled":
-            by = outcome["event_reasons"] or "it does not say what"
+            by = outcome["event_reasons"] or "what it does not say"
             outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + NOISY_CHANCES}"
         return outcome
 

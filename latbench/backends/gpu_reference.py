@@ -1,4 +1,7 @@
-"""Fixed work of a GPU's reference worker, which finds its ceilings: products by torch, the rest by our kernels."""
+"""Fixed work of a GPU's reference worker: what finds its ceilings, and what shows its pace during a sweep.
+
+Products are by torch, the rest by our kernels.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from latbench.gpu import ceiling_kernels, ceilings
 from latbench.gpu.ceiling_kernels import Fixed
 from latbench.gpu.ceilings import GpuCeilings, Work
 from latbench.gpu.drivers import cupy_driver, torch_driver
+from latbench.gpu.timing import EventTimer
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.cuda.program import Operand
 
@@ -21,16 +25,26 @@ _BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply i
 
 def find() -> GpuCeilings:
     """Measure the ceilings of this process's GPU; raises where it or a library refuses."""
-    return ceilings.find(GpuWorks())
+    return ceilings.find(GpuWorks(max(ceilings.WORKING_SETS)))
+
+
+def product() -> EventTimer:
+    """A dense product, which is bound by the tensor cores."""
+    return ceilings.timer(GpuWorks(0).pace_product())
+
+
+def total() -> EventTimer:
+    """Reads of more than the L2 holds."""
+    return ceilings.timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
 
 
 class GpuWorks:
-    """See ceilings.Works."""
+    """See ceilings.Works; `size` is the largest working set that is read, in bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self._machine = CupyMachine.current()
         self._driver = cupy_driver()
-        self._words = cupy.ones(max(ceilings.WORKING_SETS) // 4, cupy.uint32)
+        self._words = cupy.ones(size // 4, cupy.uint32)
 
     def products(self, dtype: str) -> Iterator[Work]:
         """In both orders of the right operand: libraries have other kernels for each."""
@@ -41,6 +55,13 @@ class GpuWorks:
         left, right, out = (torch.zeros(size, size, dtype=getattr(torch, dtype), device="cuda") for _ in range(3))
         for operand in (right, right.T):
             yield Work(2.0 * size**3, lambda operand=operand: torch.mm(left, operand, out=out), driver)  # type: ignore[misc]
+
+    def pace_product(self) -> Work:
+        """See Works."""
+        driver = torch_driver()
+        size = ceilings.PACE_SIZE
+        left, right, out = (torch.zeros(size, size, dtype=torch.float16, device="cuda") for _ in range(3))
+        return Work(2.0 * size**3, lambda: torch.mm(left, right, out=out), driver)
 
     def multiply_adds(self) -> Work:
         """See Works."""

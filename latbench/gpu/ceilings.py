@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from latbench.ceilings import higher, memory_seconds, never_rising
+import numpy as np
+
+from latbench.ceilings import higher, memory_seconds, never_rising, weighed
 from latbench.gpu import timing
-from latbench.gpu.timing import Call, Driver, Mode
+from latbench.gpu.timing import Call, Driver, EventTimer, Mode
 from latbench.measure import Clock
 
 ORDINARY = "ordinary"  # units of a kernel that uses no tensor cores
@@ -26,6 +28,8 @@ DTYPES = ("float16", "bfloat16")
 WORKING_SETS = tuple(2**power for power in range(20, 30))  # bytes: the largest passes any L2 four times
 
 PRODUCT_SIZE = 8192  # rows and columns: many tiles for each multiprocessor
+PACE_SIZE = 4096  # some hundred microseconds, in matrices that a small GPU has room for all the time
+PACE_BYTES = 2**28  # no L2 holds half of it
 WARM_UP_SECONDS = 0.2  # clocks rise when there is something to do
 _SECONDS = 0.04  # of samples, for each rate
 
@@ -35,12 +39,15 @@ class GpuCeilings:
     """Of one GPU at its present clocks.
 
     tensor_flop_per_second: by element type, without those that its tensor cores do not know; read_bytes_per_second:
-    by size of the working set in bytes, which rises.
+    by size of the working set in bytes, which rises; product_seconds and sum_seconds: what the reference kernels of a
+    sweep usually take.
     """
 
     tensor_flop_per_second: dict[str, float]
     ordinary_flop_per_second: float
     read_bytes_per_second: dict[int, float]
+    product_seconds: float
+    sum_seconds: float
 
     def roofline_seconds(self, flop: float, size: float, units: str) -> float:
         """The least that so many operations on so many bytes can take; `units` is the element type that tensor cores
@@ -49,12 +56,19 @@ class GpuCeilings:
         rate = max(self.ordinary_flop_per_second, self.tensor_flop_per_second.get(units, 0.0))
         return max(flop / rate, memory_seconds(self.read_bytes_per_second, size))
 
+    def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
+        """See WithPace. All units have one clock: so work on the ordinary ones is weighed as work on tensor cores."""
+        compute = flop / max(self.ordinary_flop_per_second, *self.tensor_flop_per_second.values())
+        return weighed(product_seconds, sum_seconds, compute, memory_seconds(self.read_bytes_per_second, size))
+
     def or_higher(self, other: GpuCeilings) -> GpuCeilings:
         """The higher of two ceilings, rate by rate."""
         return GpuCeilings(
             higher(self.tensor_flop_per_second, other.tensor_flop_per_second),
             max(self.ordinary_flop_per_second, other.ordinary_flop_per_second),
             higher(self.read_bytes_per_second, other.read_bytes_per_second),
+            min(self.product_seconds, other.product_seconds),
+            min(self.sum_seconds, other.sum_seconds),
         )
 
 
@@ -72,6 +86,9 @@ class Works(Protocol):
 
     def products(self, dtype: str) -> Iterable[Work]:
         """Large dense products by a library; none where the tensor cores do not know the element type."""
+
+    def pace_product(self) -> Work:
+        """A dense product of float16 matrices of PACE_SIZE rows and columns."""
 
     def multiply_adds(self) -> Work:
         """Float32 multiply-adds on the ordinary cores."""
@@ -92,10 +109,20 @@ def find(works: Works, clock: Clock = perf_counter) -> GpuCeilings:
         {dtype: max(rates) for dtype, rates in products.items() if rates},
         _rate(ordinary, clock),
         never_rising({size: _rate(works.reads(size), clock) for size in WORKING_SETS}),
+        _usual(works.pace_product(), clock),
+        _usual(works.reads(PACE_BYTES), clock),
     )
+
+
+def timer(work: Work, clock: Clock = perf_counter) -> EventTimer:
+    """What times the work, launched as a library does."""
+    return timing.prepare([work.call], work.driver, Mode("warm", "call"), clock=clock)
+
+
+def _usual(work: Work, clock: Clock) -> float:
+    return float(np.median(timer(work, clock).burst(_SECONDS).samples))
 
 
 def _rate(work: Work, clock: Clock) -> float:
     """The highest rate at which `work` is done, a second."""
-    timer = timing.prepare([work.call], work.driver, Mode("warm", "call"), clock=clock)
-    return work.done / min(timer.burst(_SECONDS).samples)
+    return work.done / min(timer(work, clock).burst(_SECONDS).samples)

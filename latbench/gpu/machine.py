@@ -12,7 +12,7 @@ from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
 from latbench.devices import Gpu
 from latbench.gpu import nvml, roofline
 from latbench.gpu.ceilings import GpuCeilings
-from latbench.gpu.roofline import GpuRoofline
+from latbench.gpu.roofline import GpuPace
 from latbench.gpu.timing import ROTATED_TIMES_L2
 from latbench.plan import Point
 from latbench.runners.local import Worker
@@ -68,18 +68,19 @@ class GpuMachine:
         """See Machine."""
         return nvml.columns(states)
 
-    def pace(self) -> GpuRoofline:
-        """The ceilings, which are measured when there are none. No reference kernels: a GPU's clocks and event
-        reasons come with every burst.
+    def pace(self) -> GpuPace:
+        """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
+
+        Beside them clocks and event reasons come with every burst.
         """
 
         def find() -> GpuCeilings:
-            with self.worker("reference") as worker:  # whose memory is others' again at once
+            with self.worker("ceilings") as worker:  # whose memory is others' again at once
                 seconds = self.start_seconds + self.prepare_seconds
                 found: GpuCeilings = worker.call("latbench.backends.gpu_reference:find", timeout=seconds)
             return found
 
-        return GpuRoofline(roofline.kept(self.environment(), find))
+        return GpuPace(self.worker("reference"), roofline.kept(self.environment(), find))
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""

@@ -10,7 +10,7 @@ from latbench import devices
 from latbench.ceilings import Kept
 from latbench.gpu import ceiling_kernels, ceilings
 from latbench.gpu.ceilings import ORDINARY, GpuCeilings
-from latbench.pace import Roofline
+from latbench.pace import Pace
 from latbench.plan import Point
 from sparse_kernels.shapes import Conv2dShape
 
@@ -21,11 +21,13 @@ SETTINGS = (
     "gpu_application_memory_clock_hertz", "gpu_power_limit_milliwatts", "gpu_ecc",
 )  # fmt: skip
 
-_METHOD = 1  # counts changes of how ceilings are found
+_METHOD = 2  # counts changes of how ceilings are found
 
 
-class GpuRoofline(Roofline[GpuCeilings]):
-    """The ceilings of the GPU that a sweep measures on."""
+class GpuPace(Pace[GpuCeilings]):
+    """The ceilings of the GPU that a sweep measures on, and how fast it is just now."""
+
+    module = "latbench.backends.gpu_reference"
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
         """See Roofline. What a kernel writes does not count (see `latbench.gpu.ceilings`)."""
@@ -58,4 +60,5 @@ def kept(environment: Mapping[str, Any], measure: Callable[[], GpuCeilings]) -> 
 def work() -> str:
     """What the ceilings are measured with."""
     source = hashlib.sha256(ceiling_kernels.SOURCE.read_bytes()).hexdigest()[:8]
-    return f"products {ceilings.PRODUCT_SIZE}, torch {devices.version('torch')}, kernels {source}, {_METHOD}"
+    sizes = f"{ceilings.PRODUCT_SIZE} {ceilings.PACE_SIZE}, reads {ceilings.PACE_BYTES}"
+    return f"products {sizes}, torch {devices.version('torch')}, kernels {source}, {_METHOD}"

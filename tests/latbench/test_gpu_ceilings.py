@@ -1,6 +1,7 @@
 """A GPU's ceilings: found on a device that is made up, kept for one GPU at its clocks, and what they rule out."""
 
 import json
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from latbench.devices import Gpu
 from latbench.gpu import ceilings, points
 from latbench.gpu.ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
 from latbench.gpu.machine import GpuMachine
-from latbench.gpu.roofline import GpuRoofline, units
+from latbench.gpu.roofline import GpuPace, units
+from latbench.measure import Burst
 from latbench.plan import Point
 from latbench.runners.local import WorkerDied
 from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
@@ -30,7 +32,11 @@ DENSE_FLOP = 2 * SHAPE.m * SHAPE.k * SHAPE.n
 TENSOR, CORES = 8e14, 6e13
 L2, MEMORY = 6e12, 3e12
 HELD = 2**25  # bytes that the made up L2 holds
-FOUND = GpuCeilings({"float16": TENSOR, "bfloat16": TENSOR}, CORES, {2**20: L2, 2 * HELD: MEMORY})
+PRODUCT, READS = 2.0 * ceilings.PACE_SIZE**3 / TENSOR, ceilings.PACE_BYTES / MEMORY  # seconds at the usual pace
+FOUND = GpuCeilings(
+    {"float16": TENSOR, "bfloat16": TENSOR}, CORES, {2**20: L2, 2 * HELD: MEMORY}, product_seconds=PRODUCT,
+    sum_seconds=READS,
+)  # fmt: skip
 
 
 class FakeWorks:
@@ -43,12 +49,15 @@ class FakeWorks:
         for rate in (TENSOR / 2, TENSOR) if dtype in self.dtypes else ():
             yield self._work(2.0 * ceilings.PRODUCT_SIZE**3, rate)
 
+    def pace_product(self) -> Work:
+        return self._work(2.0 * ceilings.PACE_SIZE**3, TENSOR)
+
     def multiply_adds(self) -> Work:
         return self._work(3e10, CORES)
 
     def reads(self, size: int) -> Work:
         # The smallest set keeps too few slices of the L2 busy: falling rates do not say so.
-        return self._work(2.0**30, MEMORY if size > HELD else L2 / 3 if size == WORKING_SETS[0] else L2)
+        return self._work(float(size), MEMORY if size > HELD else L2 / 3 if size == WORKING_SETS[0] else L2)
 
     def _work(self, done: float, rate: float) -> Work:
         return Work(done, self.device.kernel(done / rate), self.device)
@@ -65,6 +74,7 @@ def test_the_ceilings_of_a_device_are_its_rates() -> None:
     assert its.ordinary_flop_per_second == pytest.approx(CORES, rel=0.01)
     expected = {size: MEMORY if size > HELD else L2 for size in WORKING_SETS}
     assert its.read_bytes_per_second == pytest.approx(expected, rel=0.01)
+    assert (its.product_seconds, its.sum_seconds) == pytest.approx((PRODUCT, READS), rel=0.01)
     assert device.host < 5.0  # seconds of the device
 
 
@@ -94,7 +104,7 @@ class Kept:
 def least(point: Point, kernel: str = "", density: float = 1.0, size: float = 0.0) -> float:
     """The least seconds for `point` with so many of its weights kept, reading so many bytes."""
     written = 2 * point.shape.m * point.shape.n
-    return GpuRoofline(Kept(FOUND)).seconds(point, kernel, density * DENSE_FLOP, size + written)  # type: ignore[arg-type]
+    return GpuPace(None, Kept(FOUND)).seconds(point, kernel, density * DENSE_FLOP, size + written)  # type: ignore[arg-type]
 
 
 def point(kernel: points.Kernel, pattern: Any = DENSE, shape: Shape = SHAPE) -> Point:
@@ -142,11 +152,48 @@ def test_a_library_may_do_with_fewer_products_where_filters_overlap() -> None:
 
 def test_doubted_ceilings_rise_once_and_never_fall() -> None:
     higher = replace(FOUND, tensor_flop_per_second={"float16": 2 * TENSOR}, ordinary_flop_per_second=CORES / 2)
-    roofline = GpuRoofline(Kept(FOUND, higher))  # type: ignore[arg-type]
+    roofline = GpuPace(None, Kept(FOUND, higher))  # type: ignore[arg-type]
     assert roofline.doubt() and not roofline.doubt()
     assert roofline.ceilings.tensor_flop_per_second["float16"] == 2 * TENSOR
     assert roofline.ceilings.ordinary_flop_per_second == CORES
     assert roofline.ceilings.read_bytes_per_second == FOUND.read_bytes_per_second
+
+
+# How fast it is just now --------------------------------------------------------------------------------------------
+
+
+class Slowing:
+    """A reference worker on a GPU whose units fall to half their speed, and whose memory stays as it is."""
+
+    def __init__(self) -> None:
+        self.seconds = {"product": PRODUCT, "total": READS}
+
+    def prepare(self, function: str) -> Any:
+        module, _, name = function.partition(":")
+        assert module == "latbench.backends.gpu_reference" and name in self.seconds
+        return name
+
+    def holds(self, prepared: Any) -> bool:
+        return True
+
+    def burst(self, prepared: Any, seconds: float) -> Burst:
+        return Burst([self.seconds[prepared]] * 3, preempted=False)
+
+
+@pytest.mark.parametrize(
+    ("flop", "size", "slower"), [(1e13, 2**20, 2.0), (1e6, 2**40, 1.0), (TENSOR, MEMORY, math.sqrt(2))]
+)
+def test_work_is_as_much_slower_as_what_bounds_it(flop: float, size: float, slower: float) -> None:
+    worker = Slowing()
+    pace = GpuPace(worker, Kept(FOUND))  # type: ignore[arg-type]
+    pace.turn()
+    quiet = pace.reference([0.0], flop, size)
+    assert quiet is not None and quiet.seconds[0] == pytest.approx(quiet.usual_seconds)
+    worker.seconds["product"] *= 2
+    pace = GpuPace(worker, Kept(FOUND))  # type: ignore[arg-type]
+    pace.turn()
+    found = pace.reference([0.0], flop, size)
+    assert found is not None and found.seconds[0] / found.usual_seconds == pytest.approx(slower, rel=0.02)
 
 
 # What is kept -------------------------------------------------------------------------------------------------------
@@ -174,14 +221,14 @@ class FakeWorker:
 
 
 CLOCKS = {"application_megahertz": 1980, "application_memory_megahertz": 3201}
-Paced = Callable[..., GpuRoofline]
+Paced = Callable[..., GpuPace]
 
 
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> Paced:
     """The roofline of a new sweep on a GPU that is an H200 but for the settings given."""
 
-    def pace(worker: FakeWorker, **settings: Any) -> GpuRoofline:
+    def pace(worker: FakeWorker, **settings: Any) -> GpuPace:
         device = {**fakes.H200, **CLOCKS, **settings}
         monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(device))
         monkeypatch.setattr(GpuMachine, "worker", lambda machine, process: worker)

@@ -14,6 +14,7 @@ from latbench.gpu import points
 from latbench.gpu.ceilings import WORKING_SETS
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.gpu.timing import Mode
+from latbench.pace import READING_SECONDS, SLOW_SPELL
 from latbench.plan import Point
 from latbench.runners.local import START_SECONDS, Prepared, TaskFailed, Worker
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -160,6 +161,14 @@ def test_the_ceilings_are_in_order(workers: Workers) -> None:
     assert rates == sorted(rates, reverse=True) and rates[0] > 1.2 * rates[-1] > 1e10  # from the L2, and past it
     large = workers.median(dense(4096, "warm", "graph"))
     assert gates.too_fast(large, found.roofline_seconds(2 * 4096**3, 0, "float16")) is None
+
+
+def test_fixed_work_of_a_sweep_takes_what_it_took_when_the_ceilings_were_found(workers: Workers) -> None:
+    with workers.machine.worker("reference") as worker:
+        found = worker.call("latbench.backends.gpu_reference:find", timeout=START_SECONDS + SECONDS)
+        for name, usual in (("product", found.product_seconds), ("total", found.sum_seconds)):
+            prepared = worker.prepare(f"latbench.backends.gpu_reference:{name}")
+            assert np.median(worker.sample(prepared, READING_SECONDS)) == pytest.approx(usual, rel=SLOW_SPELL - 1)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)

@@ -17,7 +17,7 @@ from latbench.gpu import nvml, points, session
 from latbench.gpu.ceilings import GpuCeilings
 from latbench.gpu.machine import GpuMachine
 from latbench.gpu.points import DENSE, OURS
-from latbench.gpu.roofline import GpuRoofline
+from latbench.gpu.roofline import GpuPace
 from latbench.gpu.session import Budget, Outcome, Stages, Stopwatch, Swept
 from latbench.gpu.summary import compared
 from latbench.pace import Roofline
@@ -246,10 +246,20 @@ class Found:
 
     def get(self) -> GpuCeilings:
         rate = self.rates.pop(0)
-        return GpuCeilings({"float16": rate}, rate, {1: 1e12})
+        return GpuCeilings({"float16": rate}, rate, {1: 1e12}, 2e-4, 1e-4)
 
     def again(self, doubted: GpuCeilings) -> GpuCeilings:
         return doubted.or_higher(self.get())
+
+
+class NoReference:
+    """A reference worker that dies whenever it is asked."""
+
+    def prepare(self, function: str) -> Any:
+        raise WorkerDied("crash", f"the reference worker that had {function} is gone")
+
+    def close(self) -> None:
+        pass
 
 
 class Bounded(FakeMachine):
@@ -262,7 +272,7 @@ class Bounded(FakeMachine):
     def pace(self) -> Roofline[Any]:
         if self._failure is not None:
             raise self._failure
-        return GpuRoofline(self._kept)  # type: ignore[arg-type]
+        return GpuPace(NoReference(), self._kept)  # type: ignore[arg-type]
 
     @property
     def measured_again(self) -> bool:

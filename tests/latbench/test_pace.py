@@ -9,7 +9,7 @@ import pytest
 
 from latbench.ceilings import Ceilings, Kept
 from latbench.measure import Burst
-from latbench.pace import EVERY, Pace
+from latbench.pace import EVERY, CpuPace
 from latbench.runners.local import WorkerDied
 
 CEILINGS = Ceilings(1.0, {1: 1.0}, product_seconds=1.0, sum_seconds=1.0)
@@ -47,9 +47,9 @@ def own_ceilings(own_lock: Path) -> None:
     """Made-up ceilings are kept beside nobody's real ones."""
 
 
-def pace(worker: FakeWorker, readings: int) -> Pace:
+def pace(worker: FakeWorker, readings: int) -> CpuPace:
     """After so many readings, at the times 0, 1, 2 ..."""
-    kept = Pace(worker, Kept("cpu", 1, "work", lambda: CEILINGS), clock=itertools.count().__next__)  # type: ignore[arg-type]
+    kept = CpuPace(worker, Kept("cpu", 1, "work", lambda: CEILINGS), clock=itertools.count().__next__)  # type: ignore[arg-type]
     for _ in range(readings * EVERY):
         kept.turn()
     return kept
@@ -66,7 +66,7 @@ def test_the_reference_is_timed_before_the_first_burst_and_every_few() -> None:
     assert worker.prepared == 2  # a product and a sum
 
 
-def told(kept: Pace, at: float) -> tuple[float, bool]:
+def told(kept: CpuPace, at: float) -> tuple[float, bool]:
     """By what factor the machine was slower than usual around then, and whether that is a slow spell."""
     found = kept.reference([at], **BY_UNITS)
     assert found is not None
