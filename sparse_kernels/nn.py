@@ -14,7 +14,8 @@ capture again after its weights have changed: a graph reads the plan of its time
 
 On a CPU a layer keeps a plan for few tokens and one for many, or for each of the latest image sizes. A SparseLinear
 with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.tuner`, and again for about twice or
-half as many tokens.
+half as many tokens. After a call on a CPU, child processes that are to run layers must be started anew, not forked
+(`cpu.threads`).
 
 Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
 blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
@@ -40,7 +41,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.cpu import threads
 from sparse_kernels.cpu.frames import Framed, Places
-from sparse_kernels.formats import Packed, pack
+from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.framed import finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
@@ -210,7 +211,10 @@ class _Sparse(nn.Module):
         return self.backend in GPU_BACKENDS
 
     def _accepted(self, x: Tensor) -> Tensor:
-        """x, in autocast's element type where that is on; refused if the backend cannot take it."""
+        """x in an element type that the backend takes: on a GPU autocast's, where that is on; refused if it has none.
+
+        On a CPU dense layers under autocast give bfloat16 or float16, of which sparse ones make float32 again.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(f"a layer takes a tensor, not a {type(x).__name__}")
         if torch.is_grad_enabled() and x.requires_grad:
@@ -220,7 +224,10 @@ class _Sparse(nn.Module):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
             if x.dtype not in GPU_DTYPES:
                 raise TypeError(f"backend {self.backend!r} takes float16 and bfloat16, not {x.dtype}: model.half()")
-        elif x.dtype != torch.float32 or x.device.type != "cpu":
+            return x
+        if x.device.type == "cpu" and x.dtype in GPU_DTYPES and torch.is_autocast_enabled("cpu"):
+            x = x.float()
+        if x.dtype != torch.float32 or x.device.type != "cpu":
             raise TypeError(f"backend {self.backend!r} takes float32 tensors on the CPU, not {x.dtype} on {x.device}")
         return x
 
@@ -280,9 +287,28 @@ class _Sparse(nn.Module):
         self._forget_plan()
         return super()._apply(fn, recurse)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: Any,
+        unexpected: Any,
+        errors: list[str],
+    ) -> None:
+        """As torch does, but what does not fit together is refused as a whole: kernels follow its indices."""
         self._forget_plan()
-        super()._load_from_state_dict(*args)
+        before = {name: buffer.clone() for name, buffer in self._buffers.items() if buffer is not None}
+        known = len(errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        if len(errors) == known and not any(buffer.is_meta for buffer in self.buffers()):
+            try:
+                check(self.packed)
+            except ValueError as error:
+                errors.append(f"{prefix.removesuffix('.') or 'this layer'}: {error}")
+        if len(errors) > known:
+            self._buffers.update(before)
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
@@ -396,7 +422,7 @@ class SparseLinear(_Sparse):
         return super().extra_repr() + ("" if self.weights == "float32" else f", weights={self.weights}")
 
     def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
-        """Run the sparse kernel on the rows of x; any leading dimensions, none empty of meaning.
+        """Run the sparse kernel on the rows of x (..., k), of any number of dimensions and any size, 0 included.
 
         keep: the result may stay in tiles of tokens, for another SparseLinear that alone reads it.
         """
@@ -412,7 +438,7 @@ class SparseLinear(_Sparse):
         n = lead.numel()
         if self._on_gpu:
             return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
-        if keep and self.lays_out and worthwhile(n) and not torch.compiler.is_compiling():
+        if keep and not torch.compiler.is_compiling() and self.lays_out and worthwhile(n):
             return Tiles(self._product(rows.contiguous(), tiles_shape(n, m)), lead)
         return self._product(rows.contiguous(), (n, m)).view(*lead, m)
 

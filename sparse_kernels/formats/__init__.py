@@ -26,6 +26,7 @@ __all__ = [
     "NotOfPattern",
     "Packed",
     "VectorWeight",
+    "check",
     "copied",
     "pack",
     "rounded",
@@ -69,6 +70,22 @@ def unpack(packed: Packed) -> Weight:
         case VectorWeight():
             return vector.unpack(packed)
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
+
+
+def check(packed: Packed) -> None:
+    """Refuse (ValueError) a packed weight whose arrays, as from a damaged file, contradict each other.
+
+    Kernels read and write where its indices tell them to.
+    """
+    match packed:
+        case CSRWeight():
+            csr.check(packed)
+        case NMWeight():
+            nm.check(packed)
+        case BlockWeight():
+            block.check(packed)
+        case VectorWeight():
+            vector.check(packed)
 
 
 def copied(packed: Packed) -> Packed:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, frozen
 from sparse_kernels.patterns import BlockWise
 
 
@@ -69,3 +69,8 @@ def unpack(packed: BlockWeight) -> Weight:
     block_rows = np.repeat(np.arange(packed.indptr.size - 1), np.diff(packed.indptr))
     blocks[block_rows, packed.indices] = packed.values
     return blocks.swapaxes(1, 2).reshape(blocks.shape[0] * rows, -1)[:m, :k].copy()
+
+
+def check(packed: BlockWeight) -> None:
+    """Refuse (ValueError) arrays that contradict each other."""
+    check_compressed(packed.indptr, packed.indices, -(-packed.shape[1] // packed.pattern.cols))

@@ -39,6 +39,18 @@ def check_weight_and_mask(weight: Weight, mask: Mask) -> None:
         )
 
 
+def check_compressed(indptr: NDArray[np.int64], indices: NDArray[np.int32], columns: int) -> None:
+    """Refuse (ValueError) row ends and column numbers of stored arrays that are not what a format says of them."""
+    if indptr[0] != 0 or (np.diff(indptr) < 0).any() or indptr[-1] != indices.size:
+        raise ValueError(f"indptr must rise from 0 to {indices.size}, the number of indices")
+    if indices.size and not 0 <= indices.min() <= indices.max() < columns:
+        raise ValueError(f"indices must lie in 0 to {columns - 1}, not {indices.min()} to {indices.max()}")
+    falls = np.diff(indices) <= 0
+    falls[indptr[(indptr > 0) & (indptr < indices.size)] - 1] = False
+    if falls.any():
+        raise ValueError(f"indices must rise within a row, and do not at {np.argmax(falls) + 1}")
+
+
 def frozen(array: _Array) -> _Array:
     """`array` itself, C-contiguous and read-only from now on; it must be the caller's own."""
     if not array.flags.c_contiguous:

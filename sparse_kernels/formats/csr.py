@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, Weight, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, Weight, check_compressed, check_weight_and_mask, frozen
 from sparse_kernels.patterns import Unstructured
 
 
@@ -53,3 +53,8 @@ def unpack(packed: CSRWeight) -> Weight:
     rows = np.repeat(np.arange(packed.shape[0]), np.diff(packed.indptr))
     weight[rows, packed.indices] = packed.values
     return weight
+
+
+def check(packed: CSRWeight) -> None:
+    """Refuse (ValueError) arrays that contradict each other."""
+    check_compressed(packed.indptr, packed.indices, packed.shape[1])

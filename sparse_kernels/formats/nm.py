@@ -75,3 +75,13 @@ def unpack(packed: NMWeight) -> Weight:
         columns = np.arange(groups) * packed.pattern.of + packed.offsets[:, :, slot]
         weight[rows, columns] += packed.values[:, :, slot]  # an empty slot adds 0 to the one before it
     return weight
+
+
+def check(packed: NMWeight) -> None:
+    """Refuse (ValueError) offsets that name no column of their group, or fall."""
+    of = packed.pattern.of
+    columns = np.minimum(of, packed.shape[1] - of * np.arange(packed.offsets.shape[1]))
+    if (packed.offsets >= columns[:, None]).any():
+        raise ValueError(f"offsets must lie below {of}, and in a last, narrower group below its columns")
+    if (packed.offsets[:, :, 1:] < packed.offsets[:, :, :-1]).any():
+        raise ValueError("offsets must not fall within a group")

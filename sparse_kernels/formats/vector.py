@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_weight_and_mask, frozen
+from sparse_kernels.formats.checks import Mask, NotOfPattern, Weight, check_compressed, check_weight_and_mask, frozen
 from sparse_kernels.patterns import NM, ShflBW, VectorNM, VectorWise
 
 
@@ -78,6 +78,14 @@ def unpack(packed: VectorWeight) -> Weight:
     weight = np.empty((m, k), np.float32)
     weight[packed.row_ids[:m]] = padded.reshape(-1, k)[:m]
     return weight
+
+
+def check(packed: VectorWeight) -> None:
+    """Refuse (ValueError) arrays that contradict each other."""
+    m, k = packed.shape
+    check_compressed(packed.indptr, packed.indices, k)
+    if (np.sort(packed.row_ids[:m]) != np.arange(m)).any() or (packed.row_ids[m:] != -1).any():
+        raise ValueError(f"row_ids must name each row from 0 to {m - 1} once, and -1 after that")
 
 
 def _check_groups(kept: Mask, pattern: VectorNM) -> None:

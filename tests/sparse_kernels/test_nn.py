@@ -2,6 +2,7 @@
 
 import copy
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -86,6 +87,54 @@ def test_state_dict_carries_the_weights_to_a_layer_of_the_same_mask() -> None:
     target(x)  # a plan of the old weights exists and must not survive the load
     target.load_state_dict(source.state_dict())
     assert torch.equal(target(x), source(x))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "damage", "why"),
+    [
+        ("unstructured", "indices", lambda a: a[-1].fill_(10**8), "indices must lie in 0 to 63, not 0 to 100000000"),
+        ("unstructured", "indices", lambda a: a[0].fill_(-1), "indices must lie in 0 to 63"),
+        ("unstructured", "indices", lambda a: a[1].copy_(a[0]), "indices must rise within a row"),
+        ("unstructured", "indptr", lambda a: a[-1].add_(1), "indptr must rise from 0"),
+        ("vector:16", "indptr", lambda a: a[1].fill_(-3), "indptr must rise from 0"),
+        ("block:4x4", "indices", lambda a: a[-1].fill_(16), "indices must lie in 0 to 15"),
+        ("nm:2:4", "offsets", lambda a: a[0, 0].fill_(4), "offsets must lie below 4"),
+        ("nm:2:4", "offsets", lambda a: a[0, 0].copy_(torch.tensor([3, 1])), "offsets must not fall"),
+        ("shflbw:16", "row_ids", lambda a: a[0].copy_(a[1]), "row_ids must name each row from 0 to 31 once"),
+    ],
+)
+@torch.no_grad()
+def test_a_state_that_contradicts_itself_is_refused_and_changes_nothing(
+    pattern: str, name: str, damage: Callable[[torch.Tensor], object], why: str
+) -> None:
+    linear, x = nn.Linear(64, 32), torch.randn(4, 64)
+    model = nn.Sequential(SparseLinear.from_dense(linear, parse(pattern), _mask(linear, pattern)))
+    expected, state = model(x), {key: value.clone() for key, value in model.state_dict().items()}
+    state["0.values"] += 1
+    damage(state[f"0.{name}"])
+    with pytest.raises(RuntimeError, match=f"0: {why}"):
+        model.load_state_dict(state)
+    assert torch.equal(model(x), expected)
+
+
+@torch.no_grad()
+def test_layers_run_among_dense_ones_under_autocast() -> None:
+    linear = nn.Linear(64, 32)
+    model = nn.Sequential(nn.Linear(16, 64), SparseLinear.from_dense(linear, Dense(), None), nn.Linear(32, 8))
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        between = model[0](x)
+        assert between.dtype == torch.bfloat16
+        _close(model[1](between), linear.double()(between.double()), 64)
+        assert model(x).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_layers_that_keep_tiles_are_operators_to_the_compiler() -> None:
+    linear, x = nn.Linear(64, 64), torch.randn(256, 64)
+    layer = SparseLinear.from_dense(linear, parse("shflbw:8"), _mask(linear, "shflbw:8"))
+    compiled = torch.compile(lambda x: layer(layer(x, keep=True)), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(layer(x)))
 
 
 @torch.no_grad()
