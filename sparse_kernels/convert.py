@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from sparse_kernels.framing import keep_frames
-from sparse_kernels.graphs import activation, called_once, element_wise, erase, only_user, tidy, wrap
+from sparse_kernels.graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
 from sparse_kernels.nn import (
     GPU_BACKENDS,
     SparseConv2d,
@@ -69,6 +69,9 @@ def convert(
 ) -> nn.Module:
     """A copy of `model` for inference in which every named layer runs its sparse kernel.
 
+    Parts that can be traced become `torch.fx.GraphModule`s: their `forward` is all that is left of their class, as it
+    computed on these inputs, and later changes of plain attributes do nothing. Modules with hooks stay what they are.
+
     `choices` maps the names of Linear and Conv2d modules to their patterns; other layers stay torch's own, with
     BatchNorm folded where it follows directly. `example_inputs` are what the model is called with: they prove that
     the converted model is the same function as the masked one (for a GPU backend, where they lie on a GPU). `tune`:
@@ -79,15 +82,23 @@ def convert(
     """
     model = copy.deepcopy(model).eval()
     modules = dict(model.named_modules(remove_duplicate=False))
+    owners = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     chosen: dict[nn.Module, LayerPattern] = {}
     for name, choice in choices.items():
         if name not in modules:
             raise ValueError(f"the model has no layer {name!r}")
+        module = modules[name]
+        if module in chosen:
+            if not _alike(choice, chosen[module]):
+                raise ValueError(f"layer {name!r}: it has another name too, under which another pattern is chosen")
+            continue
+        if owners[id(module._parameters.get("weight"))] > 1:  # what else reads this weight keeps all of it
+            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
         try:
-            _apply(choice, modules[name], backend)
+            _apply(choice, module, backend)
         except ValueError as error:
             raise ValueError(f"layer {name!r}: {error}") from None
-        chosen[modules[name]] = choice
+        chosen[module] = choice
     names = {module: name for name, module in modules.items() if module in chosen}
     conversion = _Conversion(chosen, Counter(modules.values()), _record_calls(model, example_inputs), backend, tune)
     converted = conversion.of(model, "")
@@ -99,13 +110,18 @@ def convert(
     return converted
 
 
+def _alike(a: LayerPattern, b: LayerPattern) -> bool:
+    masks = a.mask is b.mask or (a.mask is not None and b.mask is not None and np.array_equal(a.mask, b.mask))
+    return masks and (a.pattern, a.weights) == (b.pattern, b.weights)
+
+
 def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
     """Make the weight what its kernel will multiply with, in place, whatever computes it: masked, and rounded."""
     if (reason := refuses(module)) is not None:
         raise ValueError(reason)
     if prune.is_pruned(module):
         prune.remove(module, "weight")
-    if module._forward_hooks or module._forward_pre_hooks:
+    if hooked(module):
         raise ValueError("it has hooks, which a sparse layer would not call: remove them first")
     if choice.mask is not None:
         matrix = weight_matrix(module)
@@ -172,7 +188,7 @@ class _Conversion:
         inside = {name: module for name, module in everything if module in self.chosen}
         # What is folded into a layer must not be folded into one that others outside of this part call too.
         alone = all(self.names[module] == count for module, count in Counter(inside.values()).items())
-        if path in self.calls and alone:
+        if path in self.calls and alone and not _loses_hooks(part):
             traced = _trace(part, self.calls[path])
             if traced is not None:
                 choices = {name: self.chosen[module] for name, module in inside.items()}
@@ -183,6 +199,13 @@ class _Conversion:
             if child is not None:
                 setattr(part, name, self.of(child, f"{path}.{name}" if path else name))
         return part
+
+
+def _loses_hooks(part: nn.Module) -> bool:
+    """Whether tracing would open modules that somebody looks at: the part, or any below that is not torch's own."""
+    tracer = fx.Tracer()
+    below = (module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name)))
+    return any(hooked(module) for module in below)
 
 
 def _prove(converted: nn.Module, example_inputs: tuple[Any, ...], expected: Any) -> None:
@@ -302,7 +325,7 @@ def _fold_norms(traced: fx.GraphModule) -> None:
     norms = called_once(traced, modules, nn.BatchNorm1d | nn.BatchNorm2d)
     for node in called_once(traced, modules, nn.Linear | nn.Conv2d):
         norm = only_user(node)
-        if norm not in norms:
+        if norm not in norms or hooked(modules[str(norm.target)]):
             continue
         name, layer = str(node.target), modules[str(node.target)]
         fuse = fuse_linear_bn_eval if isinstance(layer, nn.Linear) else fuse_conv_bn_eval

@@ -165,8 +165,6 @@ def _keeps_zeros(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if not element_wise(node, modules) or not isinstance(node.args[0], fx.Node):
         return False
     function = modules[node.target] if isinstance(node.target, str) else node.target
-    if isinstance(function, nn.Module) and (function._forward_hooks or function._forward_pre_hooks):
-        return False  # hooks look at images
     return not function(torch.zeros(1, device="cpu"), *node.args[1:], **node.kwargs).any()
 
 

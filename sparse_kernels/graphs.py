@@ -27,8 +27,14 @@ def element_wise(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if len(node.args) == 0 or any(isinstance(value, fx.Node) for value in values):
         return False
     if node.op == "call_module":
-        return isinstance(modules[str(node.target)], _ELEMENT_WISE_MODULES)
+        module = modules[str(node.target)]
+        return isinstance(module, _ELEMENT_WISE_MODULES) and not hooked(module)
     return node.op == "call_function" and node.target in _ELEMENT_WISE_FUNCTIONS
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at what goes into this module, or comes out: then it stays, and gets what torch has."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def called_once(traced: fx.GraphModule, modules: dict[str, nn.Module], kind: Any) -> list[fx.Node]:
@@ -47,6 +53,8 @@ def activation(node: fx.Node, modules: dict[str, nn.Module]) -> str | None:
     """The name of the activation that this node is, if a kernel can run it in its epilogue."""
     if node.op == "call_module":
         module = modules[str(node.target)]
+        if hooked(module):
+            return None
         if isinstance(module, nn.ReLU):
             return "relu"
         return "gelu" if isinstance(module, nn.GELU) and module.approximate == "none" else None

@@ -298,6 +298,89 @@ def test_a_layer_of_several_names_is_one_sparse_layer(rng: np.random.Generator, 
     torch.testing.assert_close(converted(x), _masked(model, choices)(x.double()).float(), rtol=1e-4, atol=1e-5)
 
 
+class Autoencoder(nn.Module):
+    """Its last layer has the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.embedding, self.head = nn.Linear(8, 8), nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embedding(x)))
+
+
+@torch.no_grad()
+def test_who_shares_a_weight_with_a_chosen_layer_keeps_all_of_it(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model, x = Autoencoder().eval(), torch.arange(20)
+    choices = {"head": _choices(model)["head"]}
+    expected = model.inner(model.embedding(x)) @ (model.head.weight * torch.from_numpy(choices["head"].mask)).t()
+    torch.testing.assert_close(convert(model, choices, (x,))(x), expected, rtol=1e-4, atol=1e-5)
+    assert model.head.weight is model.embedding.weight
+
+
+@torch.no_grad()
+def test_two_layers_of_one_weight_have_a_mask_each(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(5, 8)
+    model[1].weight = model[0].weight
+    mask = rng.random((8, 8)) < 0.5
+    choices = {"0": LayerPattern(Unstructured(), mask), "1": LayerPattern(Unstructured(), ~mask)}
+    weight, masks = model[0].weight, [torch.from_numpy(choices[name].mask) for name in "01"]
+    expected = F.linear(F.linear(x, weight * masks[0], model[0].bias), weight * masks[1], model[1].bias)
+    torch.testing.assert_close(convert(model, choices, (x,))(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_layer_of_two_names_has_one_pattern() -> None:
+    layer = nn.Linear(8, 8)
+    model, x = nn.Sequential(layer, nn.ReLU(), layer).eval(), torch.randn(5, 8)
+    mask = np.tri(8, dtype=bool)
+    with pytest.raises(ValueError, match="layer '2': it has another name too, under which another pattern is chosen"):
+        convert(model, {"0": LayerPattern(Unstructured(), mask), "2": LayerPattern(Unstructured(), mask.T)}, (x,))
+    convert(model, {name: LayerPattern(Unstructured(), mask.copy()) for name in "02"}, (x,))
+
+
+class Hooked(nn.Module):
+    """What a conversion would fold, run in tiles or open, if nobody looked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.relu = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU()
+        self.second, self.silu, self.third = nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 16)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.third(self.silu(self.second(self.relu(self.norm(self.first(x)))))))
+
+
+@pytest.mark.parametrize("name", ["norm", "relu", "silu", "block", "block.1", ""])
+@torch.no_grad()
+def test_hooks_of_other_modules_see_what_they_saw(rng: np.random.Generator, name: str) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model, x = Hooked().eval(), torch.randn(256, 16)
+    seen: list[Tensor] = []
+    model.get_submodule(name).register_forward_hook(lambda module, inputs, result: seen.extend([*inputs, result]))
+    choices = {
+        layer: LayerPattern(
+            VectorWise(8), VectorWise(8).mask(weight_matrix(model.get_submodule(layer)).abs().numpy(), 0.5)
+        )
+        for layer in ("first", "second", "third", "block.0")
+    }
+    masked = copy.deepcopy(model)
+    for layer, choice in choices.items():
+        module = masked.get_submodule(layer)
+        set_weight_matrix(module, weight_matrix(module) * torch.from_numpy(choice.mask))
+    masked(x)
+    expected = seen.copy()
+    converted = convert(model, choices, (x,))
+    seen.clear()
+    converted(x)
+    assert sum(isinstance(module, SparseLinear) for module in converted.modules()) == 4
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-5)
+
+
 class Doubled(nn.Linear):
     """What a Linear is not."""
 
