@@ -15,12 +15,13 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import copy_run, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.scratch import ALIGNMENT
-from sparse_kernels.cpu.target import VERSION, host
+from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.plan import Array
 
@@ -67,13 +68,13 @@ def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = No
 
 
 @with_literals
-def softmax(typing_context: Any, lanes: Any, fused: Any, version: Any, row: Any, count: Any, scale: Any) -> Any:
+def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, scale: Any) -> Any:
     """row[i] = exp(scale * row[i]) over their sum, for i < count, in place; 0 up to the next whole vector."""
-    signature = types.void(lanes, fused, version, types.intp, types.intp, types.float32)
+    signature = types.void(lanes, fused, types.intp, types.intp, types.float32)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:3])
-        row, count, scale = args[3:]
+        n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:2])
+        row, count, scale = args[2:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         pointer, factor = emit.pointer(row), emit.splat(scale)
         minus_infinity = emit.constant(-math.inf)
@@ -111,14 +112,13 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
     Called with (int64 (4, 4): address of q, k, v and out, and strides of batch, head and token in elements; int64
     (batch, heads, n, d, keys, e); scale; 0 1 2 ... up to the larger of d and keys (int32); shares of a head; parts).
     """
-    version = VERSION
     fuse = int(fused)
     unfinished = PARTIAL
     vectors = 2
     width = vectors * lanes
     spare = ALIGNMENT // 4
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def attend(places, sizes, scale, columns, splits, parts):  # type: ignore[no-untyped-def]
         batch, heads, n, d, keys, e = sizes
         q_step, k_step, v_step, out_step = places[0, 3], places[1, 3], places[2, 3], places[3, 3]
@@ -143,12 +143,12 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                 )
                 for key in range(0, keys, lanes):
                     there = keys_at + (key // width * d * width + key % width) * 4
-                    tokens_to_lanes(lanes, version, k_at + key * k_step * 4, k_step, keys - key, d, there, width)
+                    tokens_to_lanes(lanes, k_at + key * k_step * 4, k_step, keys - key, d, there, width)
                 for panel in range(value_panels):
                     for key in range(keys):
                         there = values_at + (panel * keys + key) * width * 4
                         source = v_at + (key * v_step + panel * width) * 4
-                        copy_run(lanes, version, source, there, min(width, e - panel * width))
+                        copy_run(lanes, source, there, min(width, e - panel * width))
                 for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
                     token = tile * tokens
                     q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4
@@ -158,7 +158,6 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             vectors,
                             lanes,
                             fuse,
-                            version,
                             4,
                             0,
                             keys_at + panel * d * width * 4,
@@ -175,14 +174,13 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             unfinished,
                         )
                     for t in range(min(tokens, n - token)):
-                        softmax(lanes, fuse, version, scores_at + t * row * 4, keys, scale)
+                        softmax(lanes, fuse, scores_at + t * row * 4, keys, scale)
                     for panel in range(value_panels):
                         token_tile(
                             tokens,
                             vectors,
                             lanes,
                             fuse,
-                            version,
                             4,
                             0,
                             values_at + panel * keys * width * 4,

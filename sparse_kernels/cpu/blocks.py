@@ -16,12 +16,13 @@ from functools import cache
 
 from numba import njit, prange
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, pass_over
-from sparse_kernels.cpu.target import VERSION, Target
+from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
 from sparse_kernels.plan import Array
 
@@ -105,7 +106,7 @@ def multiply(
 
 @njit(inline="always")
 def put_back(  # type: ignore[no-untyped-def]
-    lanes, version, by_token, y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end
+    lanes, by_token, y_here, y_starts, y_stride, y_at, token, width, n, m, begin, end
 ):  # fmt: skip
     """Copy rows `begin` to `end` of a block of y, `width` vectors from `token` on, to their places in y.
 
@@ -116,11 +117,11 @@ def put_back(  # type: ignore[no-untyped-def]
         source = y_here + y_starts[v] * 4
         if by_token:
             target = y_at + (token * m + begin) * 4
-            lanes_to_tokens(lanes, version, source, y_stride, n - token, end - begin, target, m)
+            lanes_to_tokens(lanes, source, y_stride, n - token, end - begin, target, m)
         else:
             for r in range(begin, end):
                 target = y_at + (r * n + token) * 4
-                copy_run(lanes, version, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+                copy_run(lanes, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
         token += lanes
 
 
@@ -136,7 +137,6 @@ def kernel(
     next, from one row of y to the next, parts). scratch: (parts, x and such rows of y of a block, less what is
     blocked). x_layout: also COPIED.
     """
-    version = VERSION
     fuse = int(fused)
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
@@ -147,7 +147,7 @@ def kernel(
     # A thread's blocks end at whole tiles, except for the last.
     grain = unit if single else vectors
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def multiply(  # type: ignore[no-untyped-def]
         weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, x_from,
         most, tokens, run, x_stride, y_stride, parts
@@ -172,15 +172,15 @@ def kernel(
                         token, there = (first + v) * lanes, x_here + x_starts[v] * 4
                         if x_by_token:
                             source = x_at + token * k * 4
-                            tokens_to_lanes(lanes, version, source, k, n - token, k, there, x_stride)
+                            tokens_to_lanes(lanes, source, k, n - token, k, there, x_stride)
                         elif x_copied:
                             for c in range(k):
                                 source = x_at + (x_from[first + v] + c * x_tile) * 4
-                                copy_run(lanes, version, source, there + c * x_stride * 4, lanes)
+                                copy_run(lanes, source, there + c * x_stride * 4, lanes)
                         else:
                             for c in range(k):
                                 source = x_at + (c * n + token) * 4
-                                copy_run(lanes, version, source, there + c * x_stride * 4, min(lanes, n - token))
+                                copy_run(lanes, source, there + c * x_stride * 4, min(lanes, n - token))
                 if single:
                     stream, table, _, bounds = weights
                     stages = table.shape[0]
@@ -189,7 +189,6 @@ def kernel(
                             vectors,
                             lanes,
                             fuse,
-                            version,
                             width,
                             stream.ctypes.data + table[stage, 0] * 4,
                             m,
@@ -212,7 +211,6 @@ def kernel(
                                 lanes,
                                 fuse,
                                 unframed,
-                                version,
                                 step,
                                 values.ctypes.data + table[panel, 0] * 4,
                                 columns.ctypes.data + table[panel, 1] * 4,
@@ -233,13 +231,11 @@ def kernel(
                         behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                         if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
                             put_back(
-                                lanes, version, y_by_token, y_here, y_starts, y_stride, y_at,
+                                lanes, y_by_token, y_here, y_starts, y_stride, y_at,
                                 first * lanes, width, n, m, done, behind,
                             )  # fmt: skip
                             done = behind
                 if single and not y_blocked:
-                    put_back(
-                        lanes, version, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m
-                    )
+                    put_back(lanes, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
 
     return multiply

@@ -18,12 +18,12 @@ from functools import cache, lru_cache
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run
-from sparse_kernels.cpu.target import VERSION
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.plan import Array
 from sparse_kernels.shapes import Conv2dShape
@@ -101,9 +101,8 @@ def lay_out(lanes: int) -> Callable[..., None]:
     an image, a channel, a row to the next; y_steps: these and from a phase to the next; phases (stride_h, stride_w).
     Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
     """
-    version = VERSION
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def copy(x, x_steps, y, y_steps, phases, padding, shape, parts):  # type: ignore[no-untyped-def]
         batch, channels, h, w = shape
         stride_h, stride_w = phases.shape
@@ -128,9 +127,9 @@ def lay_out(lanes: int) -> Callable[..., None]:
                             there = target + number * y_steps[3] + row * y_steps[2] + column
                             for _ in range(start, stop_row, stride_h):
                                 if stride_w == 1:
-                                    copy_run(lanes, version, x_at + here * 4, y_at + there * 4, count)
+                                    copy_run(lanes, x_at + here * 4, y_at + there * 4, count)
                                 elif stride_w == 2:
-                                    copy_every_other(lanes, version, x_at + here * 4, y_at + there * 4, count)
+                                    copy_every_other(lanes, x_at + here * 4, y_at + there * 4, count)
                                 else:
                                     for j in range(count):
                                         y[there + j] = x[here + j * stride_w]

@@ -17,8 +17,7 @@ broadcast. With 32 registers (AVX-512, NEON) that is 8 x 2 sums; with 16 (AVX2, 
 latency x multiply-adds a cycle = 8 sums to keep the unit busy. Addresses count too: a pointer for each token, so more
 than 8 tokens spill general registers and halve the speed.
 
-The tile sizes are integer literals: they come as free variables of the kernel that calls the tile. So does `version`
-(`target.VERSION`), which no code reads: it makes compiled kernels on disk go out of date with this file.
+The tile sizes are integer literals: they come as free variables of the kernel that calls the tile.
 
 Weights of token_tile may be bfloat16, a shift away from float32: with few tokens a layer does little but read them.
 row_tile broadcasts each weight, which would then take a shift as well: it would gain nothing.
@@ -53,7 +52,6 @@ def token_tile(
     vectors: Any,
     lanes: Any,
     fused: Any,
-    version: Any,
     size: Any,
     close: Any,
     values: Any,
@@ -76,12 +74,12 @@ def token_tile(
     beyond lanes_left no output is written and no bias read. close: 1 fetches weights ahead to the first-level cache.
     more: 1 adds what y holds to the sums, 0 does not look at it.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, version, size, close), *([types.intp] * 12))
+    signature = types.void(*(tokens, vectors, lanes, fused, size, close), *([types.intp] * 12))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(each.literal_value) for each in signature.args[:7])
-        n_tokens, n_vectors, n_lanes, fuse, _, bytes_each, near = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, bias, activation = args[7:]
+        sizes = (int(each.literal_value) for each in signature.args[:6])
+        n_tokens, n_vectors, n_lanes, fuse, bytes_each, near = sizes
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, bias, activation = args[6:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -131,7 +129,6 @@ def row_tile(
     lanes: Any,
     fused: Any,
     framed: Any,
-    version: Any,
     width: Any,
     values: Any,
     offsets: Any,
@@ -157,11 +154,11 @@ def row_tile(
     framed = 1: `added`, which lies as y does, is added to the sums (unless it is the address 0), and zero is written
     to the lanes whose bits in keep (int64 (width)) are not set. framed = 0: both are not looked at.
     """
-    signature = types.void(*(rows, vectors, lanes, fused, framed, version), *([types.intp] * 15))
+    signature = types.void(*(rows, vectors, lanes, fused, framed), *([types.intp] * 15))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n_rows, n_vectors, n_lanes, fuse, frames, _ = (int(literal.literal_value) for literal in signature.args[:6])
-        width, values, offsets, count, x, x_scale, x_starts, *args = args[6:]
+        n_rows, n_vectors, n_lanes, fuse, frames = (int(literal.literal_value) for literal in signature.args[:5])
+        width, values, offsets, count, x, x_scale, x_starts, *args = args[5:]
         y, y_stride, y_starts, keep, added, row_ids, bias, activation = args
         emit = Emitter(builder, n_lanes, bool(fuse))
 
@@ -235,7 +232,6 @@ def row_tile(
 def tokens_to_lanes(
     typing_context: Any,
     lanes: Any,
-    version: Any,
     source: Any,
     source_stride: Any,
     tokens: Any,
@@ -247,11 +243,11 @@ def tokens_to_lanes(
 
     Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond.
     """
-    signature = types.void(lanes, version, *([types.intp] * 6))
+    signature = types.void(lanes, *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
-        source, source_stride, tokens, features, target, target_stride = args[2:]
+        source, source_stride, tokens, features, target, target_stride = args[1:]
         emit = Emitter(builder, n, False)
         sources = [emit.row(source, t, tokens, source_stride) for t in range(n)]
 
@@ -278,7 +274,6 @@ def tokens_to_lanes(
 def lanes_to_tokens(
     typing_context: Any,
     lanes: Any,
-    version: Any,
     source: Any,
     source_stride: Any,
     tokens: Any,
@@ -287,11 +282,11 @@ def lanes_to_tokens(
     target_stride: Any,
 ) -> Any:
     """target[t, f] = source[f, t] for the first `tokens` (>= 1) of `lanes` tokens, both float32 with row strides."""
-    signature = types.void(lanes, version, *([types.intp] * 6))
+    signature = types.void(lanes, *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
-        source, source_stride, tokens, features, target, target_stride = args[2:]
+        source, source_stride, tokens, features, target, target_stride = args[1:]
         emit = Emitter(builder, n, False)
         targets = [emit.row(target, t, tokens, target_stride) for t in range(n)]
 
@@ -318,7 +313,6 @@ def copy_columns(
     typing_context: Any,
     vectors: Any,
     lanes: Any,
-    version: Any,
     width: Any,
     x: Any,
     x_starts: Any,
@@ -330,11 +324,11 @@ def copy_columns(
 
     width: how many vectors there are, 1 to `vectors`. x_starts: int64 (width); offsets: int32 (count).
     """
-    signature = types.void(*(vectors, lanes, version), *([types.intp] * 6))
+    signature = types.void(*(vectors, lanes), *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, _ = (int(literal.literal_value) for literal in signature.args[:3])
-        width, x, x_starts, offsets, count, target = args[3:]
+        most, n_lanes = (int(literal.literal_value) for literal in signature.args[:2])
+        width, x, x_starts, offsets, count, target = args[2:]
         emit = Emitter(builder, n_lanes, False)
         offsets_pointer, target_pointer = emit.pointer(offsets, kind=I32), emit.pointer(target)
 
@@ -361,7 +355,6 @@ def copy_rows(
     typing_context: Any,
     vectors: Any,
     lanes: Any,
-    version: Any,
     width: Any,
     source: Any,
     count: Any,
@@ -374,11 +367,11 @@ def copy_rows(
     width: how many vectors there are, 1 to `vectors`. y_starts: int64 (width). Rows of y are often too far apart for
     the hardware to foresee what is stored next: the next tile, which most often lies behind this one, is fetched.
     """
-    signature = types.void(*(vectors, lanes, version), *([types.intp] * 6))
+    signature = types.void(*(vectors, lanes), *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, _ = (int(literal.literal_value) for literal in signature.args[:3])
-        width, source, count, y, y_stride, y_starts = args[3:]
+        most, n_lanes = (int(literal.literal_value) for literal in signature.args[:2])
+        width, source, count, y, y_stride, y_starts = args[2:]
         emit = Emitter(builder, n_lanes, False)
         source_pointer = emit.pointer(source)
 
@@ -408,7 +401,6 @@ def finish_rows(
     vectors: Any,
     lanes: Any,
     fused: Any,
-    version: Any,
     width: Any,
     source: Any,
     count: Any,
@@ -423,11 +415,11 @@ def finish_rows(
 
     width, source, y_starts: as in `copy_rows`. keep: int64 (width). added: lies as y does; address 0 adds nothing.
     """
-    signature = types.void(*(vectors, lanes, fused, version), *([types.intp] * 9))
+    signature = types.void(*(vectors, lanes, fused), *([types.intp] * 9))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:4])
-        width, source, count, y, y_stride, y_starts, keep, added, activation = args[4:]
+        most, n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:3])
+        width, source, count, y, y_stride, y_starts, keep, added, activation = args[3:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         source_pointer = emit.pointer(source)
 
@@ -459,13 +451,13 @@ def finish_rows(
 
 
 @with_literals
-def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target: Any, count: Any) -> Any:
+def copy_run(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
     """Copy `count` float32 from one address to another, a vector at a time; for runs too short for memcpy to pay."""
-    signature = types.void(lanes, version, *([types.intp] * 3))
+    signature = types.void(lanes, *([types.intp] * 3))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
-        source, target, count = args[2:]
+        source, target, count = args[1:]
         emit = Emitter(builder, n, False)
         source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
         whole = builder.sdiv(count, emit.integer(n))
@@ -487,13 +479,13 @@ def copy_run(typing_context: Any, lanes: Any, version: Any, source: Any, target:
 
 
 @with_literals
-def copy_every_other(typing_context: Any, lanes: Any, version: Any, source: Any, target: Any, count: Any) -> Any:
+def copy_every_other(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
     """target[i] = source[2 * i] for `count` (>= 0) float32; nothing else is touched."""
-    signature = types.void(lanes, version, *([types.intp] * 3))
+    signature = types.void(lanes, *([types.intp] * 3))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n = int(signature.args[0].literal_value)
-        source, target, count = args[2:]
+        source, target, count = args[1:]
         emit = Emitter(builder, n, False)
         source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from functools import cache
 
 import numba
-from numba import njit, prange
+from numba import prange
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import row_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
-from sparse_kernels.cpu.target import VERSION, Target
+from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, Vectors
 from sparse_kernels.plan import Array
 
@@ -105,10 +106,9 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
     code, vectors in a block: whole tiles, parts). Starts, lanes to keep: int64. Lanes to keep and what is added are
     looked at if `framed`. Vectors that do not fill a tile are computed one by one.
     """
-    version = VERSION
     fuse, frames = int(fused), int(framed)
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def multiply(  # type: ignore[no-untyped-def]
         weights, x, x_scale, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, block, parts
     ):  # fmt: skip
@@ -133,7 +133,6 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                         lanes,
                         fuse,
                         frames,
-                        version,
                         width,
                         values_at + table[panel, 0] * 4,
                         columns_at + table[panel, 1] * 4,

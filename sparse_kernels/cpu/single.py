@@ -24,15 +24,15 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.split import share
-from sparse_kernels.cpu.target import VERSION
 from sparse_kernels.cpu.vectors import CACHED, Vectors
 from sparse_kernels.plan import Array
 
@@ -130,7 +130,6 @@ def pass_over(
     vectors: Any,
     lanes: Any,
     fused: Any,
-    version: Any,
     width: Any,
     stream: Any,
     rows: Any,
@@ -145,11 +144,11 @@ def pass_over(
     width: how many vectors there are, 1 to `vectors`. stream: where the first of the `rows` rows begins. x, y: packed
     columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero.
     """
-    signature = types.void(*(vectors, lanes, fused, version), *([types.intp] * 8))
+    signature = types.void(*(vectors, lanes, fused), *([types.intp] * 8))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse, _ = (int(literal.literal_value) for literal in signature.args[:4])
-        width, stream, rows, x, y, bias, start, activation = args[4:]
+        most, n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:3])
+        width, stream, rows, x, y, bias, start, activation = args[3:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(bias)
 
@@ -275,14 +274,13 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
     and reads neither offsets nor scratch. Lanes to keep and what is added are looked at if `framed`, by one that
     gathers.
     """
-    version = VERSION
     fuse = int(fused)
     unfinished, unchanged = PARTIAL, IDENTITY
     bundle = BUNDLE
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def multiply(  # type: ignore[no-untyped-def]
         rows, m, x, x_starts, offsets, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch, parts
     ):  # fmt: skip
@@ -314,7 +312,6 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                         copy_columns(
                             vectors,
                             lanes,
-                            version,
                             end_v - v,
                             x_at,
                             x_starts_at + v * 8,
@@ -327,7 +324,6 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                         vectors,
                         lanes,
                         fuse,
-                        version,
                         end_v - v,
                         stream_at + table[stage, first] * 4,
                         end_row - row,
@@ -342,7 +338,6 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                         vectors,
                         lanes,
                         fuse,
-                        version,
                         end_v - v,
                         y_here + row * stride * 4,
                         end_row - row,
@@ -357,7 +352,6 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                     copy_rows(
                         vectors,
                         lanes,
-                        version,
                         end_v - v,
                         y_here + row * stride * 4,
                         end_row - row,

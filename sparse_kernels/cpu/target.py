@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from numba.core.registry import cpu_target
-
-# Numba keeps compiled kernels on disk and compiles again when their own file changes, but not when a file does that
-# emits or holds code they use. It does tell kernels apart by the values they close over: so every kernel closes over
-# this checksum of all kernel sources.
-VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 With OpenMP, which Numba takes where libgomp is installed, torch and Numba share one pool in a process: calls of one
 after calls of the other cost nothing extra. Where it is missing, Numba falls back to a queue of its own that ends the
 process when two threads of the caller use it at once; only then kernels take turns.
+
+A process that has run a kernel must not fork and run one in the child: libgomp cannot, and Numba ends the child.
+Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the first kernel.
 """
 
 from __future__ import annotations

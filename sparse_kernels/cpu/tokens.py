@@ -18,11 +18,12 @@ from functools import cache
 import numpy as np
 from numba import njit, prange
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import token_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
-from sparse_kernels.cpu.target import VERSION, Target
+from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED
 
 # Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
@@ -94,11 +95,10 @@ def kernel(
     parts, places, waiting). Where permuted, places are those of the panels and waiting is room for their rows,
     (n, rows of all panels); else both are not looked at.
     """
-    version = VERSION
     fuse, near, unfinished, worth = int(fused), int(close), PARTIAL, WORTH_SHARING
     width = vectors * lanes
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def multiply(  # type: ignore[no-untyped-def]
         weights, x, y, bias, activation, chunk, block, parts, places, waiting
     ):  # fmt: skip
@@ -134,7 +134,6 @@ def kernel(
                                 vectors,
                                 lanes,
                                 fuse,
-                                version,
                                 size,
                                 near,
                                 values_at + table[here, 0] * size,

@@ -11,10 +11,11 @@ from functools import cache
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, tokens_to_lanes
-from sparse_kernels.cpu.target import VERSION, host
+from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
 from sparse_kernels.plan import Array
@@ -63,9 +64,8 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callabl
 
     The matrix is (n, features) where token_major, else (features, n). Threads share vectors.
     """
-    version = VERSION
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def pack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
         matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
@@ -73,13 +73,13 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callabl
                 token, here = v * lanes, buffer_at + starts[v] * 4
                 if token_major:
                     there = matrix_at + token * features * 4
-                    tokens_to_lanes(lanes, version, there, features, n - token, features, here, stride)
+                    tokens_to_lanes(lanes, there, features, n - token, features, here, stride)
                 else:
                     for f in range(features):
                         there = matrix_at + (f * n + token) * 4
-                        copy_run(lanes, version, there, here + f * stride * 4, min(lanes, n - token))
+                        copy_run(lanes, there, here + f * stride * 4, min(lanes, n - token))
 
-    @njit(parallel=True, cache=True, nogil=True, error_model="numpy")
+    @compiled
     def unpack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
         matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
         for part in prange(parts):
@@ -87,10 +87,10 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callabl
                 token, here = v * lanes, buffer_at + starts[v] * 4
                 if token_major:
                     there = matrix_at + token * features * 4
-                    lanes_to_tokens(lanes, version, here, stride, n - token, features, there, features)
+                    lanes_to_tokens(lanes, here, stride, n - token, features, there, features)
                 else:
                     for f in range(features):
                         there = matrix_at + (f * n + token) * 4
-                        copy_run(lanes, version, here + f * stride * 4, there, min(lanes, n - token))
+                        copy_run(lanes, here + f * stride * 4, there, min(lanes, n - token))
 
     return pack, unpack

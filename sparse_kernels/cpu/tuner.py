@@ -32,8 +32,9 @@ from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import blocks, linear, rows
+from sparse_kernels.cpu.compiled import VERSION
 from sparse_kernels.cpu.linear import Choice
-from sparse_kernels.cpu.target import VERSION, host, rotated_bytes
+from sparse_kernels.cpu.target import host, rotated_bytes
 from sparse_kernels.cpu.vectors import TILE
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import BLOCKED_LAYOUTS, Plan
@@ -216,9 +217,9 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], weigh
 
 def cache_folder() -> Path:
     """Where results are kept: LATBENCH_CACHE or the user's cache folder."""
-    cache = os.environ.get("LATBENCH_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(cache) if cache else home / "latbench") / "tuning"
+    if given := os.environ.get("LATBENCH_CACHE"):
+        return Path(given) / "tuning"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench" / "tuning"
 
 
 @cache

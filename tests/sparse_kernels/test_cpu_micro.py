@@ -12,7 +12,7 @@ from sparse_kernels.cpu import attention, blocks, images, rows, single, transpos
 from sparse_kernels.cpu import tokens as by_tokens
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.split import share
-from sparse_kernels.cpu.target import VERSION, host
+from sparse_kernels.cpu.target import host
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import Dense
 from sparse_kernels.plan import prepare
@@ -48,21 +48,16 @@ def test_special_values_of_the_activations(layout):
 @pytest.mark.parametrize("lanes", sorted({4, 8, 16, host().lanes}))
 @pytest.mark.parametrize("features", [1, 3, 16, 37])
 def test_tokens_go_to_lanes_and_back(lanes, features):
-    version = VERSION
 
     @njit
     def to_lanes(source, tokens, target):
         features = source.shape[1]
-        tokens_to_lanes(
-            lanes, version, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1]
-        )
+        tokens_to_lanes(lanes, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1])
 
     @njit
     def to_tokens(source, tokens, target):
         features = target.shape[1]
-        lanes_to_tokens(
-            lanes, version, source.ctypes.data, source.shape[1], tokens, features, target.ctypes.data, features
-        )
+        lanes_to_tokens(lanes, source.ctypes.data, source.shape[1], tokens, features, target.ctypes.data, features)
 
     for tokens in (1, 3, lanes):
         source = np.arange(tokens * features, dtype=np.float32).reshape(tokens, features)
@@ -79,11 +74,11 @@ def test_tokens_go_to_lanes_and_back(lanes, features):
 
 
 def test_copied_runs_end_where_they_must():
-    lanes, version = host().lanes, VERSION
+    lanes = host().lanes
 
     @njit
     def copy(source, target, count):
-        copy_run(lanes, version, source.ctypes.data, target.ctypes.data, count)
+        copy_run(lanes, source.ctypes.data, target.ctypes.data, count)
 
     source = np.arange(100, dtype=np.float32)
     for count in (0, 1, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
@@ -104,11 +99,11 @@ def before_a_forbidden_page(count: int) -> np.ndarray:
 
 
 def test_every_other_element_is_copied_and_nothing_else_read():
-    lanes, version = host().lanes, VERSION
+    lanes = host().lanes
 
     @njit
     def copy(source, target, count):
-        copy_every_other(lanes, version, source.ctypes.data, target.ctypes.data, count)
+        copy_every_other(lanes, source.ctypes.data, target.ctypes.data, count)
 
     for count in (0, 1, lanes // 2, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
         source = before_a_forbidden_page(max(0, 2 * count - 1))
