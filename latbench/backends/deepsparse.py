@@ -66,6 +66,8 @@ class Process:
     def __init__(self, environment: Environment, variables: dict[str, str] | None = None) -> None:
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile(prefix="latbench-deepsparse-")  # noqa: SIM115 - closed by close()
+        # Settings of the engine's own that somebody tried in this shell would change what is timed.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("WAND_")}
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -76,7 +78,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={**os.environ, **_QUIET, **(variables or {})},
+                env=kept | _QUIET | (variables or {}),
             )  # fmt: skip
         self._connection = Connection(ours.detach())
 

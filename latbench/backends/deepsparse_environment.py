@@ -102,16 +102,9 @@ def install(
         _run([base, "-m", "venv", str(place)], "an environment cannot be made")
         tell(f"installing {' '.join(PINS)}")
         # DeepSparse's other dependencies are for its Python package, which is not used. No source is ever built.
-        pip = [
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--only-binary",
-            ":all:",
-        ]
+        # PYTHONPATH is not for this Python (-I); pip's own settings may name the index there is.
+        pip = ["-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip += ["--only-binary", ":all:"]
         _run([str(place / "bin" / "python"), *pip, *PINS], f"{' '.join(PINS)} cannot be installed")
         check(_locate(place))
         files.write_text_atomically(place / _READY, json.dumps({"pins": PINS, "python": named}) + "\n")
@@ -120,13 +113,15 @@ def install(
 
 def remove() -> bool:
     """Delete the environment; returns whether there was one."""
-    there = folder().exists()
-    if there:
-        try:
-            shutil.rmtree(folder())
-        except OSError as error:
-            raise EnvironmentUnusable(f"cannot remove {folder()}: {error.strerror or error}") from error
-    return there
+    place = folder()
+    if not place.exists():
+        return False
+    try:
+        with filelock.FileLock(place.with_suffix(".lock")):  # nobody is making it
+            shutil.rmtree(place)
+    except OSError as error:
+        raise EnvironmentUnusable(f"cannot remove {place}: {error.strerror or error}") from error
+    return True
 
 
 def _is_whole(place: Path) -> bool:
