@@ -42,14 +42,16 @@ class Also:
             )
 
         def costs(part: Layer) -> Layer:
-            known = self.costs.get(part.name, {})
-            if missing := [option for option in part.options if option not in known]:
-                raise UsageError(
-                    f"{self.what}: nothing says what layer {part.name} takes as {missing[0]}; leave that option out"
-                )
-            return replace(part, errors=np.array([known[option] for option in part.options]))
+            return replace(part, errors=np.array([self.cost(part.name, option) for option in part.options]))
 
         return [layer.changed(costs).errors for layer in layers]
+
+    def cost(self, layer: str, option: Option) -> float:
+        """What a layer takes of it with this option. Raises UsageError where nothing says so."""
+        known = self.costs.get(layer, {})
+        if option not in known:
+            raise UsageError(f"{self.what}: nothing says what layer {layer} takes as {option}; leave that option out")
+        return known[option]
 
     @property
     def left(self) -> float:
@@ -59,7 +61,7 @@ class Also:
     def keeps(self, layers: Sequence[Layer], choice: Choice) -> bool:
         """Whether a profile of these layers is within it, summed as `arrays` are."""
         taken = (
-            sum_in_order(self.costs[part.name][part.options[j]] for part in layer.parts)
+            sum_in_order(self.cost(part.name, part.options[j]) for part in layer.parts)
             for layer, j in zip(layers, choice, strict=True)
         )
         return sum_in_order(taken) <= self.left
@@ -70,7 +72,7 @@ class Also:
         That is another order of adding up: where it counts, what it can change is left unused.
         """
         gone = list(names)
-        fixed = self.fixed + sum(self.costs[name][DENSE_OPTION] for name in gone)
+        fixed = self.fixed + sum(self.cost(name, DENSE_OPTION) for name in gone)
         if not gone or not self.order:
             return replace(self, fixed=fixed)
         order = tuple(group for group in self.order if not set(group) & set(gone))
@@ -78,7 +80,7 @@ class Also:
 
     def used(self, options: Mapping[str, Option]) -> float:
         """What a profile takes of it: `Selection.options`."""
-        return self.fixed + sum(self.costs[name][option] for name, option in options.items())
+        return self.fixed + sum(self.cost(name, option) for name, option in options.items())
 
 
 def order_of(layers: Sequence[Layer]) -> Order:

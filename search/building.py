@@ -43,6 +43,12 @@ def problem_of(
                 "pruned model takes beside them, fixed_seconds (--fixed-seconds)"
             )
         fixed = interval(dense.value - alone)
+    fastest = sum(float(layer.seconds.min()) for layer in layers)
+    if fixed.value + fastest < 0:
+        raise BadData(
+            f"the model would take {fixed.value + fastest:.4g} s at its fastest: {fastest:.4g} s in its layers, and "
+            f"{fixed.value:.4g} s beside them (fixed_seconds, --fixed-seconds)"
+        )
     return Problem(tuple(layers), fixed, dense, dense_engine)
 
 

@@ -79,7 +79,10 @@ def _layers(frame: pd.DataFrame) -> list[Layer]:
             layer = layers[str(name)] = _layer(str(name), own)
         except (TypeError, ValueError) as error:
             raise BadData(f"layer {name}: {error}") from error
-        group = own["tied"].fillna("").iloc[0] if "tied" in own.columns else ""
+        several = own["tied"].fillna("").astype(str).unique() if "tied" in own.columns else [""]
+        if len(several) > 1:
+            raise BadData(f"layer {name} is tied to {several[0]!r} in one row and to {several[1]!r} in another")
+        group = several[0]
         groups.setdefault(str(group) or f"\0{name}", []).append(layer.name)
     found = [[layers[name] for name in names] for names in groups.values()]
     return [tie(group) if len(group) > 1 else group[0] for group in found]

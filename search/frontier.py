@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from latbench import devices
-from search.solve import BadProblem, Choice, Floats, efficient_options, solve
+from search.solve import BadProblem, Choice, Floats, Options, efficient_options, solve
 
 AT_ONCE = 2**19
 """So many sums of a state and an option are looked at together, about: all at once would take any memory."""
@@ -46,15 +46,29 @@ class Frontier:
         return solution.choice
 
 
-def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_points: int = 2_000_000) -> Frontier:
+def frontier(
+    seconds: Sequence[ArrayLike],
+    errors: Sequence[ArrayLike],
+    *,
+    resolution: float = 0.0,
+    max_points: int = 2_000_000,
+) -> Frontier:
     """All efficient pairs of total seconds and total error, summed in layer order as `solve` sums them.
 
-    `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs; raises
+    `seconds` and `errors` hold an array a layer. A published table of 54 layers x 42 options has 42,000 pairs. Times
+    that a model predicts, no two alike, have millions: with a `resolution` in seconds, pairs that lie nearer to each
+    other become one. Then each profile takes at most the `seconds` that are listed, and at least those less the
+    resolution; and each efficient pair has one listed with no larger error, at most the resolution slower. Raises
     BadProblem where there are more than `max_points`, and for what states no problem.
     """
     from search._states import extend_between
 
+    if not 0 <= resolution < np.inf:
+        raise BadProblem(f"a resolution is a number of seconds, at least 0, not {resolution}")
     options = efficient_options(seconds, errors)
+    if resolution:
+        seconds = [_rounded_up(np.asarray(own, np.float64), resolution / len(seconds)) for own in seconds]
+        options = efficient_options(seconds, errors)
     spent, error = np.zeros(1), np.zeros(1)
     with ThreadPoolExecutor(cores := devices.cores()) as pool:
         for start, stop in itertools.pairwise(options.first.tolist()):
@@ -71,11 +85,22 @@ def frontier(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike], *, max_p
                     least = min([least, *wrong[-1:].tolist()])
                 if points > max_points:
                     raise BadProblem(
-                        f"there are more than {max_points:,} efficient trade-offs: round the seconds to what can be "
-                        "measured, or ask `solve` for the budgets of interest"
+                        f"there are more than {max_points:,} efficient trade-offs: a resolution leaves fewer, such "
+                        f"as {_resolution(options):.1g} s; or solve for the targets of interest"
                     )
             spent, error = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     return Frontier(spent, error, (seconds, errors))
+
+
+def _rounded_up(seconds: Floats, step: float) -> Floats:
+    """To whole multiples of the largest power of two up to `step`, whose sums are exact."""
+    step = 2.0 ** np.floor(np.log2(step))
+    return np.asarray(np.ceil(seconds / step) * step, np.float64)
+
+
+def _resolution(options: Options) -> float:
+    """A thousandth of what the slowest profile takes."""
+    return float(np.maximum.reduceat(options.seconds, options.first[:-1]).sum()) / 1000
 
 
 def _ends(spent: Floats, seconds: Floats, cores: int) -> list[float]:

@@ -308,7 +308,11 @@ def prepare(
     progress("reading the table", None, None)
     shapes = prunable_layers(task, inputs.model)
     with torch.inference_mode():
-        task.loss(inputs.model, task.calibration()[0])  # a task that cannot be judged is refused before any work
+        dense_loss = float(task.loss(inputs.model, task.calibration()[0]))
+    if not math.isfinite(dense_loss):  # a task that cannot be judged is refused before any work
+        raise UsageError(
+            f"the loss of task {task.name} is {dense_loss} for its own dense model: nothing can be judged"
+        )
     given = None if settings.errors in layer_errors.KINDS else layer_errors.read(Path(settings.errors))
     layers = timed_layers(inputs, settings, shapes)
     task.limits.narrow(layers)  # what they contradict is said before anything is timed

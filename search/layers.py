@@ -18,6 +18,8 @@ DENSE = "dense"
 FOUR_DIGITS = 5e-5
 """Sparsities in SPDY's files are rounded."""
 
+CLOSE = 1e-6
+"""Sparsities as near as this are the same: 2:3 keeps a third, which no text says exactly."""
 
 ROUNDING = 1e-12
 """As a share of seconds: more than adding them up in another way can change."""
@@ -54,6 +56,10 @@ class Option:
 
     def __str__(self) -> str:
         return self.pattern if self.pattern == DENSE else f"{self.pattern} at {self.sparsity:.6g}"
+
+    def is_close(self, other: Option) -> bool:
+        """Whether both are the same but for the digits of a sparsity that a text gives."""
+        return self.pattern == other.pattern and abs(self.sparsity - other.sparsity) <= CLOSE
 
 
 DENSE_OPTION = Option(DENSE, 0.0)
@@ -206,10 +212,12 @@ def uniform_choice(layers: Sequence[Layer], option: Option) -> Choice:
     return tuple(map(place, layers))
 
 
-def place_of(layer: Layer, wanted: Option | float) -> int:
+def place_of(layer: Layer, wanted: Option | tuple[str, float] | float) -> int:
     """Where the layer has this option, or the one of this sparsity to the four digits of SPDY's files."""
+    if isinstance(wanted, tuple):
+        wanted = Option(*wanted)
     if isinstance(wanted, Option):
-        found = [j for j, option in enumerate(layer.options) if option == wanted]
+        found = [j for j, option in enumerate(layer.options) if option.is_close(wanted)]
     else:
         found = [j for j, option in enumerate(layer.options) if abs(option.sparsity - wanted) <= FOUR_DIGITS]
     if len(found) == 1:

@@ -25,12 +25,9 @@ from typing import Any
 from latbench import strict_yaml
 from latbench.errors import BadData, UsageError
 from search.globs import matched, with_wildcards
-from search.layers import DENSE, Layer, Option, listed, option, tie
+from search.layers import CLOSE, DENSE, Layer, Option, listed, option, tie
 from search.problem import Problem
 from sparse_kernels.patterns import parse
-
-CLOSE = 1e-6
-"""Sparsities as near as this are the same: 2:3 keeps a third, which no text says exactly."""
 
 Group = tuple[str, ...]
 
@@ -169,7 +166,7 @@ class Limits:
             return (
                 low - CLOSE <= own.sparsity <= high + CLOSE
                 and all(own.pattern in (DENSE, *some) for some in allowed)
-                and all(own.pattern == it.pattern and abs(own.sparsity - it.sparsity) <= CLOSE for it in fixed)
+                and all(own.is_close(it) for it in fixed)
             )
 
         places = [j for j, own in enumerate(layer.options) if may(own)]

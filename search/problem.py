@@ -35,7 +35,7 @@ from search.layers import (
     uniform_choice,
 )
 from search.selection import Selection, TradeOffs
-from search.solve import Choice, Floats, Infeasible, Solver, solve, sum_in_order
+from search.solve import Choice, Floats, Infeasible, Solver, is_finite, solve, sum_in_order
 from search.spdy import quadratic_prior
 from search.two import solve_two
 
@@ -114,8 +114,8 @@ class Problem:
 
         A profile is within it just where `predict` and `speedup`, rounding included, say that it reaches `target`.
         """
-        if not 0 < target < math.inf:
-            raise UsageError(f"a target is a speedup such as 2, not {target:g}")
+        if not (is_finite(target) and target > 0):
+            raise UsageError(f"a target is a speedup such as 2, not {target}")
         if not 0 < self.dense.low < math.inf:
             raise BadData(f"the dense model takes {self.dense.low:g} s: there is no speedup over that")
         whole = _last(self.dense.low / target, lambda it: self.dense.low / it >= target)
@@ -148,7 +148,8 @@ class Problem:
         slowest = sorted(left, key=lambda one: -one[0])[:SLOWEST]
         if rest := sum(part for part, _, _ in left):
             named = ", ".join(f"{part:.0%} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
-            sentence += f"; {rest:.0%} is left in the others at their fastest: {named}"
+            others = "the others" if share > 0 else "the layers"
+            sentence += f"; {rest:.0%} is left in {others} at their fastest: {named}"
         return sentence
 
     def reachable(self, target: float) -> float:
@@ -159,6 +160,8 @@ class Problem:
         budget = self.budget(target)
         if self.also is None:
             return budget
+        if not math.isfinite(self.also.left):
+            raise BadData(f"{self.also.what}: a budget is a finite number, not {self.also.budget:g}")
         costs, fixed, left = self.also.arrays(self.layers), self.also.fixed, self.also.left
         found, at_any_speed = solve(self.safe_seconds, costs, budget), sum_in_order(it.min() for it in costs)
         if found.bound <= left:
@@ -213,15 +216,17 @@ class Problem:
         states = {"max_states": QUICK_STATES} if quick else {}
         return lambda errors: solve_two(self.safe_seconds, errors, budget, costs, left, **states)
 
-    def frontier(self) -> TradeOffs:
+    def frontier(self, resolution: float = 0.0) -> TradeOffs:
         """Every efficient trade-off between speedup and total error, profiles on demand.
 
-        Raises UsageError where there is a second budget.
+        With a `resolution` in seconds, those that lie nearer to each other are one (`search.frontier`): for predicted
+        times, which may have millions. Raises UsageError where there is a second budget, BadProblem where there are
+        too many to list.
         """
         self._check_errors()
         if self.also is not None:
             raise UsageError(f"a frontier is of seconds and errors: it cannot keep {self.also.what}")
-        return TradeOffs.of(self)
+        return TradeOffs.of(self, resolution)
 
     def within(self, target: float, what: str = "the other problem") -> Also:
         """The second budget of another problem: reach `target` here, too, on this device or at this batch.
@@ -267,8 +272,8 @@ class Problem:
         if not self.errors_known:
             raise UsageError("errors are not known yet: give them by `with_errors`, or take SPDY's, `with_prior`")
 
-    def selection(self, profile: Mapping[str, Option | float] | str | Path) -> Selection:
-        """The profile that gives each layer of the model an option, or an option by its sparsity alone.
+    def selection(self, profile: Mapping[str, Option | tuple[str, float] | float] | str | Path) -> Selection:
+        """The profile that gives each layer of the model an option, or one by its sparsity alone.
 
         Or the one in a file of SPDY's text format, as `Selection.save_spdy` writes it. A layer that it does not name
         stays dense. Raises UsageError for a layer or an option that is not there, for a sparsity that several
@@ -306,6 +311,9 @@ class Problem:
 
     def uniform(self, target: float, pattern: str | None = None) -> Choice:
         """The best uniform profile: one pattern and sparsity everywhere, least total error. Raises Infeasible."""
+        if pattern is not None and pattern not in {it.pattern for layer in self.layers for it in layer.options}:
+            raise UsageError(f"no layer can be had as {pattern}")
+        self.reachable(target)
         choices = self.uniforms(target, pattern)
         if not choices:
             raise Infeasible(
@@ -409,7 +417,7 @@ class Problem:
 
         def known(part: Layer) -> Layer:
             own = given.get(part.name, {})
-            found = [0.0 if it.pattern == DENSE else own.get(it, math.nan) for it in part.options]
+            found = [0.0 if it.pattern == DENSE else _error(own, it) for it in part.options]
             if missing := [it for it, error in zip(part.options, found, strict=True) if math.isnan(error)]:
                 raise BadData(f"no error is given for layer {part.name} as {missing[0]}")
             return replace(part, errors=np.array(found))
@@ -493,6 +501,14 @@ class Problem:
         from search import plots
 
         return plots.of_problem(self)
+
+
+def _error(given: Mapping[Option, float], wanted: Option) -> float:
+    """The error of this option, or of the one that is as near as a rounded number may be; NaN where there is none."""
+    if wanted in given:
+        return given[wanted]
+    near = (error for it, error in given.items() if it.is_close(wanted))
+    return next(near, math.nan)
 
 
 def _finite(layer: Layer, possible: Sequence[bool]) -> Layer:

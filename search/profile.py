@@ -114,7 +114,8 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Write it to `path`, whole or not at all."""
-        write_text_atomically(path, json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n")
+        content = {"version": VERSION, **asdict(self)}
+        write_text_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
     def save_spdy(self, path: Path) -> None:
         """Write SPDY's text format: each layer's sparsity, without its pattern."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,10 @@ class Selection:
         return plots.of_selection(self)
 
     def save_spdy(self, path: str | Path) -> None:
-        """Write SPDY's text format: each layer's sparsity, without its pattern."""
+        """Write SPDY's text format: each layer's sparsity, without its pattern.
+
+        `Problem.selection` reads it back unless a layer has several patterns of that sparsity.
+        """
         write_spdy_profile({name: option.sparsity for name, option in self.options.items()}, Path(path))
 
 
@@ -82,6 +86,7 @@ class TradeOffs:
     """The efficient profiles of `problem`, the fastest first: (profiles,) falling `speedups` and `errors`.
 
     `seconds` are the whole model's. Both are the unfavourable ends, so each speedup is one that can be promised.
+    Where they are not `exact`, a profile may be faster than is listed by the resolution that was asked for.
     """
 
     problem: Problem = field(repr=False, compare=False)
@@ -89,15 +94,16 @@ class TradeOffs:
     speedups: Floats
     errors: Floats
     _layers: Frontier = field(repr=False, compare=False)
+    exact: bool = True
 
     @classmethod
-    def of(cls, problem: Problem) -> TradeOffs:
+    def of(cls, problem: Problem, resolution: float = 0.0) -> TradeOffs:
         """Raises BadProblem where there are too many to list."""
-        layers = frontier(problem.safe_seconds, problem.errors)
+        layers = frontier(problem.safe_seconds, problem.errors, resolution=resolution)
         seconds = layers.seconds + problem.fixed.high
         with np.errstate(divide="ignore"):
             speedups = np.where(seconds > 0, problem.dense.low / seconds, np.inf)
-        return cls(problem, seconds, speedups, layers.errors, layers)
+        return cls(problem, seconds, speedups, layers.errors, layers, exact=not resolution)
 
     def __repr__(self) -> str:
         return f"<TradeOffs: {len(self):,} profiles from {self.speedups[0]:.4g}x to {self.speedups[-1]:.4g}x>"
@@ -107,12 +113,15 @@ class TradeOffs:
 
     def profile(self, i: int) -> Selection:
         """The i-th profile; solved for on demand."""
-        return Selection(self.problem, self._layers.choice(i), float(self.errors[i]))
+        return Selection(self.problem, self._layers.choice(i), float(self.errors[i]) if self.exact else -math.inf)
 
     def at(self, target: float) -> Selection:
-        """The profile of least error that is at least `target` times as fast. Raises Infeasible."""
+        """The profile of least error that is listed as at least `target` times as fast. Raises Infeasible."""
         self.problem.budget(target)
-        return self.profile(int(np.flatnonzero(self.speedups >= target)[-1]))
+        fast = np.flatnonzero(self.speedups >= target)
+        if not len(fast):  # only where seconds are listed too high
+            return self.problem.solve(target)
+        return self.profile(int(fast[-1]))
 
     def to_frame(self) -> pd.DataFrame:
         """A row a profile: seconds, speedup, error."""

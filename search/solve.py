@@ -17,8 +17,10 @@ Sinha and Zoltners 1979 (only the lower convex hull of a layer's options matters
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,6 +35,8 @@ Places = NDArray[np.intp]
 Labels = tuple[Floats, Floats, NDArray[np.int64], float]
 
 EPS = float(np.finfo(np.float64).eps)
+
+LEAST_SECONDS = 1e-300
 
 NARROW = (30, 1000)
 """States a layer of the passes that only lower the ceiling."""
@@ -106,7 +110,7 @@ def solve(
     from search._states import trace_back
 
     options = efficient_options(seconds, errors)
-    if not math.isfinite(budget):
+    if not is_finite(budget):
         raise BadProblem(f"the budget must be a finite number of seconds, not {budget}")
     fastest = sum_in_order(options.seconds[options.first[:-1]].tolist())
     if fastest > budget:
@@ -185,7 +189,10 @@ def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike])
         raise BadProblem("there is no layer to choose for")
     layers: list[tuple[Floats, Floats, Places]] = []
     for number, (raw_seconds, raw_errors) in enumerate(zip(seconds, errors, strict=True)):
-        t, e = np.asarray(raw_seconds, np.float64), np.asarray(raw_errors, np.float64)
+        try:
+            t, e = np.asarray(raw_seconds, np.float64), np.asarray(raw_errors, np.float64)
+        except (TypeError, ValueError) as error:
+            raise BadProblem(f"layer {number} has seconds or errors that are no numbers: {error}") from error
         if t.ndim != 1 or t.shape != e.shape or not len(t):
             raise BadProblem(
                 f"layer {number} has seconds of shape {t.shape} and errors of shape {e.shape}: "
@@ -195,12 +202,23 @@ def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike])
             raise BadProblem(f"layer {number} has seconds or errors that are NaN or infinite")
         if t.min() < 0:
             raise BadProblem(f"layer {number} has negative seconds: {t.min():.6g}")
+        if (smallest := t[t > 0].min(initial=np.inf)) < LEAST_SECONDS:  # slopes between such would not be finite
+            raise BadProblem(f"layer {number} has seconds of {smallest:.3g}: at least {LEAST_SECONDS:g}, or 0")
         place = efficient(t, e)
         layers.append((t[place], e[place], place))
+    most_seconds = sum(float(t[-1]) for t, _, _ in layers)  # seconds rise and errors fall along efficient options
+    most_error = sum(max(abs(float(e[0])), abs(float(e[-1]))) for _, e, _ in layers)
+    if not (math.isfinite(most_seconds) and math.isfinite(most_error)):
+        raise BadProblem("seconds or errors are so large that their sum is not finite")
     all_seconds, all_errors, all_places = (np.concatenate(arrays) for arrays in zip(*layers, strict=True))
     sizes = [len(place) for _, _, place in layers]
     owner = np.repeat(np.arange(len(layers)), sizes)
     return Options(all_seconds, all_errors, owner, all_places, np.append(0, np.cumsum(sizes)))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether this is a number, and finite."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def efficient(seconds: Floats, errors: Floats) -> Places:

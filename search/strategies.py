@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from latbench.errors import PromiseMissed
 from search.additive import layer_priors
 from search.end_to_end import Progress
 from search.evaluations import Enough, Evaluations, Found, Judging
@@ -55,7 +56,8 @@ def find(
     It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
     are judged by all in the end), and begins none when `clock` has passed `deadline`. `known` profiles, which were
     judged before, are among what it found, with how they were found then, as far as they fit. Those that `missed`
-    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible.
+    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible,
+    and PromiseMissed where the loss of all that was tried is not finite.
     """
 
     def tell(spent: float, best: float) -> None:
@@ -66,9 +68,14 @@ def find(
     def fits(choice: Choice) -> bool:
         return problem.keeps(choice, target)
 
+    def counts(found_by: str) -> bool:
+        return strategy != "once" and (
+            strategy != "spdy" or found_by == "spdy"
+        )  # as published, it has no other start
+
     account = Evaluations(
         judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
-        known={choice: found_by for choice, found_by in (known or {}).items() if strategy != "once" and fits(choice)},
+        known={choice: found_by for choice, found_by in (known or {}).items() if counts(found_by) and fits(choice)},
     )  # fmt: skip
     with contextlib.suppress(Enough):
         if strategy == "uniform":
@@ -85,6 +92,10 @@ def find(
     found = account.found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
     ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
+    if not math.isfinite(found.loss):
+        raise PromiseMissed(
+            f"every profile that was tried for {target:g}x ruins the model: its calibration loss is not finite"
+        )
     if account.batches == judge.batches:
         return replace(found, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
     finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]
@@ -95,6 +106,9 @@ def find(
 
 
 def quadratic_priors(problem: Problem) -> list[Floats]:
-    """The published priors, an array a layer: by the place of each sparsity among all that any layer has."""
+    """The published priors, an array a layer: by the place of each sparsity among all that any layer has.
+
+    That is a grid of those that are left where options were left out that cannot pay.
+    """
     grid = [option.sparsity for option in every_option(problem.layers)]
     return [quadratic_prior([option.sparsity for option in layer.options], grid) for layer in problem.layers]

@@ -50,12 +50,17 @@ def from_spdy(
 def write(problem: Problem, path: Path) -> None:
     """Write the seconds of a problem; patterns, intervals and errors are lost.
 
-    Raises UsageError where options differ by their pattern only, BadData for a name that the format cannot hold.
+    Raises UsageError for what the format cannot say, BadData for a name that it cannot hold.
     """
     layers: dict[str, tuple[tuple[float, float], ...]] = {}
     for part in itertools.chain.from_iterable(layer.parts for layer in problem.layers):
         sparsities = [it.sparsity for it in part.options]
-        if len(set(sparsities)) < len(sparsities):
-            raise UsageError(f"layer {part.name} has options that differ by their pattern only: SPDY knows none")
+        if len({f"{sparsity:.4f}" for sparsity in sparsities}) < len(sparsities):
+            raise UsageError(
+                f"layer {part.name} has options of one sparsity, to four digits: SPDY's format tells them apart by "
+                "nothing else"
+            )
         layers[part.name] = tuple(zip(part.seconds.tolist(), sparsities, strict=True))
+    if problem.fixed.value < 0:
+        raise UsageError("the layers alone take longer than the model: SPDY's format cannot say that")
     write_spdy(SpdyTimings(problem.dense.value, problem.dense.value - problem.fixed.value, layers), path)

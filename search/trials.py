@@ -95,11 +95,22 @@ def key_of(task: Task, model: torch.nn.Module, model_hash: str, made_by: str) ->
     Of code it is the files, whole, that define the loss, the task and the classes of the model's modules: whatever
     they use of their own file may change what comes out. Other files that they import are not looked at.
     """
+    sources = sorted({*_sources(task, "loss"), *map(_file_of, map(type, model.modules()))})
+    return _hash([VERSION, model_hash, made_by, sources, torch.__version__])
+
+
+def code_of(task: Task) -> str:
+    """A hash of what scores depend on beside the model: the files, whole, that define them and the task."""
+    return _hash(sorted(_sources(task, "score")))
+
+
+def _sources(task: Task, function: str) -> set[str]:
     own = task.implementation
-    defined = [own.loss, own if isinstance(own, ModuleType) else type(own), *map(type, model.modules())]
-    sources = sorted({_file_of(one) for one in defined})
-    parts = json.dumps([VERSION, model_hash, made_by, sources, torch.__version__])
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
+    return {_file_of(getattr(own, function)), _file_of(own if isinstance(own, ModuleType) else type(own))}
+
+
+def _hash(parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _file_of(defined: Any) -> str:

@@ -28,9 +28,11 @@ from search.profile import Profile
 from search.profile import load as load_profile
 from search.pruning.folder import read_manifest
 from search.task import Task
+from search.trials import code_of
 
 PRUNED = "pruned"
 SESSION = "session.json"
+VERSION = 1
 COVERAGE = 0.95
 BUSY = 1.1
 
@@ -52,7 +54,8 @@ class Verdict:
     `backend` ran the pruned model; what was predicted is the profile's, for the backend that it was searched for.
     Seconds are medians of whole-model calls with 95% intervals; `engines` holds those of every engine that ran,
     `left_out` why others did not. `slowdown` is what the profile's dense engine took, over what it took in the
-    search: far from 1 on another machine or a busy one. `inputs` is the hash of the pruned model's manifest.
+    search: far from 1 on another machine or a busy one. `inputs` is the hash of the pruned model's manifest, `code`
+    that of the files that define the task.
     """
 
     task: str
@@ -80,6 +83,7 @@ class Verdict:
     threads: int
     batch: int
     inputs: str
+    code: str = ""
 
     def sentence(self) -> str:
         """The verdict in one line."""
@@ -112,9 +116,7 @@ def verify(
     cannot be had.
     """
     inputs = manifest_hash(folder)
-    profile = load_profile(folder / "profile.json")
-    if profile.task != task.name:
-        raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
+    profile = _followed(task, folder)
     backend = backend or profile.backend
     if backend == "deepsparse":
         deepsparse_environment.find()
@@ -148,7 +150,9 @@ def verify(
     chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
     key = conditions(task, profile.model_hash, profile.threads, backend)
     sessions.write([as_session(timings, chosen)], key, output / SESSION)
-    write_text_atomically(output / "verify.json", json.dumps({"version": 1, **asdict(verdict)}, indent=2) + "\n")
+    write_text_atomically(
+        output / "verify.json", json.dumps({"version": VERSION, **asdict(verdict)}, indent=2) + "\n"
+    )
     return verdict
 
 
@@ -157,12 +161,21 @@ def up_to_date(task: Task, folder: Path, output: Path, backend: str) -> Verdict 
 
     None also where the promise was missed: the machine may have been busy. Raises BadData as `verify` does.
     """
+    profile = _followed(task, folder)
     known = load(output / "verify.json")
-    if known is None or not known.met or (known.inputs, known.backend) != (manifest_hash(folder), backend):
+    ours = manifest_hash(folder), backend, code_of(task)
+    if known is None or not known.met or (known.inputs, known.backend, known.code) != ours:
         return None
-    profile = load_profile(folder / "profile.json")
     same = sessions.read(output / SESSION, conditions(task, profile.model_hash, profile.threads, backend))
     return known if same else None
+
+
+def _followed(task: Task, folder: Path) -> Profile:
+    """The profile that the pruned model in `folder` follows. Raises BadData where it is one of another task."""
+    profile = load_profile(folder / "profile.json")
+    if profile.task != task.name:
+        raise BadData(f"{folder} is a pruned model of task {profile.task}, not of {task.name}")
+    return profile
 
 
 def conclude(
@@ -200,6 +213,7 @@ def conclude(
         threads=profile.threads,
         batch=profile.batch,
         inputs=inputs,
+        code=code_of(task),
     )
 
 
@@ -245,7 +259,9 @@ def load(path: Path) -> Verdict | None:
     """The verdict in a verify.json; None where there is none, or one that cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        verdict = Verdict(**{name: value for name, value in content.items() if name != "version"})
+        if content.pop("version") != VERSION:
+            return None
+        verdict = Verdict(**content)
         times = [getattr(verdict, name) for name in _POSITIVE]
         times += [engine[name] for engine in verdict.engines.values() for name in ("value", "low", "high")]
         scores = (verdict.score_dense, verdict.score_pruned)

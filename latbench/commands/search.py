@@ -81,7 +81,8 @@ def search(
         str | None,
         typer.Option(
             help="Try no profile after so long and take the best so far: 90s, 10m, 1.5h. It counts from when layers "
-            "are pruned and whole models timed; what is found is timed even after it, up to 10 rounds of minutes."
+            "are pruned and whole models timed; what is found is judged by all data (--batches) and timed even after "
+            "it, up to 10 rounds of minutes."
         ),
     ] = None,
     processes: Annotated[
@@ -148,7 +149,7 @@ def search(
         inputs = job.read_inputs(loaded, places.at(table), model, database, method)
         if refine is not None:
             met = None if remeasure else inputs.met(refine, settings)
-            if met is not None:
+            if met is not None and _finished(output, inputs.digest(settings)) is not None:
                 typer.echo(
                     f"{refine}: {met.sentence()}: there is nothing to refine (--remeasure searches all the same)"
                 )

@@ -84,6 +84,10 @@ def solve(
     most_bytes: Annotated[
         float | None, typer.Option(min=0.0, help="What the packed weights of all layers may take together.")
     ] = None,
+    resolution: Annotated[
+        float,
+        typer.Option(min=0.0, help="Of the frontier, in seconds: profiles that lie nearer to each other are one."),
+    ] = 0.0,
     also: Annotated[
         str | None,
         typer.Option(
@@ -107,6 +111,8 @@ def solve(
 
     if target is None and (most_bytes, also) != (None, None):
         raise UsageError("--most-bytes and --also are of a profile: they need a --target")
+    if target is not None and resolution:
+        raise UsageError("--resolution is of the frontier: it does not go with a --target")
     if target is None and output is not None and output.suffix not in (".csv", ".parquet"):
         raise UsageError(f"without a --target there is no profile, and a frontier is .csv or .parquet, not {output}")
     if most_bytes is not None and also is not None:
@@ -130,7 +136,7 @@ def solve(
         problem = problem.with_prior()
     problem = stated.on(problem)
     if target is None:
-        every = problem.frontier()
+        every = problem.frontier(resolution)
         _show_frontier(every)
         _save(every, output)
         return

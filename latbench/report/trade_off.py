@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from search.verify import Verdict
 
 POINTS = 600  # of a frontier that may have 40,000
+FINE = 1000  # finer than this part of the dense time nobody sees
 EFFICIENT, UNIFORM = "efficient", "uniform"
 
 
@@ -77,7 +78,7 @@ def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
     """kind (efficient or uniform), name (of a uniform one), pattern, seconds of the whole model, speedup, error."""
     scale = _correction(problem, profile)
     seconds = [scale * layer.seconds for layer in problem.layers]
-    every = frontier(seconds, problem.errors)
+    every = frontier(seconds, problem.errors, resolution=profile.dense_seconds / FINE)
     kept = np.unique(np.searchsorted(every.seconds, np.linspace(every.seconds[0], every.seconds[-1], POINTS)))
     kept = kept.clip(0, len(every.seconds) - 1)
     rows = [(EFFICIENT, "", "", float(every.seconds[i]), float(every.errors[i])) for i in kept]

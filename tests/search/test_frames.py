@@ -90,6 +90,7 @@ def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tm
         (lambda it: it.assign(sparsity=0.25), "layer fc0: dense has a sparsity of 0 and no other"),
         (lambda it: it.assign(sparsity="much"), "layer fc0: .*much"),
         (lambda it: it.assign(seconds="long"), "layer fc0: .*long"),
+        (lambda it: it.assign(tied=["", "g"] * 6), "layer fc0 is tied to '' in one row and to 'g' in another"),
         (lambda it: it.assign(error=it["error"].where(it.index != 6)), r"layer fc1 has no error as vector:8 at 0\.9"),
     ],
 )
@@ -186,13 +187,21 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
 
 def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Path) -> None:
     p = Problem.from_frame(frame(rng), fixed_seconds=0.5)
-    with pytest.raises(UsageError, match="layer fc0 has options that differ by their pattern only"):
+    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
         p.save_spdy(tmp_path / "t.txt")
     p = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers)).with_prior()
     p.save_spdy(tmp_path / "t.txt")
     again = Problem.from_spdy(tmp_path / "t.txt", pattern="vector:8")
     assert again.solve(2.0).options == p.solve(2.0).options
     assert again.fixed.value == pytest.approx(0.5)
+    near = replace(p, layers=tuple(
+        replace(layer, options=(layer.options[0], Option("vector:8", 0.66661), Option("vector:8", 0.66664)))
+        for layer in p.layers
+    ))  # fmt: skip
+    with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
+        near.save_spdy(tmp_path / "near.txt")
+    with pytest.raises(UsageError, match="the layers alone take longer than the model"):
+        replace(p, fixed=Interval(-0.1, -0.1, -0.1)).save_spdy(tmp_path / "longer.txt")
     tiny = p._timed(Interval(1e-10, 1e-10, 1e-10), Interval(0, 0, 0), np.float64(1e-9), "torch")
     tiny.save_spdy(tmp_path / "tiny.txt")
     again = Problem.from_spdy(tmp_path / "tiny.txt", pattern="vector:8")

@@ -99,10 +99,43 @@ def test_not_all_sums_are_formed_where_there_are_too_many(
 
 def test_more_points_than_wanted_are_refused_with_advice(rng: np.random.Generator) -> None:
     seconds = [rng.random(9) for _ in range(9)]
-    with pytest.raises(BadProblem, match="more than 50 efficient trade-offs: round the seconds"):
+    with pytest.raises(BadProblem, match=r"more than 50 efficient .*: a resolution leaves fewer, such as 0\.0"):
         frontier(seconds, [1 - t for t in seconds], max_points=50)
 
 
+@pytest.mark.parametrize("resolution", [1e-9, 0.03, 0.5, 100.0])
+def test_with_a_resolution_each_efficient_pair_has_one_that_is_as_good_and_hardly_slower(
+    resolution: float, rng: np.random.Generator
+) -> None:
+    seconds = [rng.random(n) for n in rng.integers(1, 7, 6)]
+    errors = [rng.random(len(t)) for t in seconds]
+    exact, found = by_trying_all(seconds, errors), frontier(seconds, errors, resolution=resolution)
+    for i in range(len(found.seconds)):
+        choice = found.choice(i)
+        assert total(errors, choice) == found.errors[i]
+        # Listed seconds are sums without rounding, true ones round: some units in the last place.
+        assert found.seconds[i] - resolution < total(seconds, choice) <= found.seconds[i] * (1 + 1e-15)
+    for spent, error in exact:
+        no_worse = found.errors <= error
+        assert found.seconds[no_worse].min() <= spent + resolution
+    assert len(found.seconds) <= len(exact)
+    if resolution == 100.0:
+        assert len(found.seconds) <= len(seconds) + 1  # all but one option of a layer cost the same
+
+
+def test_a_resolution_makes_few_points_of_millions(rng: np.random.Generator) -> None:
+    sparsities = np.linspace(0, 0.95, 20)
+    seconds = [rng.uniform(1, 3) * (1 - sparsities) + 0.05 for _ in range(30)]
+    errors = [rng.uniform(1, 3) * sparsities**2 for _ in range(30)]
+    with pytest.raises(BadProblem, match="a resolution leaves fewer"):
+        frontier(seconds, errors, max_points=20_000)
+    found = frontier(seconds, errors, max_points=20_000, resolution=0.5)
+    assert len(found.seconds) > 100
+
+
 def test_what_is_no_problem_is_refused() -> None:
+    for resolution in (-1.0, np.nan, np.inf):
+        with pytest.raises(BadProblem, match="a resolution is a number of seconds"):
+            frontier([[1.0]], [[1.0]], resolution=resolution)
     with pytest.raises(BadProblem, match="NaN"):
         frontier([[np.nan]], [[1.0]])

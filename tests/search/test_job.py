@@ -423,6 +423,14 @@ def test_every_strategy_keeps_the_promise(strategy: str) -> None:
     kept = kept_promise(problem(), Judge(), machine(1.1)[0], replace(settings(2.0), strategy=strategy))
     assert kept.measured.speedup.low >= 2.0
     assert kept.found.loss == loss(kept.found.choice)
+    if strategy == "spdy":  # not the profile of the first round, which the published search does not have
+        assert kept.found.found_by == "spdy"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_where_every_profile_ruins_the_model_that_is_said(strategy: str) -> None:
+    with pytest.raises(PromiseMissed, match="every profile that was tried for 2x ruins the model"):
+        find(strategy, problem(), 2.0, Judge(lambda choice: math.inf), seed=0, evaluations=9)
 
 
 def test_a_time_budget_counts_from_the_beginning_and_ends_all_rounds() -> None:

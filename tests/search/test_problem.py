@@ -421,6 +421,34 @@ def test_which_of_two_budgets_is_too_small_is_said() -> None:
         replace(p, also=Also({"a": slow, "b": slow}, 149.0, "it")).reachable(2.0)
 
 
+def test_a_second_budget_that_lacks_something_is_refused_wherever_it_is_asked() -> None:
+    p = replace(problem(), also=Also({"a": {}, "b": {}}, 9.0, "it"))
+    with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
+        p.within_also((0, 0))
+    with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
+        p.limited(excluded=["a"])
+    with pytest.raises(BadData, match="it: a budget is a finite number, not nan"):
+        replace(p, also=Also({"a": {}, "b": {}}, np.nan, "it")).solve(2.0)
+
+
+def test_no_uniform_profile_is_said_to_be_where_there_is_no_other_either() -> None:
+    slow = dict(zip(OPTIONS, (10.0, 50.0, 100.0, 60.0), strict=True))
+    p = replace(problem(), also=Also({"a": slow, "b": slow}, 149.0, "it"))
+    with pytest.raises(Infeasible, match="the least that one takes is 150"):
+        p.uniform(2.0)
+    with pytest.raises(UsageError, match="no layer can be had as nm:9:4"):
+        problem().uniform(1.5, "nm:9:4")
+
+
+def test_sparsities_need_not_be_given_to_the_last_digit() -> None:
+    given = {name: {Option(it.pattern, it.sparsity + 4e-7): 0.5 for it in OPTIONS} for name in ("a", "b")}
+    assert problem().with_errors(given).layers[0].errors.tolist() == [0.0, 0.5, 0.5, 0.5]
+    far = {name: {Option(it.pattern, it.sparsity + 4e-6): 0.5 for it in OPTIONS} for name in ("a", "b")}
+    with pytest.raises(BadData, match=r"no error is given for layer a as vector:8 at 0\.5"):
+        problem().with_errors(far)
+    assert problem().selection({"a": ("vector:8", 0.5)}).options == {"a": OPTIONS[1], "b": OPTIONS[0]}
+
+
 def test_uniform_profiles_are_there_whatever_limits_leave() -> None:
     a, b = problem().layers
     p = replace(problem(), layers=(a.take([2]), b))
@@ -471,6 +499,7 @@ def test_a_model_that_takes_no_time_is_infinitely_fast_and_said_to_be(tmp_path: 
         (None, -4.0, "above 0, not 0 s"),
         (5.0, np.nan, "what a model takes beside its layers is a finite time, not nan s"),
         (None, np.inf, "a finite time, not inf s"),
+        (1.0, -5.0, r"would take -4 s at its fastest: 1 s in its layers, and -5 s beside them"),
         (3.0, None, r"the dense model takes 3 s, its layers on their own 4 s: .*fixed_seconds \(--fixed-seconds\)"),
     ],
 )

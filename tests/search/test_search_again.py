@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from latbench.commands.search import search as search_command
-from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
+from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.runners.worker import resolve
 from search import job, overhead, profile, sessions, verify
 from search import task as tasks
@@ -131,6 +131,15 @@ def test_where_nobody_can_judge_that_is_said_first(inputs: Inputs, monkeypatch: 
     assert not inputs.database.exists()
 
 
+def test_a_task_that_judges_nothing_is_refused_before_any_work(
+    inputs: Inputs, machine: Machine, tmp_path: Path
+) -> None:
+    (tmp_path / "nan.py").write_text(TASK.replace("(model(*batch) -", "float('nan') * (model(*batch) -"))
+    with pytest.raises(UsageError, match="the loss of task little is nan for its own dense model"):
+        job.search(replace(inputs, task=tasks.load(str(tmp_path / "nan.py"))), SETTINGS)
+    assert machine.sessions == 0
+
+
 def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.slowness = 1.1
     whole = job.search(inputs, SETTINGS)
@@ -206,13 +215,13 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
     verdict = verify.conclude(
         inputs.task, first, "numba", Timings({"torch": dense, verify.PRUNED: pruned}, {}), (1.0, 0.9), "hash"
     )
-    (folder / "verify.json").write_text(json.dumps(asdict(verdict)))
+    (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(verdict)}))
     monkeypatch.setattr(job, "read_inputs", lambda *_: inputs)
     searched: list[float] = []
 
     def search(inputs: Inputs, settings: Settings, **_: Any) -> Profile:
         searched.append(settings.target)
-        return first
+        return replace(first, inputs=inputs.digest(settings))
 
     monkeypatch.setattr(job, "search", search)
 
@@ -223,13 +232,16 @@ def test_a_verification_that_was_met_leaves_nothing_to_refine(
         )  # fmt: skip
         return capsys.readouterr().out
 
+    assert "p.json is written" in command(2.0)  # there is no profile yet
     assert f"{folder}: promise met: 2.05x (2.05-2.05x) measured against torch, 2x promised: there" in command(2.0)
-    assert searched == [] and inputs.verified(SETTINGS) == []
+    assert searched == [2.0]
     command(2.5)  # another target
+    command(2.0, most_bytes=1e6)  # another budget
+    command(2.0, most_bytes=1e6)
     command(2.0, remeasure=True)
-    (folder / "verify.json").write_text(json.dumps(asdict(replace(verdict, met=False))))
+    (folder / "verify.json").write_text(json.dumps({"version": 1, **asdict(replace(verdict, met=False))}))
     command(2.0)
-    assert searched == [2.5, 2.0, 2.0] and len(inputs.verified(SETTINGS)) == 1
+    assert searched == [2.0, 2.5, 2.0, 2.0] and len(inputs.verified(SETTINGS)) == 1
     with pytest.raises(BadData, match="does not go with this search: its backend is deepsparse"):
         inputs.met(verification(inputs, machine, first, tmp_path / "verify", backend="deepsparse"), SETTINGS)
 

@@ -277,6 +277,13 @@ def test_a_single_option_and_zero_seconds_work() -> None:
         ([[1.0]], [[np.inf]], 2.0, "layer 0 .* infinite"),
         ([[-1.0]], [[1.0]], 2.0, "negative seconds: -1"),
         ([[1.0]], [[1.0]], np.nan, "budget .* not nan"),
+        ([[1.0]], [[1.0]], None, "budget .* not None"),
+        ([[1.0]], [[1.0]], "2", "budget .* not 2"),
+        ([["x"]], [[1.0]], 2.0, "layer 0 has seconds or errors that are no numbers"),
+        ([[1.0, [2.0]]], [[1.0, 2.0]], 2.0, "layer 0 has seconds or errors that are no numbers"),
+        ([[1e-310, 1.0]], [[1.0, 0.0]], 2.0, "layer 0 has seconds of 1e-310: at least 1e-300, or 0"),
+        ([[1.0, 2.0]] * 3, [[1e308, 0.0]] * 3, 3.0, "their sum is not finite"),
+        ([[1.0, 1e308]] * 3, [[1.0, 0.0]] * 3, 3.0, "their sum is not finite"),
     ],
 )
 def test_what_is_no_problem_is_refused(seconds: list, errors: list, budget: float, sentence: str) -> None:

@@ -168,6 +168,9 @@ def test_a_verdict_is_of_one_model_on_one_machine(
         with monkeypatch.context() as patched:
             patched.setattr(devices, "cpu_device", lambda: "another-cpu")
             assert up_to_date(little, folder, output, "numba") is None
+        edited = tmp_path / "edited.py"
+        edited.write_text(TASK.replace(".mean())", ".sum())"))
+        assert up_to_date(tasks.load(str(edited)), folder, output, "numba") is None
 
 
 @pytest.mark.parametrize("most", [9000.0, None])
@@ -227,6 +230,8 @@ def test_a_folder_of_another_task_is_refused_before_anything_is_timed(little: Ta
     other.write_text(TASK.replace('"little"', '"other"'))
     with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
         verify(tasks.load(str(other)), folder, tmp_path / "verify")
+    with pytest.raises(BadData, match="is a pruned model of task little, not of other"):
+        up_to_date(tasks.load(str(other)), folder, tmp_path / "verify", "numba")
     with pytest.raises(BadData, match="is no pruned model"):
         verify(little, tmp_path / "absent", tmp_path / "verify")
 
@@ -235,9 +240,15 @@ def test_a_verdict_that_cannot_be_read_is_none(tmp_path: Path) -> None:
     assert load(tmp_path / "absent.json") is None
     (tmp_path / "other.json").write_text('{"version": 1}')
     assert load(tmp_path / "other.json") is None
-    for wrong in ({"target": 0}, {"predicted_seconds": "fast"}, {"engines": {"torch": 3}}, {"measured_low": -1.0}):
+    for wrong in (
+        {"version": 2},
+        {"target": 0},
+        {"predicted_seconds": "fast"},
+        {"engines": {"torch": 3}},
+        {"measured_low": -1.0},
+    ):
         times = dict.fromkeys(("value", "low", "high"), 1e-3)
-        whole = {field.name: 1.0 for field in fields(Verdict)} | {"engines": {"torch": times}}
+        whole = {field.name: 1.0 for field in fields(Verdict)} | {"engines": {"torch": times}, "version": 1}
         (tmp_path / "verify.json").write_text(json.dumps(whole))
         assert load(tmp_path / "verify.json") is not None
         (tmp_path / "verify.json").write_text(json.dumps(whole | wrong))
