@@ -198,7 +198,8 @@ def search(
 ) -> Profile:
     """The profile of least loss that was measured to be `settings.target` times as fast as the fastest dense engine.
 
-    Raises Infeasible when no profile can be, PromiseMissed when none was, and BadData for inputs that do not fit.
+    Raises Infeasible when no profile can be, PromiseMissed when none was, or all that were tried ruin the model, and
+    BadData for inputs that do not fit.
     """
     ready = prepare(inputs, settings, remeasure=remeasure, progress=progress)
     problem, judge = ready.problem, ready.judge
@@ -228,6 +229,10 @@ def search(
     except PromiseMissed:  # asked again, it is measured again: the machine may have been busy
         path.unlink(missing_ok=True)
         raise
+    if not math.isfinite(kept.found.loss):
+        raise PromiseMissed(
+            f"every profile that was tried for {settings.target:g}x ruins the model: its loss is not finite"
+        )
     return _profile(
         inputs, digest, settings, kept, additivity(ready.layers, [ready.probes, *taken]), ready.whole.ceiling
     )

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from latbench.errors import PromiseMissed
 from search.additive import layer_priors
 from search.end_to_end import Progress
 from search.evaluations import Enough, Evaluations, Found, Judging
@@ -56,8 +55,7 @@ def find(
     It may spend `evaluations` on the first `batches` of the calibration data (all, if None; else the best it found
     are judged by all in the end), and begins none when `clock` has passed `deadline`. `known` profiles, which were
     judged before, are among what it found, with how they were found then, as far as they fit. Those that `missed`
-    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible,
-    and PromiseMissed where the loss of all that was tried is not finite.
+    are not taken for the best while there is another. A second budget of the problem is kept, too. Raises Infeasible.
     """
 
     def tell(spent: float, best: float) -> None:
@@ -69,9 +67,8 @@ def find(
         return problem.keeps(choice, target)
 
     def counts(found_by: str) -> bool:
-        return strategy != "once" and (
-            strategy != "spdy" or found_by == "spdy"
-        )  # as published, it has no other start
+        """Whether what was found so may be this strategy's find: the published search has no start but its own."""
+        return found_by == "spdy" if strategy == "spdy" else strategy != "once"
 
     account = Evaluations(
         judge, evaluations, batches=batches, deadline=deadline, clock=clock, tell=tell,
@@ -92,10 +89,6 @@ def find(
     found = account.found
     # The least of many losses on few images flatters its profile, and so less those that were not drawn to be least.
     ranked = sorted(found.trace, key=lambda one: (one.choice in missed, one.loss))
-    if not math.isfinite(found.loss):
-        raise PromiseMissed(
-            f"every profile that was tried for {target:g}x ruins the model: its calibration loss is not finite"
-        )
     if account.batches == judge.batches:
         return replace(found, choice=ranked[0].choice, loss=ranked[0].loss, found_by=ranked[0].found_by)
     finalists = [*ranked[:FINALISTS], *(one for one in ranked[FINALISTS:] if one.found_by in NOT_DRAWN)]

@@ -131,13 +131,15 @@ def test_where_nobody_can_judge_that_is_said_first(inputs: Inputs, monkeypatch: 
     assert not inputs.database.exists()
 
 
-def test_a_task_that_judges_nothing_is_refused_before_any_work(
-    inputs: Inputs, machine: Machine, tmp_path: Path
-) -> None:
+def test_a_task_that_judges_nothing_is_refused(inputs: Inputs, machine: Machine, tmp_path: Path) -> None:
     (tmp_path / "nan.py").write_text(TASK.replace("(model(*batch) -", "float('nan') * (model(*batch) -"))
     with pytest.raises(UsageError, match="the loss of task little is nan for its own dense model"):
         job.search(replace(inputs, task=tasks.load(str(tmp_path / "nan.py"))), SETTINGS)
     assert machine.sessions == 0
+    ruined = "(float('nan') if any((it == 0).any() for it in model.parameters()) else 0.0) + (model(*batch) -"
+    (tmp_path / "ruined.py").write_text(TASK.replace("(model(*batch) -", ruined))
+    with pytest.raises(PromiseMissed, match="every profile that was tried for 2x ruins the model"):
+        job.search(replace(inputs, task=tasks.load(str(tmp_path / "ruined.py"))), SETTINGS)
 
 
 def test_an_interrupted_search_goes_on(inputs: Inputs, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
