@@ -16,7 +16,8 @@ MADE_UP = Ceilings(100.0, {10: 50.0, 1000: 20.0, 100_000: 2.0}, product_seconds=
 
 def slower(product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
     """By what factor the made up machine is slower than usual when its reference kernels take so long."""
-    return MADE_UP.reference_seconds(product_seconds, sum_seconds, flop, size) / MADE_UP.usual_seconds(flop, size)
+    usual = MADE_UP.reference_seconds(MADE_UP.product_seconds, MADE_UP.sum_seconds, flop, size)
+    return MADE_UP.reference_seconds(product_seconds, sum_seconds, flop, size) / usual
 
 
 def test_the_roofline_is_the_slower_of_computing_and_reading() -> None:
