@@ -83,7 +83,7 @@ class Verdict:
     threads: int
     batch: int
     inputs: str
-    code: str = ""
+    code: str
 
     def sentence(self) -> str:
         """The verdict in one line."""

@@ -92,8 +92,9 @@ def convert(
             if not _alike(choice, chosen[module]):
                 raise ValueError(f"layer {name!r}: it has another name too, under which another pattern is chosen")
             continue
-        if owners[id(module._parameters.get("weight"))] > 1:  # what else reads this weight keeps all of it
-            module.weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+        weight = module._parameters.get("weight")
+        if weight is not None and owners[id(weight)] > 1:  # what else reads this weight keeps all of it
+            module.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
         try:
             _apply(choice, module, backend)
         except ValueError as error:

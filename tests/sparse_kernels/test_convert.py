@@ -443,11 +443,14 @@ def test_a_layer_whose_place_a_sparse_one_cannot_take_is_refused(model: nn.Modul
 @torch.no_grad()
 def test_weights_that_are_computed_are_those_of_the_moment(rng: np.random.Generator) -> None:
     for change in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
-        model = nn.Sequential(change(nn.Linear(8, 8)), nn.ReLU()).eval()
-        mask, x = rng.random((8, 8)) < 0.5, torch.randn(5, 8)
-        converted = convert(model, {"0": LayerPattern(Unstructured(), mask)}, (x,))
-        weight = model[0].weight * torch.from_numpy(mask)
-        torch.testing.assert_close(converted(x), F.relu(F.linear(x, weight, model[0].bias)), rtol=1e-4, atol=1e-5)
+        for bias in (True, False):
+            layers = [change(nn.Linear(8, 8, bias=bias)), nn.ReLU(), change(nn.Linear(8, 8, bias=bias))]
+            model = nn.Sequential(*layers).eval()
+            mask, x = rng.random((8, 8)) < 0.5, torch.randn(5, 8)
+            converted = convert(model, {"0": LayerPattern(Unstructured(), mask)}, (x,))
+            weight = model[0].weight * torch.from_numpy(mask)
+            expected = model[2](F.relu(F.linear(x, weight, model[0].bias)))
+            torch.testing.assert_close(converted(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
