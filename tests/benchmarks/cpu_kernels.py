@@ -4,15 +4,18 @@
     python tests/benchmarks/cpu_kernels.py --workload resnet50 --patterns vector:32,shflbw:32
     python tests/benchmarks/cpu_kernels.py --shape 768x3072x1 --cold --bf16
 
-Dense is the fastest of onnxruntime, torch's oneDNN modules and oneDNN's prepacked layers, which the table names. They
-run in processes of their own; blocks of calls alternate between the engines, with a rest for spinning threads, and
-the least time of all blocks counts, so that other people's load falls out. On a machine that is busy all the time use
-one thread: then the clock is that of the process, which stands still while others run.
+Dense is the fastest of onnxruntime, torch's oneDNN modules, oneDNN's prepacked layers and, once `latbench setup
+deepsparse` was called, DeepSparse; the table names them. They run in processes of their own; in each round a block of
+calls of every engine takes its turn, with a rest for spinning threads, and of a block the least time counts, so that
+other people's load falls out. Printed are medians of the rounds, of times and of their ratios. On a machine that is
+busy all the time use one thread: then the clock is that of the process, which stands still while others run.
 
 Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
 sparse and dense ones alike, and what is read a second is compared with a sum over an array as large.
 
 --frames: convolutions read and write images in frames, as they lie between the layers of a converted model.
+
+DeepSparse's sparse layers (the share of zeros that the table names, alone, not in a network) are no baseline either.
 
 --bf16 adds our linear layers with weights of bfloat16, still against dense float32, and beside them torch's dense
 layer with weights, activations and results in bfloat16, which counts as no baseline: it computes something else.
@@ -24,16 +27,22 @@ import argparse
 import itertools
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numba
 import numpy as np
 
 from latbench import workloads
-from latbench.backends import copies_for
+from latbench.backends import copies_for, deepsparse_environment, synthetic_layer
+from latbench.errors import LatbenchError
+from latbench.plan import Point
 from sparse_kernels.cpu.conv2d import Conv2dPlan
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.cpu.images import copy
@@ -41,7 +50,7 @@ from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.transpose import blocked
 from sparse_kernels.formats import pack
-from sparse_kernels.patterns import NM, parse
+from sparse_kernels.patterns import NM, Dense, Unstructured, parse
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, Plan, prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -159,7 +168,9 @@ def bfloat16_layer(shape: Shape, threads: int) -> Callable[[], object]:
 
 
 BFLOAT16 = "torch all bf16"
+DEEPSPARSE = {"DeepSparse": 0.0, "DeepSparse 75%": 0.75, "DeepSparse 90%": 0.9}
 ENGINES = {"onnxruntime": onnxruntime_layer, "torch oneDNN": torch_layer, "oneDNN prepacked": prepacked_layer}
+BASELINES = (*ENGINES, "DeepSparse")
 ENGINES[BFLOAT16] = bfloat16_layer
 
 
@@ -172,6 +183,45 @@ def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
             found = least(calls, seconds, threads)
             time.sleep(SPINNING_SECONDS if engine == "onnxruntime" else 0)
             pipe.send(found)
+
+
+def deepsparse_worker(pipe: Connection, sparsity: float, threads: int) -> None:
+    """As `dense_worker`, by DeepSparse, of a layer with this share of zeros; one copy whatever is asked."""
+    from latbench.backends import deepsparse
+    from latbench.backends.onnxruntime import one_node_model
+
+    environment = deepsparse_environment.find()
+    pattern = Unstructured() if sparsity else Dense()
+    while (asked := pipe.recv()) is not None:
+        shape, _ = asked
+        layer = synthetic_layer(Point("cpu", "deepsparse", "auto", shape, pattern, sparsity, threads))
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "layer.onnx"
+            path.write_bytes(one_node_model(shape, layer))
+            with deepsparse.load(path, [layer.x], threads=threads, environment=environment) as model:
+                while seconds := pipe.recv():
+                    pipe.send(min(model.burst(seconds).samples))
+
+
+@contextmanager
+def engines(threads: int, bf16: bool = False) -> Iterator[dict[str, Connection]]:
+    """A process for each engine that there is, and the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    workers: dict[str, tuple[Callable[..., None], Any]] = {
+        name: (dense_worker, name) for name in ENGINES if bf16 or name != BFLOAT16
+    }
+    with suppress(LatbenchError):  # not set up: the table does not name it
+        deepsparse_environment.find()
+        workers |= {name: (deepsparse_worker, sparsity) for name, sparsity in DEEPSPARSE.items()}
+    pipes = {}
+    for name, (worker, argument) in workers.items():
+        pipes[name], far = context.Pipe()
+        context.Process(target=worker, args=(far, argument, threads), daemon=True).start()
+    try:
+        yield pipes
+    finally:
+        for pipe in pipes.values():
+            pipe.send(None)
 
 
 def read_seconds(size: int, threads: int) -> float:
@@ -237,45 +287,81 @@ def numba_cases(
     return cases
 
 
-def report(
-    shape: Shape, pipes: dict[str, Connection], specs: Sequence[str], arguments: argparse.Namespace
-) -> dict[tuple[str, float], float]:
-    """Print the table of one shape; returns the speedups by pattern and sparsity."""
-    threads, cold = arguments.threads, arguments.cold
-    cases = numba_cases(shape, specs, arguments.layout, arguments.frames, cold, arguments.bf16)
+Key = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was timed of one shape: seconds a call, one number a round."""
+
+    shape: Shape
+    peers: dict[str, list[float]]
+    ours: dict[Key, list[float]]
+    plans: dict[Key, tuple[Plan, int]]
+    """With the number of kept weights."""
+    first_calls_seconds: float
+
+    @property
+    def fastest(self) -> str:
+        """The dense engine of least median."""
+        return min((name for name in self.peers if name in BASELINES), key=lambda name: np.median(self.peers[name]))
+
+    def speedup(self, key: Key, peer: str | None = None) -> float:
+        """Over a peer, by default the fastest dense one: the median of the rounds' ratios."""
+        return float(np.median(np.divide(self.peers[peer or self.fastest], self.ours[key])))
+
+
+def measure(shape: Shape, pipes: dict[str, Connection], specs: Sequence[str], how: argparse.Namespace) -> Measured:
+    """Time all engines and all cases of one shape in turns."""
+    cases = numba_cases(shape, specs, how.layout, how.frames, how.cold, how.bf16)
     start = time.perf_counter()
     for _, calls, _ in cases.values():
         calls[0]()
     first = time.perf_counter() - start
     if isinstance(shape, Conv2dShape):
         pipes = {engine: pipe for engine, pipe in pipes.items() if engine != BFLOAT16}
+    if how.cold:  # its copies would need processes of their own
+        pipes = {engine: pipe for engine, pipe in pipes.items() if engine not in DEEPSPARSE}
     for pipe in pipes.values():
-        pipe.send((shape, copies_for(4 * shape.m * shape.k) if cold else 1))
-    dense, times = dict.fromkeys(pipes, float("inf")), dict.fromkeys(cases, float("inf"))
-    for _ in range(arguments.rounds):
+        pipe.send((shape, copies_for(4 * shape.m * shape.k) if how.cold else 1))
+    peers: dict[str, list[float]] = {engine: [] for engine in pipes}
+    ours: dict[Key, list[float]] = {key: [] for key in cases}
+    for _ in range(how.rounds):
         for engine, pipe in pipes.items():
             pipe.send(BLOCK_SECONDS)
-            dense[engine] = min(dense[engine], pipe.recv())
+            peers[engine].append(pipe.recv())
         for key, (_, calls, _) in cases.items():
-            times[key] = min(times[key], least(calls, BLOCK_SECONDS, threads))
+            ours[key].append(least(calls, BLOCK_SECONDS, how.threads))
     for pipe in pipes.values():
         pipe.send(0.0)
-    print(f"\n{shape}\n  first calls {first:.2f} s")
-    for engine, seconds in dense.items():
-        print(f"  dense {engine:16} {seconds * 1e6:8.1f} us         {shape.flop / seconds / 1e9:5.0f} GFLOP/s")
-    best = min(seconds for engine, seconds in dense.items() if engine != BFLOAT16)
-    for (spec, sparsity), (plan, _, nnz) in cases.items():
-        seconds = times[spec, sparsity]
+    return Measured(shape, peers, ours, {key: (plan, nnz) for key, (plan, _, nnz) in cases.items()}, first)
+
+
+def share_of_reading(found: Measured, key: Key, threads: int) -> tuple[float, int]:
+    """How fast a call is beside summing up the bytes of weights and activations, and how many those are."""
+    size = found.plans[key][0].nbytes + 4 * found.shape.k * found.shape.n
+    return read_seconds(size, threads) / float(np.median(found.ours[key])), size
+
+
+def show(found: Measured, how: argparse.Namespace) -> None:
+    """Print the table of one shape."""
+    shape = found.shape
+    print(f"\n{shape}\n  first calls {found.first_calls_seconds:.2f} s")
+    for engine, times in found.peers.items():
+        seconds = float(np.median(times))
+        kept = 1 - DEEPSPARSE.get(engine, 0.0)
+        what = "dense " if engine in BASELINES else "      "
+        print(f"  {what}{engine:16} {seconds * 1e6:8.1f} us         {kept * shape.flop / seconds / 1e9:5.0f} GFLOP/s")
+    for key, times in found.ours.items():
+        plan, nnz = found.plans[key]
+        seconds = float(np.median(times))
         rate = shape.flop * nnz / (shape.m * shape.k) / seconds / 1e9
-        read = ""
-        if cold:
-            size = plan.nbytes + 4 * shape.k * shape.n
-            read = f" {read_seconds(size, threads) / seconds:4.0%} of reading {size} bytes "
+        read = " {:4.0%} of reading {} bytes ".format(*share_of_reading(found, key, how.threads)) if how.cold else ""
         print(
-            f"  {spec:17} {sparsity:4.0%} {seconds * 1e6:8.1f} us {best / seconds:6.2f}x"
-            f" {rate:5.0f} GFLOP/s on non-zeros {read} {plan.kernel}"
+            f"  {key[0]:17} {key[1]:4.0%} {seconds * 1e6:8.1f} us {found.speedup(key):6.2f}x"
+            f" {rate:5.0f} GFLOP/s on non-zeros {read} {plan.kernel}",
+            flush=True,
         )
-    return {key: best / seconds for key, seconds in times.items()}
 
 
 def main() -> None:
@@ -308,20 +394,17 @@ def main() -> None:
     if arguments.shape:
         shapes = [LinearShape(*(int(number) for number in text.split("x"))) for text in arguments.shape.split(",")]
     specs = [spec for spec in arguments.patterns.split(",") if spec] or (ALL_PATTERNS if arguments.all else PATTERNS)
-    context = multiprocessing.get_context("spawn")
-    pipes = {}
-    for engine in (name for name in ENGINES if arguments.bf16 or name != BFLOAT16):
-        pipes[engine], far = context.Pipe()
-        context.Process(target=dense_worker, args=(far, engine, arguments.threads), daemon=True).start()
-    speedups = [report(shape, pipes, specs, arguments) for shape in shapes]
-    for pipe in pipes.values():
-        pipe.send(None)
+    found = []
+    with engines(arguments.threads, arguments.bf16) as pipes:
+        for shape in shapes:
+            found.append(measure(shape, pipes, specs, arguments))
+            show(found[-1], arguments)
     print(
         f"\nspeedup over the fastest dense engine, {arguments.threads} threads: median of {len(shapes)} (least-most)"
     )
-    for spec, sparsity in dict.fromkeys(itertools.chain(*speedups)):
-        known = [found[spec, sparsity] for found in speedups if (spec, sparsity) in found]
-        print(f"  {spec:17} {sparsity:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
+    for key in dict.fromkeys(itertools.chain.from_iterable(one.ours for one in found)):
+        known = [one.speedup(key) for one in found if key in one.ours]
+        print(f"  {key[0]:17} {key[1]:4.0%} {np.median(known):6.2f}x ({min(known):.2f}-{max(known):.2f})")
 
 
 if __name__ == "__main__":
