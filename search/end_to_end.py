@@ -243,17 +243,22 @@ def _prepare(
 def slowness(taken: Sequence[Round], known: Mapping[str, float]) -> np.ndarray:
     """How much slower than in the fastest rounds the engines together were in each, as a logarithm.
 
-    Or than engines with `known` seconds are known to be, if that is more; infinite where others took the cores.
+    Or than engines with `known` seconds are known to be, if that is more; infinite where others took the cores. The
+    fastest rounds are the first FEWEST_QUIET by the engines' mean: the least times that each engine had in any round
+    were luck of different rounds, and beside them all rounds are slow where single bursts scatter.
     """
     if not taken:
         return np.zeros(0)
     names = list(taken[0])
-    medians = np.array([[np.median(bursts[name].samples) for name in names] for bursts in taken])
-    slow = np.log(medians / medians.min(axis=0)).mean(axis=1)
+    logs = np.log([[np.median(bursts[name].samples) for name in names] for bursts in taken])
+    alone = np.array([not any(burst.preempted for burst in bursts.values()) for bursts in taken])
+    means = logs.mean(axis=1)
+    fast = np.sort(means[alone] if alone.any() else means)[:FEWEST_QUIET][-1]
+    slow = np.maximum(means - fast, 0.0)
     if before := [(names.index(name), seconds) for name, seconds in known.items() if name in names]:
         columns, seconds = zip(*before, strict=True)
-        slow = np.maximum(slow, np.log(medians[:, columns] / np.array(seconds)).mean(axis=1))
-    slow[[any(burst.preempted for burst in bursts.values()) for bursts in taken]] = np.inf
+        slow = np.maximum(slow, (logs[:, columns] - np.log(seconds)).mean(axis=1))
+    slow[~alone] = np.inf
     return slow
 
 

@@ -126,6 +126,14 @@ def test_rounds_that_something_else_slowed_do_not_count() -> None:
     assert quiet([taken(8.0, 5.0)] * 3, {"another": 1.0}) == [0, 1, 2]
 
 
+def test_bursts_that_scatter_each_by_itself_make_no_round_slow() -> None:
+    rng = np.random.default_rng(0)
+    rounds = [{name: Burst([np.exp(0.12 * rng.standard_normal())] * 3) for name in "abcdef"} for _ in range(18)]
+    assert np.mean(slowness(rounds, {}) <= SLOW) > 0.7  # their means scatter by 5%
+    slow = [{name: Burst([1.4 * sample for sample in burst.samples]) for name, burst in it.items()} for it in rounds]
+    assert (slowness([*rounds, *slow], {})[18:] > SLOW).all()
+
+
 def test_of_each_building_the_quietest_rounds_count() -> None:
     quiet, slow = taken(4.0, 2.0), taken(8.0, 4.0)
     rounds = [quiet] * 4 + [slow, taken(6.0, 3.0), slow, slow, quiet] + [taken(4.0, 2.0, preempted=True)] * 4
