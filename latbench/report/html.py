@@ -21,7 +21,7 @@ from latbench.report.content import Content
 from latbench.report.inputs import Inputs
 from latbench.report.views import Chart, Section
 
-SHAPES = 500  # that the tables and the chart show: more than anybody reads, and some 4 kB each
+SHAPES = 400  # that the tables and the chart show: more than anybody reads, and 4 to 10 kB each
 
 
 def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = None) -> str:

@@ -251,7 +251,7 @@ def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
     read = inputs.Inputs(table=many, table_hash="", environments=[])
     page = html.render(read, command=[])
     assert len(page.encode()) < 10_000_000
-    assert "the 500 with the longest dense time" in page
+    assert "the 400 with the longest dense time" in page
 
 
 def test_a_missing_plotly_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

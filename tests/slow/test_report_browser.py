@@ -204,8 +204,9 @@ def test_every_table_with_a_heading_sorts(opened: Callable[..., Page], whole: Pa
             assert numbers == sorted(numbers)
 
 
-def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page]) -> None:
-    page = opened()
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE])
+def test_a_heading_sorts_its_table_both_ways(opened: Callable[..., Page], viewport: Any) -> None:
+    page = opened(viewport=viewport)
     table = page.locator("#pays table")
 
     def dense_seconds() -> list[float]:
