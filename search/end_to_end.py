@@ -130,7 +130,8 @@ def time_engines(
 
     One that cannot run, in whichever building and round, is left out with the reason; a `required` one raises it.
     known: seconds that some of them took before on this machine, when it was quiet. Where others used the machine all
-    the while, engines are built once more, and that building does not count.
+    the while, engines are built once more, and that building does not count. Where it is not once as fast as that
+    during the first building, it is taken to have another pace now.
     """
     known, order = known or {}, order or np.random.default_rng(0)
     left_out: dict[str, str] = {}
@@ -187,6 +188,8 @@ def time_engines(
                         break
                     taken.append({name: drawn[name] for name in prepared})
                     built.append(number)
+                if taken and not (slowness(taken, known) <= SLOW).any():
+                    known = {}  # the machine has another pace by now, and to wait for the old one may take for ever
     numbers = undisturbed(taken, built, known) or range(1, number + 1)
     counted = [i for number in numbers for i in counted_rounds(taken, built, number, known)]
     blocks = {name: [taken[i][name].samples for i in counted] for name in engines}

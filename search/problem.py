@@ -143,13 +143,13 @@ class Problem:
         choice = tuple(int(np.argmin(layer.high)) for layer in self.layers)
         share, sentence = self.fixed.value / self.dense.value, ""
         if share > 0:
-            sentence += f"; {share:.0%} of the time is in layers that cannot be pruned"
+            sentence += f"; {_percent(share)} of the time is in layers that cannot be pruned"
         left = [(layer.seconds[j] / self.dense.value, layer, j) for layer, j in zip(self.layers, choice, strict=True)]
         slowest = sorted(left, key=lambda one: -one[0])[:SLOWEST]
         if rest := sum(part for part, _, _ in left):
-            named = ", ".join(f"{part:.0%} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
+            named = ", ".join(f"{_percent(part)} in {layer.name} ({layer.options[j]})" for part, layer, j in slowest)
             others = "the others" if share > 0 else "the layers"
-            sentence += f"; {rest:.0%} is left in {others} at their fastest: {named}"
+            sentence += f"; {_percent(rest)} is left in {others} at their fastest: {named}"
         return sentence
 
     def reachable(self, target: float) -> float:
@@ -525,6 +525,11 @@ def _last(near: float, holds: Callable[[float], bool]) -> float:
     while holds(math.nextafter(near, math.inf)):
         near = math.nextafter(near, math.inf)
     return near
+
+
+def _percent(share: float) -> str:
+    """A share of more than 0 as a sentence says it."""
+    return f"{share:.0%}" if share >= 0.005 else "under 1%"
 
 
 def _ratio(above: float, below: float) -> float:

@@ -20,6 +20,7 @@ from latbench.commands.sweep import (
 
 
 def plan(
+    cpu: Annotated[bool, typer.Option("--cpu", help="Of this machine's CPU, the default.")] = False,
     gpu: Annotated[str | None, typer.Option(help="Of a GPU, here or elsewhere: a100, h100, h200, t4 ...")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
@@ -46,6 +47,8 @@ def plan(
     from latbench.errors import UsageError
 
     if gpu is not None:
+        if cpu:
+            raise UsageError("a plan is either of the CPU (--cpu) or of a GPU (--gpu)")
         if threads:
             raise UsageError("--threads is for a plan without --gpu")
         check_ours([], tune=tune, bf16=bf16)

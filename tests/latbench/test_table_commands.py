@@ -136,6 +136,7 @@ def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
 def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latbench: Any, tiny: Path) -> None:
     asked = ("--workload", tiny, "--patterns", "dense,vector:4", "--backends", "torch,numba", "--json")
     once = json.loads(latbench("plan", *asked).out)
+    assert json.loads(latbench("plan", "--cpu", *asked).out) == once
     more = json.loads(latbench("plan", *asked, "--bf16", "--sessions", "3").out)
     swept = json.loads(latbench("sweep", "--cpu", *asked, "--bf16", "--sessions", "3", "--dry-run").out)
     assert more["points"] == len(swept["points"]) > once["points"]
@@ -148,6 +149,7 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
         (["sweep"], "say what to measure"),
         (["sweep", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
         (["sweep", "--cpu", "--gpu", "a100"], "two sweeps"),
+        (["plan", "--cpu", "--gpu", "a100"], "either of the CPU"),
         (["sweep", "--cpu", "--workload", "bort"], "unknown workload 'bort'"),
         (["sweep", "--cpu", "--patterns", "checkers"], "unknown pattern 'checkers'"),
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),

@@ -195,6 +195,17 @@ def test_engines_are_built_again_in_place_of_a_disturbed_building(
     assert timings.seconds("4.0", 0.9).value == (8.0 if disturbed == (1, 2, 3) else 4.0)
 
 
+@pytest.mark.parametrize(("known", "rounds"), [({}, 9), ({"4.0": 3.9}, 9), ({"4.0": 3.0}, 9 + 6)])
+def test_a_machine_of_another_pace_is_waited_for_during_one_building(
+    known: dict[str, float], rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Busy, "buildings", 0)
+    monkeypatch.setattr("search.end_to_end.Worker", Busy)
+    timings = time_engines({"4.0": Engine("a", "4.0", ())}, threads=1, required=[], rounds=9, known=known)
+    assert set(timings.built) == {1, 2, 3}
+    assert len(timings.built) == rounds  # three a building, and three times as many in the one that waits
+
+
 class Told(Busy):
     """Workers that say whose turn it was, in which building."""
 

@@ -80,6 +80,12 @@ def test_infeasible_is_said_with_the_best_its_interval_and_the_rest() -> None:
         problem().solve(11.0)
 
 
+def test_a_small_share_is_not_said_to_be_none() -> None:
+    tiny = Problem((layer("a", [4.0, 0.001], [0.0, 0.1]),), Interval(1, 1, 1), Interval(10, 10, 10), "torch")
+    with pytest.raises(Infeasible, match=r"; under 1% is left in the others at their fastest: under 1% in a \("):
+        tiny.solve(11.0)
+
+
 def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> None:
     p = problem()
     assert p.uniforms(2.0) == [(2, 2)]
