@@ -138,6 +138,8 @@ def count_shapes(X: pd.DataFrame) -> int:
 def split_by_shape(shapes: npt.NDArray[np.int64], folds: int, random_state: int) -> npt.NDArray[np.int64]:
     """(rows,) which fold each row is held out with; a shape falls into one fold as a whole."""
     count = int(shapes.max()) + 1
+    if folds < 2:
+        raise ValueError(f"shapes are held out in 2 parts or more (folds), not {folds}")
     fold: npt.NDArray[np.int64] = np.random.default_rng(random_state).permutation(count) % min(folds, count)
     return fold[shapes]
 

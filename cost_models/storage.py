@@ -93,12 +93,23 @@ def read(path: str | Path) -> ModelFile:
         if not (name in content and is_right(content[name])):
             raise BadModel(f"{path}: not a cost model, its {name} is {content.get(name)!r}; {advice}")
     try:
-        estimator = ESTIMATORS[content["estimator"]](**content["params"])
+        kind, params = ESTIMATORS[content["estimator"]], content["params"]
+        estimator = kind(**params)
     except (KeyError, TypeError) as error:
         raise BadModel(
             f"{path}: estimator {content['estimator']} with {content['params']} is unknown to this latbench; {advice}"
         ) from error
+    for name, usual in kind().get_params().items():
+        if not _alike(value := getattr(estimator, name), usual):
+            raise BadModel(f"{path}: its params {params} fit nothing ({name} cannot be {value!r}); {advice}")
     return ModelFile(estimator, *(content[name] for name in ("table_hash", "where", "validation", "libraries")))
+
+
+def _alike(value: Any, usual: Any) -> bool:
+    """Whether a parameter is of the kind of its default; a form may be none."""
+    if usual is None or isinstance(usual, str):
+        return value is None or isinstance(value, str)
+    return type(value) is type(usual) or (isinstance(usual, float) and type(value) is int)
 
 
 def _texts(value: Any) -> bool:

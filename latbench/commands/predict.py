@@ -67,6 +67,7 @@ def predict(
     from latbench import plan
     from latbench.commands.options import values_by_column
     from latbench.errors import LatbenchError, UsageError
+    from latbench.report import units
 
     if sparsity is not None and not 0 <= sparsity < 1:
         raise UsageError(f"--sparsity is a share from 0 up to but not 1, not {sparsity:g}")
@@ -90,10 +91,12 @@ def predict(
     try:
         [seconds] = fitted.predict(query)
         name = f"linear {shape}" if kind is Kind.linear else plan.describe(layer)
-        text = f"{name} {pattern} at {own[0]:.0%}: {seconds * 1e6:.2f} µs"
+        text = f"{name} {pattern} at {units.percent(own[0])}: {seconds * 1e6:.2f} µs"
         try:
             [low], [high] = fitted.predict_interval(query, coverage)
-            typer.echo(f"{text} ({low * 1e6:.2f} to {high * 1e6:.2f} with {coverage:.0%})")
+            beyond = isinstance(fitted, cost_models.AnchoredLookup) and not fitted.covers(query)[0]
+            sure = "without a promise" if beyond else f"with {coverage:.0%}"
+            typer.echo(f"{text} ({low * 1e6:.2f} to {high * 1e6:.2f} {sure})")
         except cost_models.Uncalibrated as reason:
             typer.echo(text)
             typer.echo(f"latbench: no interval: {reason}", err=True)

@@ -61,6 +61,10 @@ def read(path: Path) -> pd.DataFrame:
         raise BadData(f"{path}: {', '.join(numbers)} are numbers, such as 0.75: {error}") from error
     if not (np.isfinite(frame[["speedup", "accuracy"]]).all(axis=None) and (frame["speedup"] > 0).all()):
         raise BadData(f"{path}: every speedup and accuracy must be finite, and speedups above 0")
+    if "sparsity" in frame.columns and len(
+        wrong := frame["sparsity"][(frame["sparsity"] < 0) | (frame["sparsity"] > 1)]
+    ):
+        raise BadData(f"{path}: a sparsity is a share from 0 to 1, such as 0.75, not {wrong.iloc[0]:g}")
     return frame
 
 
@@ -200,7 +204,7 @@ def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> F
     lowest, highest = min(1.0, float(points["speedup"].min())), max(1.0, float(points["speedup"].max()))
     layout: Figure = {
         "xaxis": {
-            "title": {"text": "measured speedup over the fastest dense engine"}, "type": "log",
+            "title": {"text": "measured speedup<br>over the fastest dense engine"}, "type": "log",
             "range": [math.log10(lowest) - 0.03, math.log10(highest) + 0.03], **log_ticks(lowest, highest, "×"),
         },
         "yaxis": {"title": {"text": "accuracy"}, "ticksuffix": "%" if share else ""},

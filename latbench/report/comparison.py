@@ -28,7 +28,7 @@ from latbench.report.views import Cell, Chart, Section, Table, Tile, count_cell,
 SHAPES = 300  # rows of the table; the figures over all shapes count every one
 CHANGES = 300
 POINTS = 2500  # that the chart carries
-LEVEL = 0.75
+LEVEL = 0.75  # the sparsity that stands for all, or the nearest that both sides have
 
 Place = tuple[str, str]
 
@@ -42,6 +42,7 @@ class Side:
     points: pd.DataFrame
     speedups: pd.DataFrame
     break_evens: pd.DataFrame
+    starts: pd.DataFrame
 
 
 def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
@@ -64,7 +65,7 @@ def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
     for name, one in zip(names, (first, second), strict=True):
         points = data.points(one.table, apart)
         speedups = data.speedup(points)
-        found.append(Side(name, one, points, speedups, data.break_even(speedups)))
+        found.append(Side(name, one, points, speedups, data.break_even(speedups), data.earliest(speedups)))
     return found[0], found[1]
 
 
@@ -152,7 +153,7 @@ def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.Da
 
 
 class _Lead(NamedTuple):
-    """Which side is faster at points of one kind, and how many times; alike: only within the noise."""
+    """Which side is faster at points of one kind, and how many times; alike: only within the noise, where known."""
 
     kind: str
     winner: str
@@ -164,24 +165,32 @@ class _Lead(NamedTuple):
 def _lead(kind: str, own: pd.DataFrame, first: Side, second: Side) -> _Lead:
     middle = _median(own["ratio"])
     winner, loser = (first, second) if middle >= 1 else (second, first)
-    alike = not (_median(own["low"]) > 1 or _median(own["high"]) < 1)
+    known = own[["low", "high"]].dropna()
+    alike = len(known) > 0 and not (_median(known["low"]) > 1 or _median(known["high"]) < 1)
     return _Lead(kind, winner.name, loser.name, units.ratio(max(middle, 1 / middle)), alike)
 
 
 def _median(ratios: pd.Series) -> float:
-    """The same, upside down, whichever side comes first; NaN of ratios that are not known."""
-    return float(np.exp(np.log(ratios).median(skipna=False)))
+    """The same, upside down, whichever side comes first."""
+    return float(np.exp(np.log(ratios).median()))
 
 
 def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) -> str:
     """At how many shapes or points which side is faster beyond both intervals, in a sentence."""
     ours, theirs = int((own["low"] > 1).sum()), int((own["high"] < 1).sum())
-    unsure = len(own) - ours - theirs
-    return (
+    unknown = int(own[["low", "high"]].isna().any(axis=1).sum())
+    unsure = len(own) - ours - theirs - unknown
+    if unknown == len(own):
+        ours, theirs = int((own["ratio"] > 1).sum()), int((own["ratio"] < 1).sum())
+    said = (
         f"{kind}, {first.name} is faster at {units.count(ours)} of {units.count(len(own))} {things}, {second.name} "
         f"at {units.count(theirs)}"
-        + (f"; at {units.count(unsure)} the difference is within the noise." if unsure else ".")
     )
+    if unsure:
+        said += f"; at {units.count(unsure)} the difference is within the noise"
+    if unknown == len(own):
+        return f"{said}; how sure that is cannot be told: the noise of none is known."
+    return f"{said}; of {units.count(unknown)} the noise is unknown." if unknown else f"{said}."
 
 
 def _middle(pairs: pd.DataFrame) -> str:
@@ -189,17 +198,18 @@ def _middle(pairs: pd.DataFrame) -> str:
 
 
 def _start(side: Side) -> str:
-    if side.break_evens.empty:
+    if side.starts.empty:
         return units.NOTHING
-    start, at_lowest = overview.typical_start(side.break_evens)
-    return "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent(round(start, 2))
+    start, at_lowest = overview.typical_start(side.starts)
+    return "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
 
 
 def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     """Shape by shape: dense times, what to use on either side, and from which sparsity on it pays there."""
     dense = pairs[pairs["pattern"] == "dense"].sort_values("second", ascending=False, kind="stable")
-    uses = [_uses(side) for side in (first, second)]
-    sparse = {(row["setting"], row["shape"]): row for row in best_of(pairs, LEVEL).to_dict("records")}
+    level = _level(pairs)
+    uses = [_uses(side, level) for side in (first, second)]
+    sparse = {(row["setting"], row["shape"]): row for row in best_of(pairs, level).to_dict("records")}
     rows: list[list[Cell | str]] = []
     moved = 0
     for row in dense.to_dict("records"):
@@ -215,7 +225,7 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
                 _ratio_cell(sparse[place]) if place in sparse else Cell(units.NOTHING),
                 ours, theirs,
             ])  # fmt: skip
-    at = units.percent(LEVEL)
+    at = units.percent(level)
     heads = ["layer shape", f"#dense, {first.name}", f"#dense, {second.name}", "#ratio, dense", f"#ratio at {at}",
              f"use on {first.name}", f"use on {second.name}"]  # fmt: skip
     sentences = [
@@ -238,8 +248,19 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
             f"Sparsity pays earlier on {first.name} at {earlier} of {len(starts)} shapes and on {second.name} at "
             f"{later}; at the others from the same sparsity on, the lowest measured or never."
         )
-        tables.append(("From which sparsity on the earliest pattern pays", _start_table(starts, first, second)))
+        tables.append(
+            (
+                "From which sparsity on some pattern pays, up to the highest measured",
+                _start_table(starts, first, second),
+            )
+        )
     return Section("pays", "What to use where", sentences, tables=tables)
+
+
+def _level(pairs: pd.DataFrame) -> float:
+    """The sparsity nearest to LEVEL of those that both sides have at most shapes."""
+    common = data.common_sparsities(pairs[pairs["pattern"] != "dense"])
+    return float(common[np.abs(common - LEVEL).argmin()]) if len(common) else LEVEL
 
 
 def best_of(pairs: pd.DataFrame, sparsity: float) -> pd.DataFrame:
@@ -261,19 +282,15 @@ def _fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def earliest_starts(first: Side, second: Side) -> pd.DataFrame:
-    """The break-even of the earliest pattern at each setting and shape of both sides, the widest apart first.
+    """From where on a pattern pays (`data.earliest`) at each setting and shape of both sides, the widest apart first.
 
-    Columns: setting, shape; first, second (sparsity, inf for never); first_pattern, second_pattern (any for never);
+    Columns: setting, shape; first, second (sparsity, inf for never); first_pattern, second_pattern (empty for never);
     first_lowest, second_lowest: whether it pays already at the lowest sparsity measured.
     """
-    found = []
-    for side in (first, second):
-        own = side.break_evens.assign(break_even=side.break_evens["break_even"].fillna(math.inf))
-        found.append(own.loc[own.groupby(data.PLACE)["break_even"].idxmin()])
     columns = {"break_even": "", "pattern": "_pattern", "at_lowest": "_lowest"}
     ours, theirs = (
-        own[[*data.PLACE, *columns]].rename(columns={name: side + end for name, end in columns.items()})
-        for side, own in zip(("first", "second"), found, strict=True)
+        side.starts.fillna({"break_even": math.inf}).rename(columns={old: name + end for old, end in columns.items()})
+        for name, side in (("first", first), ("second", second))
     )
     both = ours.merge(theirs, on=data.PLACE)
     apart = (both["first"].clip(upper=2.0) - both["second"].clip(upper=2.0)).abs()
@@ -288,7 +305,7 @@ def _start_table(starts: pd.DataFrame, first: Side, second: Side) -> Table:
             if row[side] == math.inf:
                 cells.append(Cell("never", 2.0))
             else:
-                text = ("≤ " if row[f"{side}_lowest"] else "") + units.percent(round(row[side], 3))
+                text = ("≤ " if row[f"{side}_lowest"] else "") + units.percent_up(row[side], 3)
                 cells.append(Cell(text, row[side], str(row[f"{side}_pattern"])))
         apart = row["second"] - row["first"]
         if row["first"] == row["second"]:
@@ -304,15 +321,17 @@ def _start_table(starts: pd.DataFrame, first: Side, second: Side) -> Table:
     return table(heads, rows)
 
 
-def _uses(side: Side) -> dict[Place, Cell]:
-    """The pattern to use at each shape and from where; cells sort and compare by the pattern."""
+def _uses(side: Side, level: float) -> dict[Place, Cell]:
+    """The pattern to use at each shape and from where, and the gain at a sparsity; cells sort and compare by the
+    pattern.
+    """
     starts = data.by_place(side.break_evens)
     best = data.by_place(data.fastest_pattern(side.speedups)) if len(side.speedups) else {}
     found = {}
     for place, rows in starts.items():
         use = overview.favourite(rows, best[place])
-        gains = [row["speedup"] for row in best[place] if abs(row["sparsity"] - LEVEL) < 0.01]
-        gain = f"{units.ratio(gains[0])} at {units.percent(LEVEL)}" if gains else ""
+        gains = [row["speedup"] for row in best[place] if abs(row["sparsity"] - level) < 0.01]
+        gain = f"{units.ratio(gains[0])} at {units.percent(level)}" if gains else ""
         if use is None:
             found[place] = Cell("stay dense", "dense", gain)
         else:
@@ -429,7 +448,7 @@ def _pattern_start(side: Side, pattern: str) -> Cell:
     if start == math.inf:
         return Cell("never", 2.0)
     sign = "at " if (own["sparsities"] == 1).all() else "≤ " if at_lowest else ""
-    return Cell(sign + units.percent(round(start, 2)), start)
+    return Cell(sign + units.percent_up(start), start)
 
 
 def _changes(changes: Sequence[Change]) -> Section:

@@ -26,6 +26,7 @@ class Content:
     points: pd.DataFrame
     speedups: pd.DataFrame
     break_evens: pd.DataFrame
+    starts: pd.DataFrame
     places: list[tuple[str, str]]
     ranked: pd.DataFrame
     roofline: pd.DataFrame
@@ -63,6 +64,7 @@ def of(inputs: Inputs) -> Content:
         points=points,
         speedups=speedups,
         break_evens=data.break_even(speedups),
+        starts=data.earliest(speedups),
         places=data.places(speedups),
         ranked=ranking.ranked(points),
         roofline=roofline.tidy(points),

@@ -9,6 +9,7 @@ Times are in seconds, `low` and `high` bound the 95% interval of the median.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from latbench import tables
+from latbench.report import units
 
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
@@ -135,7 +137,7 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     Columns: setting, shape, pattern, format, break_even (NaN: never, see `crossings`), certain and possible (the
     same of the lower and of the upper ends of the speedups' intervals; without one nothing is certain), at_lowest
     (it pays already at the lowest sparsity measured, so the true value is that or less), best (the highest speedup),
-    best_sparsity, sparsities (how many).
+    best_sparsity, sparsities (how many), judged (every speedup has an interval).
     """
     ordered = speedups.sort_values([*PLACE, "pattern", "sparsity"], kind="stable").reset_index(drop=True)
     first = ~ordered.duplicated([*PLACE, "pattern"])
@@ -150,7 +152,9 @@ def break_even(speedups: pd.DataFrame) -> pd.DataFrame:
     tidy["certain"] = crossings(sparsity, lower, starts)
     tidy["possible"] = crossings(sparsity, upper, starts)
     tidy["at_lowest"] = (gain[starts] >= 1) & (tidy["break_even"] == sparsity[starts])
-    return tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=ends - starts)
+    tidy = tidy.assign(best=gain[best], best_sparsity=sparsity[best], sparsities=ends - starts)
+    known = ordered["speedup_low"].notna().to_numpy()
+    return tidy.assign(judged=[bool(known[start:end].all()) for start, end in zip(starts, ends, strict=True)])
 
 
 def crossings(sparsity: np.ndarray, gain: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -170,6 +174,49 @@ def crossings(sparsity: np.ndarray, gain: np.ndarray, starts: np.ndarray) -> np.
     below, above = np.log(gain[lower]), np.log(gain[upper])
     found[inside] = sparsity[lower] + (sparsity[upper] - sparsity[lower]) * below / (below - above)
     return found
+
+
+def earliest(speedups: pd.DataFrame) -> pd.DataFrame:
+    """From which sparsity on some pattern is faster than dense, up to the highest measured of any, per place.
+
+    At each sparsity the fastest pattern counts, and a pattern between its own lowest and highest sparsity alone: one
+    that was timed at 50% says nothing of 90%. Columns: setting, shape, pattern (the one that pays first; empty where
+    none does), break_even (NaN: never, see `crossings`), at_lowest (as in `break_even`).
+    """
+    found = []
+    known = speedups[[*PLACE, "pattern", "sparsity", "speedup"]].sort_values("sparsity", kind="stable")
+    for (setting, shape), rows in by_place(known).items():
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            curves.setdefault(row["pattern"], []).append((row["sparsity"], row["speedup"]))
+        start, pattern, at_lowest = _first_to_pay({name: np.array(curve) for name, curve in curves.items()})
+        found.append((setting, shape, pattern, start, at_lowest))
+    return pd.DataFrame(found, columns=[*PLACE, "pattern", "break_even", "at_lowest"])
+
+
+def _first_to_pay(curves: Mapping[str, np.ndarray]) -> tuple[float, str, bool]:
+    """The sparsity from which the highest of these curves stays at 1 or above, whose it is there, and whether it is
+    so from the first point on. A curve (points, 2) has sparsities, rising, and gains.
+    """
+    sparsities = np.unique(np.concatenate([curve[:, 0] for curve in curves.values()]))
+    names = list(curves)
+    gains = np.array([
+        np.interp(sparsities, curve[:, 0], np.log(curve[:, 1]), left=-np.inf, right=-np.inf)
+        for curve in curves.values()
+    ])  # fmt: skip
+    losses = np.flatnonzero(gains.max(axis=0) < 0)
+    if not len(losses):
+        return float(sparsities[0]), names[int(gains[:, 0].argmax())], True
+    below, above = int(losses[-1]), int(losses[-1]) + 1
+    if above == len(sparsities):
+        return math.nan, "", False
+    width = sparsities[above] - sparsities[below]
+    starts = [
+        (float(sparsities[above] - width * (high / (high - low))), name)  # of one that starts there, low is -inf
+        for name, low, high in zip(names, gains[:, below], gains[:, above], strict=True)
+        if high >= 0
+    ]
+    return *min(starts), False
 
 
 def fastest_pattern(speedups: pd.DataFrame) -> pd.DataFrame:
@@ -289,17 +336,18 @@ def _said(rows: pd.DataFrame, name: str) -> pd.Series:
     return found.where(found.notna() & (found != ""), None)
 
 
-def contested(speedups: pd.DataFrame) -> tuple[int, int]:
-    """At how many settings, shapes and sparsities the intervals of the fastest two patterns overlap, or are unknown;
-    and at how many there are two.
+def contested(speedups: pd.DataFrame) -> tuple[int, int, int]:
+    """At how many settings, shapes and sparsities the intervals of the fastest two patterns overlap; at how many
+    one of them has none; and at how many there are two.
     """
     by = [*PLACE, "sparsity"]
     ordered = speedups.sort_values([*by, "seconds"])
     first = np.flatnonzero(~ordered.duplicated(by))
     last = np.append(first[1:], len(ordered))[: len(first)] - 1
     first = first[last > first]
-    clear = ordered["high"].to_numpy()[first] < ordered["low"].to_numpy()[first + 1]
-    return int((~clear).sum()), len(first)
+    high, low = ordered["high"].to_numpy()[first], ordered["low"].to_numpy()[first + 1]
+    unknown = np.isnan(high) | np.isnan(low)
+    return int((~unknown & (high >= low)).sum()), int(unknown.sum()), len(first)
 
 
 def pace(table: pd.DataFrame) -> pd.Series:
@@ -348,7 +396,7 @@ def shape_label(row: Mapping[Any, Any]) -> str:
 def _value_label(name: str, value: Any) -> str:
     if value is None or value != value:
         return f"{name.replace('_', ' ')} unknown"
-    return f"{_plainly(value)} threads" if name == "threads" else str(value)
+    return units.threads(_plainly(value)) if name == "threads" else str(value)
 
 
 def _plainly(value: Any) -> str:

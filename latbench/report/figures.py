@@ -40,6 +40,7 @@ SYMBOLS = {
 OTHER_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 FILLS = ("", "-open", "-dot", "-open-dot")
 DASHES = ("solid", "dash", "dot", "dashdot")
+HATCHES = ("", "/", ".", "x", "-", "|", "+", "\\")
 WHITE_ON = ("unstructured",)  # black text has a contrast of 4.5 or more on all others
 LOSS, GAIN = "#D55E00", "#0072B2"
 CELLS = [[0, "@loss-cell"], [0.5, "@panel"], [1, "@gain-cell"]]  # `@ink` can be read on all of it
@@ -47,22 +48,26 @@ CELLS = [[0, "@loss-cell"], [0.5, "@panel"], [1, "@gain-cell"]]  # `@ink` can be
 
 @dataclass(frozen=True)
 class Look:
-    """How a pattern is drawn: `symbol` and `dash` as plotly names them."""
+    """How a pattern is drawn: `symbol`, `dash` and `hatch` (of bars) as plotly names them."""
 
     colour: str
     symbol: str
     dash: str
+    hatch: str = ""
 
 
 def looks(patterns: Iterable[object]) -> dict[str, Look]:
-    """How to draw each pattern: its format has a colour and a symbol, patterns of one differ in filling and dash."""
+    """How to draw each pattern: its format has a colour and a symbol, patterns of one differ in filling and dash, the
+    first sixteen in a pair that no other has; the first eight have bars of their own, too.
+    """
     seen: dict[str, int] = {}
     found = {}
     for pattern in sorted(set(map(str, patterns))):
         kind = family(pattern)
         index = seen[kind] = seen.get(kind, -1) + 1
-        fill, dash = FILLS[index % len(FILLS)], DASHES[index % len(DASHES)]
-        found[pattern] = Look(colour(kind), symbol(kind) + fill, dash)
+        turn, place = divmod(index, len(FILLS))
+        dash, hatch = DASHES[(place + turn) % len(DASHES)], HATCHES[index % len(HATCHES)]
+        found[pattern] = Look(colour(kind), symbol(kind) + FILLS[place], dash, hatch)
     return found
 
 
@@ -155,7 +160,7 @@ def noise(curve: pd.DataFrame) -> Figure:
             "hovertemplate": f"<b>{name}</b><br>%{{y:.0f}}% of the points within %{{x:.2~r}}%<extra></extra>",
         })  # fmt: skip
     layout = {
-        "xaxis": {"title": {"text": "width of the 95% interval, relative to the median"}, "type": "log",
+        "xaxis": {"title": {"text": "width of the 95% interval,<br>relative to the median"}, "type": "log",
                   **log_ticks(low, high, "%")},
         "yaxis": {"title": {"text": "points"}, "ticksuffix": "%", "range": [0, 102]},
         "height": 340,
@@ -171,13 +176,13 @@ def accuracy(methods: Mapping[str, Mapping[str, float | int | None]]) -> Figure:
     data = [
         {
             "type": "bar", "orientation": "h", "name": titles[figure], "y": names,
-            "x": [None if (share := found[figure]) is None else round(100 * share, 3) for found in methods.values()],
+            "x": [None if (s := found.get(figure)) is None else round(100 * s, 3) for found in methods.values()],
             "marker": {"color": colours[figure]},
             "hovertemplate": f"<b>%{{y}}</b><br>{titles[figure]} %{{x:.2~f}}%<extra></extra>",
         }
         for figure in ("p90", "median")  # plotly draws the first at the bottom
     ]  # fmt: skip
-    floors = [floor for found in methods.values() if (floor := found["noise_floor"]) is not None]
+    floors = [floor for found in methods.values() if (floor := found.get("noise_floor")) is not None]
     floor = 100 * max(floors) if floors else None
     note = {
         "text": "noise floor", "x": floor, "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
@@ -202,6 +207,7 @@ def profile(layers: pd.DataFrame) -> Figure:
     """
     scale, unit = units.axis(float(layers["seconds"].max()))
     data = []
+    look_of = looks(layers["pattern"])
     for pattern, rows in layers.groupby("pattern", sort=True):
         name = plain(pattern)
         kind = family(pattern)
@@ -213,7 +219,10 @@ def profile(layers: pd.DataFrame) -> Figure:
                 "arrayminus": short((rows["seconds"] - rows["low"]) / scale),
                 "color": "@ink", "thickness": 1, "width": 3,
             },
-            "marker": {"color": colour(kind)},
+            "marker": {"color": colour(kind), "pattern": {
+                "shape": look_of[str(pattern)].hatch, "fillmode": "overlay", "solidity": 0.15, "size": 7,
+                "fgcolor": "#ffffff" if kind in WHITE_ON else "#000000",
+            }},
             "text": [units.percent(float(sparsity)) if sparsity else "dense" for sparsity in rows["sparsity"]],
             "textposition": "inside", "insidetextanchor": "start",
             "textfont": {"color": "#ffffff" if kind in WHITE_ON else "#000000"},

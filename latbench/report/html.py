@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 
 from latbench.errors import EnvironmentUnusable
-from latbench.report import accuracy, data, maps, overview, roofline, sections, trade_off
+from latbench.report import accuracy, data, maps, overview, roofline, sections, trade_off, units
 from latbench.report import content as contents
 from latbench.report.content import Content
 from latbench.report.inputs import Inputs
@@ -62,7 +62,7 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
         sections.pruned(inputs.manifest) if inputs.manifest else None,
         accuracy.section(content.accuracy) if content.accuracy is not None else None,
         overview.section(content, places, pays if verdict else None),
-        maps.section(content.speedups, content.break_evens, places),
+        maps.section(content, places),
         sections.shapes(content, places),
         roofline.section(content.roofline),
         sections.cost_model(inputs.model, content.held_out) if inputs.model else None,
@@ -72,7 +72,7 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
     ]
     apart, shapes = ({place[part] for place in content.places} for part in (0, 1))
     ways = f" in {len(apart)} settings" if len(apart) > 1 else ""
-    facts = [settings["device"], settings["threads"] and f"{settings['threads']} threads", settings["dtype_w"],
+    facts = [settings["device"], settings["threads"] and units.threads(settings["threads"]), settings["dtype_w"],
              f"{len(shapes)} layer shapes{ways}", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
     warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
     if ways:

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.report import data, units
+from latbench.report.content import Content
 from latbench.report.figures import CELLS, Figure, plain
 from latbench.report.views import Chart, Section
 
@@ -21,32 +22,33 @@ Record = Mapping[str, Any]
 Place = tuple[str, str]
 
 
-def section(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[Place]) -> Section:
+def section(content: Content, places: Sequence[Place]) -> Section:
     """Every slice of the map at the first of `places`."""
     shown = list(places[:SHAPES])
     sentences = [
         "Colour and number are the speedup over the fastest dense engine: blue is faster, orange slower, and the "
         "fainter, the smaller the difference. To the right of the line sparse is faster up to the highest sparsity "
-        "measured; where it runs along the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
+        "measured of the shape, or of the one pattern that is shown; where it runs along the right edge, nothing "
+        "stays so. Its tooltip tells the break-even sparsity."
     ]
     if len(shown) < len(places):
         sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
     chart = Chart(
         "map", "Speedup at every shape, the one with the longest dense time on top",
-        choices=[(title, {"map": figure}) for title, figure in slices(speedups, break_evens, shown)], label="Show",
+        choices=[(title, {"map": figure}) for title, figure in slices(content, shown)], label="Show",
     )  # fmt: skip
     return Section("map", "Where sparsity pays: the map", sentences, [chart])
 
 
-def slices(speedups: pd.DataFrame, break_evens: pd.DataFrame, places: Sequence[Place]) -> list[tuple[str, Figure]]:
+def slices(content: Content, places: Sequence[Place]) -> list[tuple[str, Figure]]:
     """By sparsity, of the fastest pattern and of each that has several; then by pattern at a few sparsities."""
-    here, own_starts = data.at(speedups, places), data.at(break_evens, places)
-    earliest = own_starts.groupby(data.PLACE)["break_even"].min().to_dict()  # NaN only where all are
+    here = data.at(content.speedups, places)
+    earliest = content.starts.set_index(data.PLACE)["break_even"].to_dict()
     of_pattern = {
         pattern: dict.fromkeys(places, math.nan) | own.set_index(data.PLACE)["break_even"].to_dict()
-        for pattern, own in own_starts.groupby("pattern")
+        for pattern, own in data.at(content.break_evens, places).groupby("pattern")
     }
-    columns = spread(data.common_sparsities(speedups))
+    columns = spread(data.common_sparsities(content.speedups))
     limit = max(0.1, float(np.abs(np.log2(here["speedup"])).max()))
     labels = [plain(data.place_label(*place)) for place in places]
 

@@ -47,7 +47,7 @@ def what_pays(content: Content, device: str) -> Headline:
     speedups, shapes = content.speedups, len(content.places)
     uses = favourites(content)
     paying = shapes - uses[STAY_DENSE]
-    start, at_lowest = typical_start(content.break_evens)
+    start, at_lowest = typical_start(content.starts)
     best = data.fastest_pattern(speedups)
     level = min(data.levels(speedups), key=lambda sparsity: abs(sparsity - 0.75))
     at_level = best[best["sparsity"] == level]
@@ -72,10 +72,10 @@ def what_pays(content: Content, device: str) -> Headline:
         Tile(
             "Shapes that gain",
             f"{paying} of {shapes}",
-            f"{sure} beyond doubt: from some sparsity on, up to the highest measured, a pattern is faster than dense",
+            f"{sure} beyond doubt: a pattern is faster than dense up to the highest sparsity it was timed at",
         ),
         Tile(f"Gain at {at}", units.ratio(middle), f"median shape, {worst} to {top}"),
-        Tile("Pays from", from_there, "break-even sparsity of the earliest pattern at the median shape"),
+        Tile("Pays from", from_there, "the fastest pattern, up to the highest sparsity, median shape"),
         Tile("Noise", width, "typical width of a time's 95% interval: smaller differences are none"),
     ]
     return Headline(title, lead, tiles)
@@ -106,12 +106,11 @@ def favourites(content: Content) -> Counter[str]:
     return counts + Counter({STAY_DENSE: dense})
 
 
-def typical_start(break_evens: pd.DataFrame) -> tuple[float, bool]:
-    """The break-even of the earliest pattern at the median shape (inf: never), and whether it may be lower."""
-    earliest = break_evens.sort_values("break_even").groupby(data.PLACE).first()
-    starts = earliest["break_even"].fillna(math.inf)
-    start = float(starts.quantile(0.5, interpolation="higher"))
-    return start, bool((earliest["at_lowest"] & (starts <= start)).sum() * 2 >= len(starts))
+def typical_start(starts: pd.DataFrame) -> tuple[float, bool]:
+    """The break-even at the median shape (inf: never), and whether it may be lower; a row of `starts` is a shape's."""
+    found = starts["break_even"].fillna(math.inf)
+    start = float(found.quantile(0.5, interpolation="higher"))
+    return start, bool((starts["at_lowest"] & (found <= start)).sum() * 2 >= len(found))
 
 
 def _uses(uses: Counter[str], shapes: int) -> str:
@@ -237,13 +236,17 @@ def section(content: Content, places: Sequence[tuple[str, str]], headline: Headl
 
 
 def _close(speedups: pd.DataFrame) -> list[str]:
-    overlap, several = data.contested(speedups)
-    if not overlap:
-        return []
-    return [
+    overlap, unknown, several = data.contested(speedups)
+    said = [
         f"Which pattern is the fastest is within the noise at {units.count(overlap)} of {units.count(several)} "
         "shapes and sparsities: there the next one is as good a choice."
-    ]
+    ] if overlap else []  # fmt: skip
+    if unknown:
+        said.append(
+            f"How sure the fastest pattern is cannot be told at {units.count(unknown)} of {units.count(several)} "
+            "shapes and sparsities: too few samples were kept to know the noise."
+        )
+    return said
 
 
 def glossary(names: Iterable[str]) -> str:
@@ -315,6 +318,8 @@ def begins(start: Record) -> str:
 
 def _doubt(start: Record) -> str:
     """What the intervals leave open of a break-even sparsity."""
+    if not start["judged"]:
+        return " (not certain: the noise is unknown)"
     if math.isnan(start["certain"]):
         return " (not certain: within the noise)"
     if start["certain"] - start["break_even"] < 0.01:

@@ -109,8 +109,7 @@ def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
     found["speedup"] = Drawing(shown, _speedups, 0.7 + 1.5 * math.ceil(min(PANELS, len(content.places)) / 3), PAGE)
     places = content.places[:MAP_ROWS]
     best = data.at(data.fastest_pattern(content.speedups), places)
-    starts = data.at(content.break_evens, places).groupby(data.PLACE)["break_even"].min().rename("break_even")
-    rows = best.merge(starts.reset_index(), on=data.PLACE)
+    rows = best.merge(content.starts[[*data.PLACE, "break_even"]], on=data.PLACE)
     found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.8 + 0.22 * len(places), PAGE)
     if len(content.roofline):
         found["roofline"] = Drawing(content.roofline, _roofline, 2.6)

@@ -26,44 +26,52 @@ SPARSITIES, SHAPES = "held-out sparsities of measured shapes", "held-out shapes"
 def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
     """Predictions for held-out rows of the model's own table, by models of its kind that were fitted to the others.
 
-    A look-up leaves out sparsities, as it is used; any other model a fifth of the shapes. Of a long table some
-    shapes, drawn at random, stand for all. Columns: held_out (which of the two), shape, pattern, format, engine,
+    A look-up leaves out sparsities, as it is used; any other model a fifth of the shapes, a transfer of those of its
+    own device. Of a long table some shapes, drawn at random, stand for all; rows that do not tell m, k and n are
+    left out. Columns: held_out (which of the two), shape, pattern, format, engine,
     sparsity; measured, measured_low, measured_high, predicted, low, high in seconds, with an interval of COVERAGE
     that is NaN where too little was measured for one; ratio (predicted over measured), inside (bool). Empty where
     nothing can be held out.
     """
     from sklearn.base import clone
 
-    from cost_models import AnchoredLookup
+    from cost_models import AnchoredLookup, Transfer
     from cost_models.rows import shape_groups, split_by_shape, training_rows
     from cost_models.validation import by_sparsity
 
     X, y = training_rows(table, model.where)
-    some = _whole_shapes(X)
-    X, y = data.plain(X[some]).reset_index(drop=True), y[some]
+    asked = X[["m", "k", "n"]].notna().all(axis=1).to_numpy()
+    others = np.zeros(len(X), bool)  # that a transfer learns from, and does not predict
+    if isinstance(model.estimator, Transfer):
+        others = asked & X["device"].ne(model.estimator.device).to_numpy()
+    some = _whole_shapes(X, asked & ~others) | _whole_shapes(X, others)
+    X, y, others = data.plain(X[some]).reset_index(drop=True), y[some], others[some]
     if isinstance(model.estimator, AnchoredLookup):
         masks, held_out = list(by_sparsity(X)), SPARSITIES
     else:
-        shapes = shape_groups(X)
-        masks = [split_by_shape(shapes, FOLDS, 0) == 0] if shapes.max() else []
-        held_out = SHAPES
+        masks, held_out = [], SHAPES
+        if not others.all() and (shapes := shape_groups(X[~others])).max():
+            masks = [np.zeros(len(X), bool)]
+            masks[0][~others] = split_by_shape(shapes, FOLDS, 0) == 0
     parts = [_predicted(clone(model.estimator), X, y, mask) for mask in masks if mask.any() and not mask.all()]
     if not parts:
         return pd.DataFrame()
     return pd.concat(parts, ignore_index=True).assign(held_out=held_out)
 
 
-def _whole_shapes(X: pd.DataFrame) -> np.ndarray:
-    """Which rows belong to shapes, drawn at random, that have no more than ROWS rows together."""
+def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
+    """Which of the rows `among` (mask) belong to shapes, drawn at random, of no more than ROWS rows together."""
     from cost_models.rows import shape_groups
 
-    if len(X) <= ROWS:
-        return np.ones(len(X), bool)
-    shapes = shape_groups(X)
+    if among.sum() <= ROWS:
+        return among
+    shapes = shape_groups(X[among])
     order = np.random.default_rng(0).permutation(shapes.max() + 1)
     sizes = np.bincount(shapes)[order]
     kept = order[: max(2, int(np.searchsorted(np.cumsum(sizes), ROWS)))]
-    return np.isin(shapes, kept)
+    found = among.copy()
+    found[among] = np.isin(shapes, kept)
+    return found
 
 
 def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray) -> pd.DataFrame:

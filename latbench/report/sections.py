@@ -239,7 +239,7 @@ def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
     sentences = [
         f"Predicted for the whole model: {predicted}, for a target of {units.ratio(chosen.target)} over "
         f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
-        f"{chosen.threads} threads, {chosen.backend} kernels, strategy {chosen.strategy}.",
+        f"{units.threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}.",
         f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
         f"searched. {ceiling}",
         f"The sum of the layers' times, each on its own, missed the whole model by "
@@ -407,7 +407,11 @@ def cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
         "that knowing every true time would leave, since the measured ones are not exact."
     ]
     charts, tables = [], []
-    if held_out is not None:
+    if held_out is None:
+        sentences.append(
+            "No point could be held out and predicted anew: the table is another, or has too few shapes."
+        )
+    else:
         sentences.append(predictions.sentence(held_out))
         caption = f"Predicted against measured, {held_out['held_out'].iloc[0]}; a cross is outside its interval"
         charts.append(Chart("predictions", caption, predictions.figure(held_out)))
@@ -416,7 +420,7 @@ def cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
             [Cell(meaning), *(share_cell(figures_of.get(key)) for figures_of in methods.values())]
             for key, meaning in ACCURACY.items()
         ]
-        counts = [count_cell(int(figures_of["held_out"] or 0)) for figures_of in methods.values()]
+        counts = [count_cell(int(figures_of.get("held_out") or 0)) for figures_of in methods.values()]
         heads = ["figure", *(f"#{method}" for method in methods)]
         charts.append(
             Chart("model", "Errors of held-out predictions, with the noise floor", figures.accuracy(methods))

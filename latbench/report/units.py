@@ -58,6 +58,11 @@ def percent_up(value: float, digits: int = 2) -> str:
     return percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
 
 
+def threads(counts: object) -> str:
+    """`1 thread`, `2 threads`, `1, 2 threads`."""
+    return f"{counts} thread" + ("" if str(counts) == "1" else "s")
+
+
 def count(value: float | None) -> str:
     """`12 345`, with a thin space between thousands."""
     return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING

@@ -14,6 +14,7 @@ import cost_models
 from cost_models.rows import count_shapes, shape_groups
 from latbench import cli, tables, workloads
 from latbench.plan import Point
+from latbench.runners.worker import resolve
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -180,7 +181,12 @@ def test_predict_flags_a_sparsity_that_a_lookup_extrapolates_to(latbench: Run, s
     latbench("fit", swept, "-o", tmp_path / "m.json")
     asked = ("predict", tmp_path / "m.json", "--table", swept, "--allow-extrapolation")
     assert "extrapolated" not in latbench(*asked, *_query())[2]
-    assert "extrapolated: this sparsity lies outside" in latbench(*asked, *_query(sparsity=0.99))[2]
+    _, out, err = latbench(*asked, *_query(sparsity=0.975))
+    assert "extrapolated: this sparsity lies outside" in err
+    # What the look-up spans there was never calibrated: no share of measurements is promised.
+    assert re.fullmatch(
+        r"linear 256x320x37 vector:32 at 97\.5%: [\d.]+ µs \([\d.]+ to [\d.]+ without a promise\)\n", out
+    )
 
 
 def test_fit_again_where_the_settings_changed(latbench: Run, swept: Path, tmp_path: Path) -> None:
@@ -303,6 +309,17 @@ def test_predict_refuses_what_nothing_anchors_with_exit_code_5(latbench: Run, sw
     assert allowed[0] == 0 and "µs" in allowed[1]
     dense = ("--shape", "256x320x37", "--pattern", "dense", "--backend", "torch")
     assert latbench("predict", tmp_path / "m.json", "--table", swept, *dense)[0] == 0
+
+
+def test_the_benchmark_judges_tables_of_ones_own(swept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = resolve(f"{Path(__file__).parents[1] / 'benchmarks' / 'prediction.py'}:own")
+    own([str(swept)], "numba")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"\d+ points of \d+ shapes", first)
+    assert [line.split(" held out")[0].strip() for line in lines[:2]] == [
+        "look-up, other sparsities",
+        "Roofline, shapes",
+    ]
 
 
 def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path: Path) -> None:

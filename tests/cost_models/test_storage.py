@@ -142,7 +142,10 @@ def test_a_file_that_is_no_model_is_refused(change: str | dict[str, Any], said: 
 
 def test_settings_that_nothing_can_be_fitted_with_are_refused(stored: Stored, tmp_path: Path) -> None:
     folder, path = stored[0], tmp_path / "m.json"
-    for params in ({"random_state": "x"}, {"max_iter": "many"}, {"form": "none"}, {"folds": None}):
+    for params in (
+        {"random_state": "x"}, {"max_iter": "many"}, {"form": "none"}, {"folds": None}, {"folds": 0}, {"folds": 2.5},
+        {"form": {}}, {"allow_extrapolation": "no"}, {"folds": True}, {"learning_rate": "fast"},
+    ):  # fmt: skip
         cost_models.save(path, Boosted(**params), tables.table_hash(folder), where={"backend": "numba"})
         with pytest.raises(BadModel, match=r"its params .* fit nothing"):
             cost_models.load(path, folder)

@@ -79,7 +79,7 @@ def test_times_of_different_settings_are_never_compared() -> None:
     points = data.points(mixed)
     assert data.speedup(points).empty
     assert data.without_dense(points) == 1
-    assert set(points["setting"]) == {"1 threads", "2 threads"}
+    assert set(points["setting"]) == {"1 thread", "2 threads"}
 
 
 def test_failed_throttled_and_verification_rows_give_no_point() -> None:
@@ -107,7 +107,7 @@ def test_nothing_is_certain_of_times_without_an_interval() -> None:
     [start] = data.break_even(speedups).to_dict("records")
     assert start["break_even"] == 0.5 and math.isnan(start["certain"])
     fastest = speedups.to_dict("records")
-    assert overview.verdict_sentence([start], fastest) == "Use vector:2 at 50% (not certain: within the noise)."
+    assert overview.verdict_sentence([start], fastest) == "Use vector:2 at 50% (not certain: the noise is unknown)."
     [place] = data.places(speedups)
     table = overview.verdicts(speedups, data.break_even(speedups), [place])
     assert "≈ 2.00×" in [cell.text for cell in table.rows[0]]
@@ -125,6 +125,51 @@ def test_break_even_is_interpolated_and_never_is_said() -> None:
     assert starts.loc["vector:2", ["break_even", "at_lowest"]].tolist() == [0.5, True]
     assert math.isnan(starts.loc["nm:2:4", "break_even"])
     assert starts["best"].to_dict() == {"nm:2:4": 8 / 9, "unstructured": 2.0, "vector:2": 4.0}
+
+
+def first_to_pay(**curves: list[tuple[float, float]]) -> tuple[str, float, bool]:
+    rows = [row(name.replace("_", ":"), s, 8.0 / gain) for name, curve in curves.items() for s, gain in curve]
+    [found] = data.earliest(data.speedup(data.points(frame(row("dense", 0.0, 8.0, "torch"), *rows)))).to_dict(
+        "records"
+    )
+    return found["pattern"], found["break_even"], found["at_lowest"]
+
+
+def test_a_pattern_says_nothing_of_sparsities_beyond_its_own() -> None:
+    """2:4 gains at 50%; from there to the crossing of the others, at 62.5%, and beyond, only they count."""
+    others = [(0.5, 0.5), (0.75, 2.0), (0.9, 4.0)]
+    assert first_to_pay(nm_2_4=[(0.5, 1.3)], vector_2=others) == ("nm:2:4", 0.5, True)  # nothing measured loses
+    low, high = [(0.5, 0.4), (0.6, 0.5), (0.85, 2.0)], [(0.6, 0.5), (0.9, 0.9)]
+    assert first_to_pay(nm_2_4=[(0.5, 1.3)], vector_2=low) == ("vector:2", pytest.approx(0.725), False)
+    pattern, start, at_lowest = first_to_pay(nm_2_4=[(0.5, 1.3)], vector_2=high)
+    assert (pattern, at_lowest) == ("", False) and math.isnan(start)
+
+
+def test_where_patterns_take_turns_the_fastest_counts() -> None:
+    rising, falling = [(0.5, 0.5), (0.7, 0.5), (0.9, 2.0)], [(0.5, 0.5), (0.7, 2.0), (0.9, 0.5)]
+    # Each crosses at 0.6 or 0.8, and at 0.8 the falling one does so, too, on its way down: between 0.7 and 0.9 no
+    # measured sparsity loses.
+    assert first_to_pay(vector_2=rising, block_2x2=falling) == ("block:2x2", pytest.approx(0.6), False)
+    # A line that joins the best of both points would cross before either of them does.
+    flat, steep = [(0.5, 0.9), (0.9, 0.9)], [(0.5, 0.25), (0.9, 4.0)]
+    assert first_to_pay(vector_2=flat, block_2x2=steep) == ("block:2x2", pytest.approx(0.7), False)
+    # One that starts at 75%, where it gains at once.
+    assert first_to_pay(vector_2=flat, nm_1_4=[(0.75, 2.0), (0.9, 3.0)]) == ("nm:1:4", 0.75, False)
+
+
+@given(st.lists(st.lists(st.floats(0.01, 100), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_nothing_measured_loses_above_where_a_pattern_pays(gains: list[list[float]]) -> None:
+    sparsity = [0.5, 0.75, 0.9]
+    curves = {str(i): np.array([*zip(sparsity, own, strict=True)]) for i, own in enumerate(gains)}
+    start, pattern, at_lowest = data._first_to_pay(curves)
+    best = np.max(gains, axis=0)
+    alone = [data.crossings(np.array(sparsity), np.array(own), np.array([0]))[0] for own in gains]
+    if math.isnan(start):
+        assert best[-1] < 1 and not pattern
+    else:
+        assert (best[np.array(sparsity) > start + 1e-9] >= 1).all()
+        assert start <= np.nanmin([1, *alone]) + 1e-9  # never later than any of them alone
+        assert at_lowest == bool((best >= 1).all())
 
 
 @pytest.mark.parametrize(
@@ -266,7 +311,8 @@ def test_where_the_fastest_pattern_is_within_the_noise_is_counted() -> None:
         row("unstructured", 0.75, 4.0), row("vector:2", 0.75, 1.0), row("block:2x2", 0.9, 1.0),
     )  # fmt: skip
     gains = data.speedup(data.points(rows))
-    assert data.contested(gains) == (1, 2)  # of 50% and 75%; at 90% there is one pattern alone
+    assert data.contested(gains) == (1, 0, 2)  # of 50% and 75%; at 90% there is one pattern alone
+    assert data.contested(gains.assign(low=math.nan, high=math.nan)) == (0, 2, 2)
     assert set(gains["dense_engines"]) == {2}
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from cost_models import AnchoredLookup, Boosted
+from cost_models import AnchoredLookup, Boosted, Transfer
 from cost_models.storage import ModelFile
 from latbench.errors import BadData
 from latbench.report import (
@@ -47,8 +47,8 @@ def speedups(*rows: dict[str, Any]) -> pd.DataFrame:
 
 
 def map_of(*rows: dict[str, Any]) -> dict[str, Any]:
-    gains = speedups(*rows)
-    return dict(maps.slices(gains, data.break_even(gains), data.places(gains)))
+    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
+    return dict(maps.slices(shown, shown.places))
 
 
 def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
@@ -70,6 +70,21 @@ def test_the_map_has_a_slice_a_pattern_and_one_a_sparsity() -> None:
     assert found["all patterns at 50%"]["layout"]["xaxis"]["ticktext"] == ["nm:2:4", "unstructured", "vector:2"]
 
 
+def test_a_pattern_that_ends_early_does_not_pay_to_the_right_of_its_end() -> None:
+    """2:4 has one sparsity: where nothing gains beyond it, nothing stays faster, though it gains itself."""
+    rows = row("nm:2:4", 0.5, 4.0), row("vector:2", 0.5, 16.0), row("vector:2", 0.75, 9.0)
+    line = map_of(*rows)["the fastest pattern, by sparsity"]["data"][1]
+    assert line["x"] == [1.5, 1.5] and "not faster up to the highest" in line["text"][0]
+    shown = content.of(inputs_of(row("dense", 0.0, 8.0, "torch"), *rows))
+    page = overview.what_pays(shown, "cpu")
+    assert {tile.label: tile.value for tile in page.tiles}["Pays from"] == "never"
+    assert "use nm:2:4 at 1 of 1 layer shape" in page.lead  # at its sparsity, as the verdict says
+    [verdict] = [
+        cell.text for cell in overview.verdicts(shown.speedups, shown.break_evens, shown.places).rows[0][1:2]
+    ]
+    assert verdict.startswith("Use nm:2:4 at 50%")
+
+
 def test_what_never_pays_has_its_line_at_the_right_edge() -> None:
     found = map_of(row("unstructured", 0.5, 16.0), row("unstructured", 0.75, 9.0))
     assert found["unstructured, by sparsity"]["data"][1]["x"] == [1.5, 1.5]
@@ -80,19 +95,23 @@ def test_what_never_pays_has_its_line_at_the_right_edge() -> None:
 
 def test_patterns_differ_without_colour() -> None:
     names = [
-        "unstructured",
-        "nm:1:4",
-        "nm:2:4",
-        "vector:16",
-        "vector:32",
-        "vectornm:16:2:4",
-        "shflbw:32",
-        "block:8x8",
-    ]
+        "unstructured", "nm:1:4", "nm:2:4", *(f"vector:{v}" for v in (1, 2, 4, 8, 16, 32, 64)), "vectornm:16:2:4",
+        "shflbw:32", "block:8x8",
+    ]  # fmt: skip
     found = figures.looks(names)
     assert len({(look.symbol, look.dash) for look in found.values()}) == len(names)
     assert len({found[name].symbol.split("-open")[0] for name in ("unstructured", "nm:1:4", "block:8x8")}) == 3
+    assert len({found[name].hatch for name in names if found[name].colour == found["vector:16"].colour}) == 8
     assert found["vectornm:16:2:4"].colour == found["vector:16"].colour  # a vector pattern, run by the same kernels
+
+
+def test_bars_of_two_patterns_of_one_format_differ() -> None:
+    layers = pd.DataFrame({
+        "name": ["a", "b"], "pattern": ["vector:16", "vector:32"], "sparsity": 0.5, "seconds": 1.0,
+        "low": 1.0, "high": 1.0,
+    })  # fmt: skip
+    first, second = (trace["marker"] for trace in figures.profile(layers)["data"])
+    assert first["color"] == second["color"] and first["pattern"]["shape"] != second["pattern"]["shape"]
 
 
 def test_a_short_axis_has_more_ticks_than_one() -> None:
@@ -200,7 +219,32 @@ def test_a_long_table_is_represented_by_whole_shapes(rng: np.random.Generator, m
 
 
 def test_one_shape_alone_leaves_nothing_to_hold_out(rng: np.random.Generator) -> None:
-    assert predictions.tidy(ModelFile(Boosted(), "", {"backend": "numba"}), swept(1, rng)).empty
+    model = ModelFile(Boosted(), "", {"backend": "numba"}, {"by hand": {"median": 0.1}})
+    assert predictions.tidy(model, swept(1, rng)).empty
+    page = sections.cost_model(model, None)  # figures of another way of judging lack most of ours
+    assert "No point could be held out" in page.sentences[1]
+    assert page.tables[0][1].rows[0][1].text == "10%" and page.tables[0][1].rows[1][1].text == "–"
+
+
+def test_rows_of_no_known_shape_are_not_predicted(rng: np.random.Generator) -> None:
+    """Imported times may tell a layer's name alone; the others are as they would be without."""
+    table, model = swept(12, rng), ModelFile(AnchoredLookup(), "")
+    named = table.iloc[:20].assign(m=math.nan, model="net:conv1", point_id=[f"named{i}" for i in range(20)])
+    both = predictions.tidy(model, pd.concat([table, named], ignore_index=True))
+    pd.testing.assert_frame_equal(both, predictions.tidy(model, table))
+
+
+def test_a_transfer_predicts_shapes_of_its_own_device(rng: np.random.Generator, monkeypatch: Any) -> None:
+    """And learns from every other device's, however few of its own there are."""
+    ours, theirs = swept(30, rng).assign(device="mine"), swept(40, rng)
+    ours["point_id"] = [f"mine{i}" for i in range(len(ours))]
+    ours = ours[ours["m"] % 24 == 0]
+    model = ModelFile(Transfer("mine", max_iter=10), "", {"backend": "numba"})
+    found = predictions.tidy(model, pd.concat([theirs, ours], ignore_index=True))
+    assert len(found) and set(found["held_out"]) == {predictions.SHAPES}
+    assert set(found["measured"]) <= set(ours["median_seconds"])
+    monkeypatch.setattr(predictions, "ROWS", 90)  # of each: fewer rows than either has
+    assert len(predictions.tidy(model, pd.concat([theirs, ours], ignore_index=True)))
 
 
 # What each speed costs ---------------------------------------------------------------------------------------------
@@ -311,6 +355,7 @@ def test_methods_and_patterns_can_each_be_set_side_by_side() -> None:
             "speedup, accuracy are numbers, such as 0.75",
         ),
         ("pattern,method,speedup,accuracy,seed,sparsity\nvector:2,gmp,2,0.9,0,50%\n", "sparsity are numbers"),
+        ("pattern,method,speedup,accuracy,seed,sparsity\nvector:2,gmp,2,0.9,0,75\n", "a share from 0 to 1, .*not 75"),
         ("pattern,method,speedup,accuracy,seed\nvector:2,gmp,-1,0.9,0\n", "speedups above 0"),
         (None, "does not exist"),
     ],
@@ -437,6 +482,34 @@ def test_break_evens_of_two_devices_are_set_side_by_side() -> None:
         text for text in comparison.build(first, second, None, [])["sections"][0].sentences if "earlier" in text
     ]
     assert said.startswith("Sparsity pays earlier on cpu at 0 of 3 shapes and on gpu at 2;")
+
+
+def test_a_start_is_rounded_up_and_levels_are_those_that_were_measured() -> None:
+    """Just below a break-even dense is faster: 70.4% is told as 71%. Where nothing was timed at 75%, 80% stands."""
+
+    def device(name: str) -> list[dict[str, Any]]:
+        rows = [row("dense", 0.0, 4.0, device=name), row("vector:2", 0.8, 2.0, device=name)]
+        return [*rows, row("vector:2", 0.5, 8.9, device=name)]
+
+    first, second = two(device("cpu"), device("gpu"))
+    assert comparison._start(first) == comparison._pattern_start(first, "vector:2").text == "67%"  # 66.1%
+    page = comparison.build(first, second, None, [])
+    [shapes] = [part for part in page["sections"] if part.anchor == "pays"]
+    assert "at 80% it is that of the fastest" in shapes.sentences[0]
+    assert shapes.tables[0][1].rows[0][4].text == "≈ 1.00×"
+
+
+def test_points_without_an_interval_do_not_hide_what_the_others_show() -> None:
+    unknown = {"low_seconds": None, "high_seconds": None}
+    ours = [row("dense", 0.0, 1.0, m=m, device="cpu") for m in (4, 5, 6)]
+    theirs = [row("dense", 0.0, 3.0, m=m, device="gpu") for m in (4, 5, 6)]
+    for lacking, said in (
+        (1, "Dense, cpu is faster at 2 of 3 shapes, gpu at 0; of 1 the noise is unknown."),
+        (3, "Dense, cpu is faster at 3 of 3 shapes, gpu at 0; how sure that is cannot be told: the noise of none is"),
+    ):
+        page = comparison.build(*two([one | unknown for one in ours[:lacking]] + ours[lacking:], theirs), None, [])
+        assert page["headline"].title == "cpu is 3.00× as fast as gpu, dense"
+        assert said in page["headline"].lead
 
 
 def test_one_device_measured_twice_keeps_its_thread_counts_apart() -> None:
