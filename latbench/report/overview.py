@@ -107,7 +107,7 @@ def favourites(content: Content) -> Counter[str]:
 
 
 def typical_start(starts: pd.DataFrame) -> tuple[float, bool]:
-    """The break-even at the median shape (inf: never), and whether it may be lower; a row of `starts` is a shape's."""
+    """The break-even at the median shape (inf: never), and whether it may be lower. `starts`: a row a shape."""
     found = starts["break_even"].fillna(math.inf)
     start = float(found.quantile(0.5, interpolation="higher"))
     return start, bool((starts["at_lowest"] & (found <= start)).sum() * 2 >= len(found))

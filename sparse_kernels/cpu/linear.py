@@ -56,6 +56,7 @@ class TokenPlan:
     layout: str
     permuted: bool
     _pool: Pool = field(default_factory=Pool)
+    _known: dict[tuple[int, int], tuple[int, bool, tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -70,17 +71,22 @@ class TokenPlan:
         x, y, bias, code = arguments(x, (None, k), bias, activation, out, (None, m), m)
         n = x.shape[0]
         if n:
-            step = _tokens_at_a_time(self.tile, n)
-            close = tokens.close(n, step, host())
+            threads, places = numba.get_num_threads(), self.panels.places
+            step, close, order = self._known.get((n, threads)) or self._find(n, threads)
             run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
-            threads = numba.get_num_threads()
-            order, places = tokens.order(step, k, n, self.panels, threads, self.permuted), self.panels.places
             waiting = self._pool.take(n * self.panels.row_ids.size).reshape(n, -1) if self.permuted else y
             with exclusive():
                 run(self.panels.arrays, x, y, bias, code, *order, threads, places, waiting)
             if self.permuted:
                 self._pool.give_back(waiting.reshape(-1))
         return y
+
+    def _find(self, n: int, threads: int) -> tuple[int, bool, tuple[int, int]]:
+        """(tokens at a time, whether close, order) of `tokens`, kept: it takes as long as a small layer to find them."""
+        step = _tokens_at_a_time(self.tile, n)
+        order = tokens.order(step, self.shape[1], n, self.panels, threads, self.permuted)
+        found = self._known[n, threads] = step, tokens.close(n, step, host()), order
+        return found
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""

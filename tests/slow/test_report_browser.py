@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+PRINTED = 688  # CSS pixels of A4, less usual margins
 
 
 def _example() -> Any:
@@ -59,6 +60,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = _example().write(folder, np.random.default_rng(7))
     path = folder / "report.html"
     path.write_text(html.render(inputs.read(files.table, **files.every), command=["latbench", "report"]), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of a table that comes with latbench: eighteen patterns, so wide tables."""
+    path = tmp_path_factory.mktemp("bundled") / "report.html"
+    path.write_text(html.render(inputs.read("bundled://amd-epyc-zen5-2-threads"), command=["latbench"]), "utf-8")
     return path
 
 
@@ -275,6 +284,34 @@ def test_a_phone_scrolls_in_one_direction_only(
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     widths = page.evaluate("[...document.querySelectorAll('[data-chart] .main-svg')].map((svg) => svg.clientWidth)")
     assert max(widths) <= PHONE["width"]
+
+
+@pytest.mark.parametrize("which", ["report", "whole", "compared"])
+def test_titles_of_axes_are_whole_on_a_phone(
+    opened: Callable[..., Page], which: str, request: pytest.FixtureRequest
+) -> None:
+    page = opened(request.getfixturevalue(which), viewport=PHONE)
+    cut = page.evaluate(
+        "[...document.querySelectorAll('[data-chart] .xtitle, [data-chart] .ytitle')].filter((title) => {"
+        "const [own, all] = [title, title.closest('.main-svg')].map((one) => one.getBoundingClientRect());"
+        "return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1 || own.bottom > all.bottom + 1;"
+        "}).map((title) => title.textContent)"
+    )
+    assert cut == []
+
+
+@pytest.mark.parametrize("which", ["report", "whole", "compared", "bundled"])
+def test_no_table_is_wider_than_a_printed_page(
+    opened: Callable[..., Page], which: str, request: pytest.FixtureRequest
+) -> None:
+    page = opened(request.getfixturevalue(which), viewport={"width": PRINTED, "height": 1000})
+    page.emulate_media(media="print")
+    wide = page.evaluate(
+        "(most) => [...document.querySelectorAll('table')].filter((table) => table.getBoundingClientRect().right > most)"
+        ".map((table) => table.closest('section').id + ': ' + table.scrollWidth)",
+        PRINTED,
+    )
+    assert wide == []
 
 
 def test_the_dark_theme_reaches_page_and_charts_and_can_change(opened: Callable[..., Page]) -> None:
