@@ -82,7 +82,7 @@ class TokenPlan:
         return y
 
     def _find(self, n: int, threads: int) -> tuple[int, bool, tuple[int, int]]:
-        """(tokens at a time, whether close, order) of `tokens`, kept: it takes as long as a small layer to find them."""
+        """(tokens at a time, close, order) of `tokens`; kept, as finding it takes as long as a small layer."""
         step = _tokens_at_a_time(self.tile, n)
         order = tokens.order(step, self.shape[1], n, self.panels, threads, self.permuted)
         found = self._known[n, threads] = step, tokens.close(n, step, host()), order

@@ -294,7 +294,8 @@ def test_titles_of_axes_are_whole_on_a_phone(
     cut = page.evaluate(
         "[...document.querySelectorAll('[data-chart] .xtitle, [data-chart] .ytitle')].filter((title) => {"
         "const [own, all] = [title, title.closest('.main-svg')].map((one) => one.getBoundingClientRect());"
-        "return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1 || own.bottom > all.bottom + 1;"
+        "return own.left < all.left - 1 || own.right > all.right + 1"
+        " || own.top < all.top - 1 || own.bottom > all.bottom + 1;"
         "}).map((title) => title.textContent)"
     )
     assert cut == []
@@ -307,7 +308,8 @@ def test_no_table_is_wider_than_a_printed_page(
     page = opened(request.getfixturevalue(which), viewport={"width": PRINTED, "height": 1000})
     page.emulate_media(media="print")
     wide = page.evaluate(
-        "(most) => [...document.querySelectorAll('table')].filter((table) => table.getBoundingClientRect().right > most)"
+        "(most) => [...document.querySelectorAll('table')]"
+        ".filter((table) => table.getBoundingClientRect().right > most)"
         ".map((table) => table.closest('section').id + ': ' + table.scrollWidth)",
         PRINTED,
     )
