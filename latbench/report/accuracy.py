@@ -61,10 +61,8 @@ def read(path: Path) -> pd.DataFrame:
         raise BadData(f"{path}: {', '.join(numbers)} are numbers, such as 0.75: {error}") from error
     if not (np.isfinite(frame[["speedup", "accuracy"]]).all(axis=None) and (frame["speedup"] > 0).all()):
         raise BadData(f"{path}: every speedup and accuracy must be finite, and speedups above 0")
-    if "sparsity" in frame.columns and len(
-        wrong := frame["sparsity"][(frame["sparsity"] < 0) | (frame["sparsity"] > 1)]
-    ):
-        raise BadData(f"{path}: a sparsity is a share from 0 to 1, such as 0.75, not {wrong.iloc[0]:g}")
+    if wrong := [share for share in frame.get("sparsity", ()) if share < 0 or share > 1]:
+        raise BadData(f"{path}: a sparsity is a share from 0 to 1, such as 0.75, not {wrong[0]:g}")
     return frame
 
 

@@ -28,10 +28,9 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
     A look-up leaves out sparsities, as it is used; any other model a fifth of the shapes, a transfer of those of its
     own device. Of a long table some shapes, drawn at random, stand for all; rows that do not tell m, k and n are
-    left out. Columns: held_out (which of the two), shape, pattern, format, engine,
-    sparsity; measured, measured_low, measured_high, predicted, low, high in seconds, with an interval of COVERAGE
-    that is NaN where too little was measured for one; ratio (predicted over measured), inside (bool). Empty where
-    nothing can be held out.
+    left out. Columns: held_out (which of the two), shape, pattern, format, engine, sparsity; measured, measured_low,
+    measured_high, predicted, low, high in seconds, with an interval of COVERAGE that is NaN where too little was
+    measured for one; ratio (predicted over measured), inside (bool). Empty where nothing can be held out.
     """
     from sklearn.base import clone
 
