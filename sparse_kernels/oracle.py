@@ -4,8 +4,10 @@ The oracle is the float64 product of the unpacked weight. A float32 inner produc
 or without fused multiply-add, is off by at most gamma_k * |w| @ |x|, where gamma_k = k*u / (1 - k*u) and u = 2**-24
 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so
 k is the largest number of nonzero weights in a row, plus 1 for a bias; products too small for a normal number may be
-flushed to zero. ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation
-may be off by 4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
+flushed to zero. A unit that forms products of float32 from products of bfloat16 (`cpu.thirds`) leaves out up to 2 u
+of each and rounds its sums twice more, and takes thirds of factors for zero that are too small for a normal number.
+ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation may be off by
+4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ Result = NDArray[np.float64]
 
 UNIT_ROUNDOFF = 2.0**-24
 SMALLEST_NORMAL = 2.0**-126
+OF_THIRDS = 4
 GELU_SLOPE = 1.13
 GELU_EVALUATION = 4 * 2.0**-23
 
@@ -94,12 +97,13 @@ def _expected(
     weight = unpack(packed).astype(np.float64)
     x = x.astype(np.float64)
     bias = None if bias is None else bias.astype(np.float64)
-    terms = int(np.count_nonzero(weight, axis=1).max()) + (bias is not None)
+    terms = int(np.count_nonzero(weight, axis=1).max()) + (bias is not None) + OF_THIRDS
     with np.errstate(invalid="ignore"):
         scale = finish(np.abs(weight) @ np.abs(x), None if bias is None else np.abs(bias), None)
         before = finish(weight @ x, bias, None)
         y = finish(before, None, activation)
-        bound = terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF) * scale + terms * SMALLEST_NORMAL
+        flushed = terms + np.abs(weight).sum(axis=1)[:, None] + (weight != 0) @ np.abs(x)
+        bound = terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF) * scale + flushed * SMALLEST_NORMAL
         if activation == "gelu":
             bound = GELU_SLOPE * bound + GELU_EVALUATION * (np.abs(before) + bound)
     return y, bound, scale

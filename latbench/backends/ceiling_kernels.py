@@ -1,4 +1,4 @@
-"""Loops that do nothing but keep the vector units, or the loads, of every thread as busy as they can be (Numba)."""
+"""Loops that do nothing but keep what multiplies, or the loads, of every thread as busy as they can be (Numba)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu import amx
 from sparse_kernels.cpu.emitter import Emitter, with_literals
 from sparse_kernels.cpu.target import host
 
@@ -55,6 +56,30 @@ def _added(typing_context: Any, lanes: Any, fused: Any, address: Any, steps: Any
     return signature, generate
 
 
+@with_literals
+def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
+    """`steps` times four products of tiles, of zeros; saved: as `amx.begin` takes it."""
+    signature = types.void(types.intp, types.intp)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        emit = Emitter(builder, _LANES, True)
+        tiles = amx.Tiles(emit)
+        tiles.begin(args[0])
+        for tile in range(8):
+            tiles.zero(tile)
+
+        def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+            for total in range(4):
+                tiles.multiply(total, 4 + total // 2, 6 + total % 2)
+            return sums
+
+        emit.loop(args[1], [], step)
+        tiles.end(args[0])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 def _together(emit: Emitter, sums: list[ir.Value]) -> ir.Value:
     """One lane of the sum of vectors: enough for none to be left out."""
     whole = sums[0]
@@ -78,6 +103,18 @@ def _reads(results: NDArray[np.float32], x: NDArray[np.float32], each: int, time
     for i in prange(len(results)):
         for _ in range(times):
             results[i] += _added(_LANES, _FUSED, x.ctypes.data + 4 * each * i, each // (SUMS * _LANES))
+
+
+@njit(parallel=True, nogil=True)
+def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
+    for i in prange(len(saved)):
+        _tiles(saved.ctypes.data + 64 * i, steps)
+
+
+def matrix_products(threads: int) -> int:
+    """Keep the matrix units of `threads` threads busy; the operations done, of float32 by products of thirds."""
+    _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
+    return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads // len(amx.PRODUCTS)
 
 
 def multiply_add(threads: int) -> int:

@@ -34,6 +34,31 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
+def linear_arguments(
+    layout: str, m: int, k: int, tokens: int, x: Array, bias: Array | None, activation: str | None, out: Array | None
+) -> tuple[Array, Array, Array, int, int]:
+    """`arguments` of a linear layer (m, k) in any layout, blocked ones in tiles of so many tokens; and the tokens.
+
+    Tokens that fill up a last tile count, unless `out` is token-major and says how many there are.
+    """
+    if layout == "token_major":
+        found = arguments(x, (None, k), bias, activation, out, (None, m), m)
+        return *found, found[0].shape[0]
+    if layout == "feature_major":
+        found = arguments(x, (k, None), bias, activation, out, (m, None), m)
+        return *found, found[0].shape[1]
+    if layout == "into_blocks":
+        n = np.shape(x)[0] if np.ndim(x) else 0
+        return *arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m), n
+    if layout == "out_of_blocks":
+        tiles = np.shape(x)[0] if np.ndim(x) else 0
+        wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]
+        n = wanted if -(-wanted // tokens) == tiles else tiles * tokens
+        return *arguments(x, (None, k, tokens), bias, activation, out, (n, m), m), n
+    found = arguments(x, (None, k, tokens), bias, activation, out, (None, m, tokens), m)
+    return *found, len(found[0]) * tokens
+
+
 def _empty(shape: list[int]) -> Array:
     """Room for a result, from the start of a cache line on where it is large."""
     size = math.prod(shape)

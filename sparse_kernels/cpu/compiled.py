@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 from numba.core.caching import FunctionCache
@@ -25,10 +25,12 @@ from numba.core.serialize import dumps
 # Of all sources of kernels: where one changes, kernels on disk are out of date.
 VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
+T = TypeVar("T")
+
 _DIGEST = hashlib.sha256().digest_size
 
 
-def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+def compiled(kernel: Callable[..., T]) -> Callable[..., T]:
     """The kernel, to be compiled at its first call, or loaded where a process has done that before.
 
     Its free variables are constants in it. Where nothing can be kept, it says so once, and compiles every time.
@@ -44,7 +46,7 @@ def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
 class _Cache(FunctionCache):
     """As Numba's `cache=True`, but for the files and for disks that take nothing."""
 
-    def __init__(self, kernel: Callable[..., None]) -> None:
+    def __init__(self, kernel: Callable[..., Any]) -> None:
         super().__init__(kernel)
         self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)  # type: ignore[assignment]
 

@@ -1,6 +1,7 @@
 """Linear layers on the CPU: any pattern, all layouts.
 
 tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector.
+amx      the matrix unit, where the processor has one and threads have tokens enough (`matrix`).
 rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so, block by
          block where every thread gets tokens (`blocks`), else in a pass of its own (`transpose`).
 single   the same for rows that share no columns.
@@ -15,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numba
-import numpy as np
 
-from sparse_kernels.cpu import blocks, rows, single, tokens, transpose
-from sparse_kernels.cpu.call import arguments
+from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
+from sparse_kernels.cpu.call import arguments, linear_arguments
+from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import Pool
 from sparse_kernels.cpu.single import SingleRows, single_rows
@@ -35,8 +36,8 @@ WEIGHTS = ("float32", "bfloat16")
 class Choice:
     """What is decided about a layer before its weights are laid out: which kernel runs, and how.
 
-    kernel: tokens or rows. tile: of tokens or rows, vectors, and lanes of a vector, in registers. way: how x comes to
-    kernel rows: laid out in `blocks` or in a `pass` of its own; "" leaves it to each call.
+    kernel: tokens, rows or amx. tile: of tokens or rows, vectors, and lanes of a vector, in registers. way: how x
+    comes to kernel rows: laid out in `blocks` or in a `pass` of its own; "" leaves it to each call.
     """
 
     kernel: str
@@ -115,20 +116,17 @@ class RowPlan:
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
-        m, k = self.shape
-        if self.layout in BLOCKED_LAYOUTS:
-            return self._call_blocked(x, bias, activation, out)
-        token_major = self.layout == "token_major"
-        shapes = ((None, k), (None, m)) if token_major else ((k, None), (m, None))
-        x, y, bias, code = arguments(x, shapes[0], bias, activation, out, shapes[1], m)
-        n = x.shape[0 if token_major else 1]
+        (m, k), lanes = self.shape, self.target.lanes
+        x, y, bias, code, n = linear_arguments(self.layout, m, k, TILE * lanes, x, bias, activation, out)
         if n == 0:
             return y
         threads = numba.get_num_threads()
         with exclusive():
-            if not token_major and not self.way and self.target.lanes <= n < 2**31 // k:
+            if self.layout in BLOCKED_LAYOUTS:
+                self._call_blocked(x, n, bias, code, y, threads)
+            elif self.layout == "feature_major" and not self.way and lanes <= n < 2**31 // k:
                 self._run_in_place(x, n, bias, code, y)
-            elif self.way == "blocks" or (not self.way and blocks.enough(n, self.target.lanes, threads)):
+            elif self.way == "blocks" or (not self.way and blocks.enough(n, lanes, threads)):
                 self._run_blocks((self.layout, self.layout), n, x, y, bias, code, threads)
             else:
                 self._run_packed(x, n, bias, code, y, threads)
@@ -138,30 +136,14 @@ class RowPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool())
 
-    def _call_blocked(self, x: Array, bias: Array | None, activation: str | None, out: Array | None) -> Array:
-        (m, k), size = self.shape, TILE * self.target.lanes
-        if self.layout == "into_blocks":
-            n = np.shape(x)[0] if np.ndim(x) else 0
-            x, y, bias, code = arguments(x, (None, k), bias, activation, out, (-(-n // size), m, size), m)
-        elif self.layout == "out_of_blocks":
-            tiles = np.shape(x)[0] if np.ndim(x) else 0
-            wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]
-            n = wanted if -(-wanted // size) == tiles else tiles * size
-            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (n, m), m)
+    def _call_blocked(self, x: Array, n: int, bias: Array, code: int, y: Array, threads: int) -> None:
+        (m, k), lanes = self.shape, self.target.lanes
+        if self.layout == "token_blocked" and not blocks.enough(n, TILE * lanes, threads):
+            self._run_tiles(whole_tiles(len(x), lanes, k, m), x, y, bias, code)
         else:
-            x, y, bias, code = arguments(x, (None, k, size), bias, activation, out, (None, m, size), m)
-            n = len(x) * size
-        if n == 0:
-            return y
-        threads = numba.get_num_threads()
-        with exclusive():
-            if self.layout == "token_blocked" and not blocks.enough(n, size, threads):
-                self._run_tiles(whole_tiles(len(x), self.target.lanes, k, m), x, y, bias, code)
-            else:
-                x_layout = "token_major" if self.layout == "into_blocks" else "token_blocked"
-                y_layout = "token_major" if self.layout == "out_of_blocks" else "token_blocked"
-                self._run_blocks((x_layout, y_layout), n, x, y, bias, code, threads)
-        return y
+            x_layout = "token_major" if self.layout == "into_blocks" else "token_blocked"
+            y_layout = "token_major" if self.layout == "out_of_blocks" else "token_blocked"
+            self._run_blocks((x_layout, y_layout), n, x, y, bias, code, threads)
 
     def _run_blocks(
         self, layouts: tuple[str, str], n: int, x: Array, y: Array, bias: Array, code: int, threads: int
@@ -197,13 +179,28 @@ class RowPlan:
             rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, self.shape[1])
 
 
-def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan:
+def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:
     """The plan of a linear layer for about n tokens."""
-    return build(packed, layout, n, default(packed, layout, n), weights)
+    return build(packed, layout, n, default(packed, layout, n, weights), weights)
 
 
-def default(packed: Packed, layout: str, n: int) -> Choice:
+def default(packed: Packed, layout: str, n: int, weights: str = "float32") -> Choice:
     """What is best for a layer and about n tokens as far as that is known without trying."""
+    threads = numba.get_num_threads()
+    own = layout in BLOCKED_LAYOUTS or (n >= amx.TOKENS * threads and blocks.enough(n, amx.ROWS, threads))
+    found = by_matrix(packed, weights) if own else None
+    return found or by_vectors(packed, layout, n)
+
+
+def by_matrix(packed: Packed, weights: str = "float32") -> Choice | None:
+    """By the matrix unit; None where there is none, or none for this weight."""
+    if not host().matrix or weights != "float32" or not matrix.takes(packed):
+        return None
+    return Choice("amx", ((matrix.row_tiles(packed) or 0) * amx.ROWS, amx.TOKENS // amx.ROWS, amx.ROWS))
+
+
+def by_vectors(packed: Packed, layout: str, n: int) -> Choice:
+    """What is best for the vector unit."""
     tile = token_tile(packed, host()) if layout == "token_major" else None
     if tile is None or _better_in_blocks(packed, tile, n):
         return Choice("rows", row_tile(packed, layout, n))
@@ -243,12 +240,19 @@ def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
     return tokens.tile(height, target)
 
 
-def build(packed: Packed, layout: str, n: int, choice: Choice, weights: str = "float32") -> TokenPlan | RowPlan:
+def build(
+    packed: Packed, layout: str, n: int, choice: Choice, weights: str = "float32"
+) -> TokenPlan | RowPlan | MatrixPlan:
     """The plan that runs a layer as chosen, named for about n tokens.
 
     weights: their type, which `check_weights` may refuse.
     """
     check_weights(packed, weights)
+    if choice.kernel == "amx":
+        return MatrixPlan(
+            packed.shape, matrix.panels(packed), layout,
+            lambda: build(packed, layout, n, by_vectors(packed, layout, n)),
+        )  # fmt: skip
     target, narrow = host(), weights == "bfloat16"
     packed = rounded(packed) if narrow else packed
     size, vectors, lanes = choice.tile
@@ -287,7 +291,7 @@ def permuted(packed: Packed) -> bool:
 
 def lays_out(packed: Packed) -> bool:
     """Whether many tokens are laid out block by block, so that it saves time to get or give them so."""
-    return token_tile(packed, host()) is None or permuted(packed)
+    return token_tile(packed, host()) is None or permuted(packed) or by_matrix(packed) is not None
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from numba.core.registry import cpu_target
 
+from sparse_kernels.cpu import amx
+
 
 @dataclass(frozen=True)
 class Target:
@@ -15,7 +17,8 @@ class Target:
 
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
-    adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds.
+    adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
+    matrix unit beside it (`amx`).
     """
 
     name: str
@@ -24,6 +27,7 @@ class Target:
     fused: bool
     halves: bool = False
     shared: bool = False
+    matrix: bool = False
 
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -52,7 +56,8 @@ def host() -> Target:
         return Target("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
-        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not cpu.startswith("znver"))
+        of_amd = cpu.startswith("znver")
+        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available())
     if "avx2" in has and "fma" in has:
         return Target("avx2", 8, 16, fused=True)
     if "avx" in has:

@@ -77,7 +77,7 @@ def choose(
     weights: str = "float32",
 ) -> Choice:
     """The fastest choice, as found before or now."""
-    choices = candidates(packed, layout, n)
+    choices = candidates(packed, layout, n, weights)
     if len(choices) == 1:
         return choices[0]
     key = _key(packed, layout, n, weights)
@@ -92,21 +92,25 @@ def choose(
 # ------------------------------------------------------------------------------------------------ what to try
 
 
-def candidates(packed: Packed, layout: str, n: int) -> list[Choice]:
+def candidates(packed: Packed, layout: str, n: int, weights: str = "float32") -> list[Choice]:
     """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
 
     What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
     blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
     of one thread alone, and any other tile for token-blocked x.
     """
-    default = linear.default(packed, layout, n)
+    default = linear.default(packed, layout, n, weights)
     if layout in BLOCKED_LAYOUTS or n == 0:
         return [default]
-    others = []
-    if layout == "token_major" and (default.kernel == "tokens" or n <= TILE * host().lanes):
+    vectors, others = linear.by_vectors(packed, layout, n), []
+    if default.kernel == "amx":
+        return [default, vectors]
+    if layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * host().lanes):
         others += _by_tokens(packed, n)
-    if default.kernel == "rows" or 2 * n > host().lanes:
+    if vectors.kernel == "rows" or 2 * n > host().lanes:
         others += _by_rows(packed, layout, n)
+    if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, weights)) is not None:
+        others.append(matrix)
     return list(dict.fromkeys([default, *others]))
 
 

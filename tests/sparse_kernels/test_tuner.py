@@ -92,9 +92,9 @@ def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(patt
 
 @pytest.mark.skipif(target.host().name != "avx512", reason="the tiles of other vector units are others")
 def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(shared: bool) -> None:
+    def on(shared: bool, matrix: bool = False) -> None:
         for module in (linear, tuner):
-            monkeypatch.setattr(module, "host", lambda: replace(target.host(), shared=shared))
+            monkeypatch.setattr(module, "host", lambda: replace(target.host(), shared=shared, matrix=matrix))
 
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
         numba.set_num_threads(threads)
@@ -126,6 +126,10 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     assert names(ShflBW(32), "token_major", 1024) == ["rows8x3"]
     if numba.config.NUMBA_NUM_THREADS > 1:
         assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x4.pass"]
+    on(shared=True, matrix=True)
+    assert names(ShflBW(32), "token_major", 128) == ["amx32x32", "rows8x2"]
+    assert names(ShflBW(32), "token_major", 16) == ["tokens8x2", "rows8x2", "amx32x32"]
+    assert names(VectorWise(4), "token_major", 48) == ["rows4x3"]
 
 
 # ------------------------------------------------------------------------------------------------ the rule

@@ -1,0 +1,314 @@
+"""Linear layers by the matrix unit (`amx`), a block of tokens at a time; threads share tokens.
+
+A thread splits a block's x into thirds, with tokens along the vector, passes the panels over it, and puts its y in
+its place, permuted rows (Shfl-BW) at no cost. The x of a block stays in the second-level cache, weights pass by, 6
+bytes each; a panel meets all tokens of the block before the next.
+
+Needs groups of rows that fill tiles of 16, and finite weights. x that is not finite is told, and the result then
+means nothing: the plan computes it again by vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+
+import numba
+import numpy as np
+from numba import prange
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu import amx
+from sparse_kernels.cpu.amx import FEATURE_BYTES, GATHERED_BYTES, NARROW_STEP, ROWS, STEP, TILE_BYTES, TOKENS
+from sparse_kernels.cpu.call import linear_arguments
+from sparse_kernels.cpu.compiled import compiled
+from sparse_kernels.cpu.panels import group_height
+from sparse_kernels.cpu.panels import groups as grouped
+from sparse_kernels.cpu.scratch import Pool, aligned, at_cache_line
+from sparse_kernels.cpu.thirds import has_thirds, thirds
+from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.vectors import TILE
+from sparse_kernels.formats import Packed
+from sparse_kernels.plan import Array, Plan
+
+# Bytes of the second-level cache of processors that have the unit, and those of x and y of a block that stay in it
+# while weights pass by.
+SECOND_LEVEL_BYTES, CACHED_BYTES = 2_000_000, 700_000
+
+# Tokens of a tile of the layouts that are blocked.
+BLOCK_TOKENS = TILE * ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixPanels:
+    """Panels of 16 or 32 rows that share their columns, as tiles of thirds.
+
+    format: that of the weight. row_tiles: 1 or 2. values: uint16, panel after panel as `amx.matrix_tile` takes them.
+    columns: int32, where those of each group lie in split x, in bytes. table: int64 (panels, 4), where values (in
+    bytes) and columns start, steps before narrow ones, all steps (at least one). places: uint32 (m), where each row
+    of the matrix lies among those of all panels.
+    """
+
+    format: str
+    row_tiles: int
+    values: NDArray[np.uint16]
+    columns: NDArray[np.int32]
+    table: NDArray[np.int64]
+    places: NDArray[np.uint32]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """(values, columns, table, places), as the compiled loops take them."""
+        return self.values, self.columns, self.table, self.places
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def copy(self) -> MatrixPanels:
+        """The same panels in memory of their own."""
+        columns, table, places = self.columns.copy(), self.table.copy(), self.places.copy()
+        return replace(self, values=at_cache_line(self.values), columns=columns, table=table, places=places)
+
+
+def row_tiles(packed: Packed) -> int | None:
+    """Tiles of rows in a panel of this weight; None where they would be filled up by over a quarter."""
+    height = group_height(packed)
+    for tiles in (2, 1):
+        rows = tiles * ROWS
+        if 0 < -(-height // rows) * rows * 4 <= height * 5:
+            return tiles
+    return None
+
+
+def takes(packed: Packed) -> bool:
+    """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds."""
+    return row_tiles(packed) is not None and has_thirds(packed.values)
+
+
+def panels(packed: Packed) -> MatrixPanels:
+    """A weight that `takes` accepts."""
+    tiles, m = row_tiles(packed), packed.shape[0]
+    assert tiles is not None
+    groups = grouped(packed)
+    width = tiles * ROWS
+    cuts = -(-groups.height // width)
+    counts = np.diff(groups.indptr)
+    left = counts % STEP
+    narrow = (((left > 0) & (left <= NARROW_STEP)) | (counts == 0)).astype(np.int64)
+    steps = counts // STEP + (left > NARROW_STEP)
+    step_size = 3 * tiles * TILE_BYTES // 2
+    values_at = np.concatenate([[0], np.cumsum(cuts * (steps + narrow) * step_size)])
+    columns_at = np.concatenate([[0], np.cumsum((steps + narrow) * STEP)])
+    values, columns = aligned(int(values_at[-1]), np.uint16), np.zeros(int(columns_at[-1]), np.int32)
+    split = thirds(groups.values)
+    for group, (start, stop) in enumerate(zip(groups.indptr, groups.indptr[1:], strict=False)):
+        wide_columns = steps[group] * STEP
+        filled = np.zeros(wide_columns + narrow[group] * NARROW_STEP, np.int32)
+        filled[: stop - start] = groups.columns[start:stop] * np.int32(FEATURE_BYTES)
+        columns[columns_at[group] : columns_at[group + 1]] = np.concatenate(
+            [filled[:wide_columns], np.repeat(filled[wide_columns:], 2)]
+        )
+        part = np.zeros((3, filled.size, cuts * width), np.uint16)
+        part[:, : stop - start, : groups.height] = split[:, start:stop]
+        part = part.reshape(3, filled.size, cuts, tiles, ROWS)
+        wide = part[:, :wide_columns].reshape(3, steps[group], STEP, cuts, tiles, ROWS)
+        wide = wide.transpose(3, 1, 0, 4, 5, 2).reshape(cuts, steps[group] * step_size)
+        high, middle, low = part[:, wide_columns:]
+        pairs = np.stack([[high, high], [middle, middle], [high, low]])  # (3, 2, columns, cuts, tiles, rows)
+        pairs = pairs.transpose(3, 0, 4, 5, 2, 1).reshape(cuts, narrow[group] * step_size)
+        values[values_at[group] : values_at[group + 1]] = np.concatenate([wide, pairs], axis=1).ravel()
+    table = np.empty((counts.size, cuts, 4), np.int64)
+    table[..., 0] = 2 * (values_at[:-1, None] + np.arange(cuts) * ((steps + narrow) * step_size)[:, None])
+    table[..., 1] = columns_at[:-1, None]
+    table[..., 2], table[..., 3] = steps[:, None], (steps + narrow)[:, None]
+    row_ids = np.full((counts.size, cuts * width), -1, np.int64)
+    row_ids[:, : groups.height] = groups.row_ids.reshape(counts.size, groups.height)
+    exist = np.flatnonzero(row_ids >= 0)
+    places = np.empty(m, np.uint32)
+    places[row_ids.ravel()[exist]] = exist
+    # The last group of a matrix with fewer rows may end in panels of rows that do not exist.
+    used = -(-int(exist.max(initial=-1) + 1) // width)
+    return MatrixPanels(packed.pattern.format, tiles, values, columns, table.reshape(-1, 4)[:used].copy(), places)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a thread needs: tiles of tokens of a block, bytes of x and y of a tile, and bytes of all."""
+
+    tiles: int
+    x_bytes: int
+    y_bytes: int
+    thread_bytes: int
+
+
+def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
+    """For n tokens of k features, shared by so many threads.
+
+    As many tiles as stay in the cache. Weights that do not are worth waiting for if two tiles meet them.
+    """
+    x_bytes = -(-k // ROWS) * ROWS * FEATURE_BYTES
+    y_bytes = len(weights.table) * weights.row_tiles * ROWS * TOKENS * 4
+    each = -(-(-(-n // ROWS) // threads) * ROWS // TOKENS)
+    least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
+    tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
+    return Room(
+        tiles, x_bytes, y_bytes, 2 * amx.ROW_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixPlan:
+    """Any layout of x and y, split and put in place by the thread that multiplies.
+
+    by_vectors: makes the plan that computes what has no thirds; it is kept from then on.
+    """
+
+    shape: tuple[int, int]
+    panels: MatrixPanels
+    layout: str
+    by_vectors: Callable[[], Plan]
+    emulated: bool = False
+    _pool: Pool = field(default_factory=Pool)
+    _rooms: dict[tuple[int, int], Room] = field(default_factory=dict)
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel."""
+        return f"numba.{self.panels.format}.amx{self.panels.row_tiles * ROWS}x{TOKENS}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as the kernel reads them."""
+        return self.panels.nbytes
+
+    def __call__(
+        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
+    ) -> Array:
+        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
+        m, k = self.shape
+        x, y, bias, code, n = linear_arguments(self.layout, m, k, TILE * ROWS, x, bias, activation, out)
+        if n == 0:
+            return y
+        threads = min(numba.get_num_threads(), -(-n // ROWS))
+        found = self._rooms.get((n, threads))
+        if found is None:
+            found = self._rooms[n, threads] = room(self.panels, k, n, threads)
+        scratch = self._pool.take(threads * found.thread_bytes // 4)
+        layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
+        run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
+        with exclusive():
+            split = run(
+                self.panels.arrays, x, y, n, k, m, bias, code,
+                scratch, found.tiles, found.x_bytes, found.y_bytes, found.thread_bytes, threads,
+            )  # fmt: skip
+        self._pool.give_back(scratch)
+        return y if split else self._vectors(x, bias, activation, y)
+
+    @cached_property
+    def _vectors(self) -> Plan:
+        return self.by_vectors()
+
+    def copy(self) -> MatrixPlan:
+        """The same plan with weights of its own."""
+        return replace(self, panels=self.panels.copy(), _pool=Pool())
+
+
+@cache
+def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Callable[..., bool]:
+    """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
+
+    Called with (panels.arrays, x, y, n, k, m, bias (m), activation code, scratch float32 at a cache line, and what
+    `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether every x has thirds;
+    else y means nothing.
+    """
+    emulate = int(emulated)
+    x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
+    x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
+    panel_bytes = row_tiles * ROWS * TOKENS * 4
+    # Tokens that parts share: a tile must not lie in two blocks.
+    unit = TOKENS if x_blocked or y_blocked else ROWS
+
+    @compiled
+    def multiply(  # type: ignore[no-untyped-def]
+        weights, x, y, n, k, m, bias, activation, scratch, tiles, x_bytes, y_bytes, thread_bytes, parts
+    ):  # fmt: skip
+        values, columns, table, places = weights
+        values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
+        x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
+        panels = table.shape[0]
+        units = (n + unit - 1) // unit
+        flags = np.zeros(parts, np.int32)
+        for part in prange(parts):
+            saved = scratch.ctypes.data + part * thread_bytes
+            gathered = saved + 2 * amx.ROW_BYTES
+            x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
+            y_here = x_here + tiles * x_bytes
+            flag = flags.ctypes.data + part * 4
+            begin, end = units * part // parts * unit, min(units * (part + 1) // parts * unit, n)
+            amx.begin(emulate, saved)
+            first = begin
+            while first < end:
+                stop = min(first + tiles * TOKENS, end)
+                here = x_here
+                for token in range(first, stop, TOKENS):
+                    if x_by_token:
+                        amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here, flag)
+                    elif x_blocked:
+                        there = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
+                        amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here, flag)
+                    else:
+                        amx.split_features(x_at + token * 4, n, stop - token, k, here, flag)
+                    here += x_bytes
+                phase = 0
+                amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, gathered)
+                for panel in range(panels):
+                    weight, column = values_at + table[panel, 0], columns_at + table[panel, 1] * 4
+                    steps, all_steps = table[panel, 2], table[panel, 3]
+                    x_tile, y_tile = x_here, y_here + panel * panel_bytes
+                    behind = min(panel + 1, panels - 1)
+                    for token in range(first, stop, TOKENS):
+                        if token + TOKENS < stop:
+                            then, next_x = panel, x_tile + x_bytes
+                        else:
+                            then, next_x = behind, x_here
+                        next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
+                        if stop - token > ROWS:
+                            amx.matrix_tile(
+                                emulate, row_tiles, 2, weight, column, steps, all_steps, x_tile,
+                                next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
+                            )  # fmt: skip
+                        else:
+                            amx.matrix_tile(
+                                emulate, row_tiles, 1, weight, column, steps, all_steps, x_tile,
+                                next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
+                            )  # fmt: skip
+                        phase += all_steps
+                        x_tile = next_x
+                        y_tile += y_bytes
+                y_tile = y_here
+                for token in range(first, stop, TOKENS):
+                    if y_by_token:
+                        for half in range(token, min(token + TOKENS, stop), ROWS):
+                            amx.finish_tokens(
+                                ROWS, y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
+                                y_at + half * m * 4, m,
+                            )  # fmt: skip
+                    elif y_blocked:
+                        there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
+                        amx.finish_features(
+                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m,
+                            y_at + there * 4, BLOCK_TOKENS,
+                        )  # fmt: skip
+                    else:
+                        amx.finish_features(
+                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n
+                        )
+                    y_tile += y_bytes
+                first = stop
+            amx.end(emulate, saved)
+        return not flags.any()
+
+    return multiply
