@@ -265,13 +265,13 @@ def split_tokens(
             begin = builder.add(target, builder.mul(first, emit.integer(FEATURE_BYTES)))
             places = [emit.pointer(builder.add(begin, emit.integer(f * FEATURE_BYTES))) for f in range(ROWS)]
             for half in range(2):
-                read = []
-                for row in rows[half * ROWS : half * ROWS + ROWS]:
-                    at = builder.gep(row, [first])
-                    read.append(emit.load(at, 0) if mask is None else emit.load_masked(at, 0, mask))
-                for each in read:
+                read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
+                if mask is None:
+                    columns = emit.transpose_at(read)
+                else:
+                    columns = emit.transpose([emit.load_masked(at, 0, mask) for at in read])
+                for each in columns:
                     largest = split.largest(largest, each)
-                columns = emit.transpose(read)
                 for column, place in zip(columns, places, strict=True):
                     if half:
                         split.write(emit.load(place, 0), column, place)
@@ -462,7 +462,8 @@ def matrix_tile(
                 for r in range(n_rows):
                     for half in range(n_halves):
                         tile.multiply(sums[2 * r + half], of_w[r], of_x[half])
-                for line in range(turn * ROW_BYTES, step_bytes, len(products) * ROW_BYTES):
+                share = step_bytes // len(products)
+                for line in range(turn * share, (turn + 1) * share, ROW_BYTES):
                     emit.will_load(emit.pointer(further(ahead, line)), close=True)
                 for number in range(turn, ROWS, len(products)):
                     gatherer.pair(number)
@@ -526,11 +527,11 @@ def finish_tokens(
                         number = builder.select(builder.icmp_signed("<", last, number), last, number)
                     place = builder.zext(builder.load(builder.gep(every_place, [number])), I64)
                     at = builder.add(source, builder.mul(place, emit.integer(TOKENS * 4)))
-                    rows.append(emit.load(emit.pointer(at), 0))
+                    rows.append(emit.pointer(at))
                 here = builder.gep(every_bias, [first])
                 mask = None if rest is None else emit.mask(rest)
                 added = emit.load(here, 0) if mask is None else emit.load_masked(here, 0, mask)
-                done = [builder.fadd(total, added) for total in emit.transpose(rows)]
+                done = [builder.fadd(total, added) for total in emit.transpose_at(rows)]
                 # From the last to the first: those beyond are written to the last one, and then overwritten.
                 for t in reversed(range(ROWS)):
                     value = done[t] if function is None else function(done[t])

@@ -20,7 +20,7 @@ from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
-from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
@@ -50,7 +50,6 @@ def multiply(
     y: Array,
     bias: Array,
     activation: int,
-    pool: Pool,
     threads: int,
 ) -> None:
     """activation(w @ x + bias) for w (m, k) and n tokens, by register tiles of `vectors` vectors.
@@ -79,7 +78,8 @@ def multiply(
     y_starts = there.y_starts if y_layout == "token_blocked" else here.y_starts
     tokens = -(-block // tile) * tile * lanes
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
-    scratch = pool.take(threads * tokens * laid_out)
+    needed = threads * tokens * laid_out
+    scratch = borrow(needed)
     multiply_blocks = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
     multiply_blocks(
         weights.arrays,
@@ -90,7 +90,7 @@ def multiply(
         m,
         bias,
         activation,
-        scratch,
+        scratch[:needed],
         x_starts,
         y_starts,
         there.x_starts,
@@ -101,7 +101,7 @@ def multiply(
         there.y_stride if y_layout == "token_blocked" else here.y_stride,
         threads,
     )
-    pool.give_back(scratch)
+    give_back(scratch)
 
 
 @njit(inline="always")

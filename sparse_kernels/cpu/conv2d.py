@@ -24,7 +24,7 @@ from sparse_kernels.cpu import images, rows, single
 from sparse_kernels.cpu.call import arguments
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
-from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.scratch import Pool, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
@@ -163,18 +163,16 @@ class Conv2dPlan:
             padding = self.shape.padding
             lay_out(x[x_at.first :], images.steps(x_at), source, steps, where.phases, padding, x_at.shape, threads)
         if at.flat is not None:
-            result = self._pool.take(c_out * at.y_stride, -batch)
+            result = borrow(c_out * at.y_stride)
         fused, weights, offsets, vectors = self.target.fused, placed.weights, placed.offsets, self.tile[1]
         if isinstance(weights, SingleRows):
-            single.multiply_gathered(
-                weights, fused, at, source, offsets, result, bias, activation, self._pool, added=added
-            )
+            single.multiply_gathered(weights, fused, at, source, offsets, result, bias, activation, added=added)
         else:
             rows.multiply(weights, vectors, fused, at, source, result, bias, activation, placed.columns, added=added)
         if at.flat is not None:
             from_flat, to = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
             lay_out(result, from_flat, y[y_at.first :], to, images.ONE_PHASE, (0, 0), y_at.shape, threads)
-            self._pool.give_back(result, -batch)
+            give_back(result)
         if where is not None:
             self._pool.give_back(source, batch)
 

@@ -21,7 +21,7 @@ from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transp
 from sparse_kernels.cpu.call import arguments, linear_arguments
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
-from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.threads import exclusive
@@ -30,6 +30,9 @@ from sparse_kernels.formats import DenseWeight, Packed, rounded
 from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 WEIGHTS = ("float32", "bfloat16")
+
+# Share of weights from which on the matrix unit is the faster one.
+LEAST_DENSITY = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,6 @@ class TokenPlan:
     kernel: str
     layout: str
     permuted: bool
-    _pool: Pool = field(default_factory=Pool)
     _known: dict[tuple[int, int], tuple[int, bool, tuple[int, int]]] = field(default_factory=dict)
 
     @property
@@ -75,11 +77,14 @@ class TokenPlan:
             threads, places = numba.get_num_threads(), self.panels.places
             step, close, order = self._known.get((n, threads)) or self._find(n, threads)
             run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
-            waiting = self._pool.take(n * self.panels.row_ids.size).reshape(n, -1) if self.permuted else y
+            room, waiting = None, y
+            if self.permuted:
+                room = borrow(n * self.panels.row_ids.size)
+                waiting = room[: n * self.panels.row_ids.size].reshape(n, -1)
             with exclusive():
                 run(self.panels.arrays, x, y, bias, code, *order, threads, places, waiting)
-            if self.permuted:
-                self._pool.give_back(waiting.reshape(-1))
+            if room is not None:
+                give_back(room)
         return y
 
     def _find(self, n: int, threads: int) -> tuple[int, bool, tuple[int, int]]:
@@ -91,7 +96,7 @@ class TokenPlan:
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool())
+        return replace(self, panels=self.panels.copy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +110,6 @@ class RowPlan:
     kernel: str
     layout: str
     way: str = ""
-    _pool: Pool = field(default_factory=Pool)
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +138,7 @@ class RowPlan:
 
     def copy(self) -> RowPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool())
+        return replace(self, panels=self.panels.copy())
 
     def _call_blocked(self, x: Array, n: int, bias: Array, code: int, y: Array, threads: int) -> None:
         (m, k), lanes = self.shape, self.target.lanes
@@ -148,14 +152,13 @@ class RowPlan:
     def _run_blocks(
         self, layouts: tuple[str, str], n: int, x: Array, y: Array, bias: Array, code: int, threads: int
     ) -> None:
-        vectors, pool = self.tile[1], self._pool
-        blocks.multiply(self.panels, vectors, self.target, layouts, n, x, y, bias, code, pool, threads)
+        blocks.multiply(self.panels, self.tile[1], self.target, layouts, n, x, y, bias, code, threads)
 
     def _run_in_place(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
         k, lanes, fused = self.shape[1], self.target.lanes, self.target.fused
         at, x, y = as_it_lies(n, lanes), x.ravel(), y.ravel()
         if isinstance(self.panels, SingleRows):
-            single.multiply_gathered(self.panels, fused, at, x, columns(k, n), y, bias, code, self._pool)
+            single.multiply_gathered(self.panels, fused, at, x, columns(k, n), y, bias, code)
         else:
             rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, k)
 
@@ -164,12 +167,12 @@ class RowPlan:
         pack, unpack = transpose.kernels(lanes, self.layout == "token_major")
         at = in_tiles(n, vectors, lanes, k, m)
         size = -(-at.x_starts.size // vectors) * vectors * lanes
-        buffer = self._pool.take(size * (k + m))
-        x_packed, y_packed = buffer[: size * k], buffer[size * k :]
+        buffer = borrow(size * (k + m))
+        x_packed, y_packed = buffer[: size * k], buffer[size * k : size * (k + m)]
         pack(x, x_packed, at.x_starts, at.x_stride, n, k, threads)
         self._run_tiles(at, x_packed, y_packed, bias, code)
         unpack(y, y_packed, at.y_starts, at.y_stride, n, m, threads)
-        self._pool.give_back(buffer)
+        give_back(buffer)
 
     def _run_tiles(self, at: Vectors, x: Array, y: Array, bias: Array, code: int) -> None:
         x, y, fused = x.ravel(), y.ravel(), self.target.fused
@@ -188,8 +191,18 @@ def default(packed: Packed, layout: str, n: int, weights: str = "float32") -> Ch
     """What is best for a layer and about n tokens as far as that is known without trying."""
     threads = numba.get_num_threads()
     own = layout in BLOCKED_LAYOUTS or (n >= amx.TOKENS * threads and blocks.enough(n, amx.ROWS, threads))
-    found = by_matrix(packed, weights) if own else None
+    found = by_matrix(packed, weights) if own and _pays_by_matrix(packed) else None
     return found or by_vectors(packed, layout, n)
+
+
+def _pays_by_matrix(packed: Packed) -> bool:
+    """Whether the matrix unit multiplies this weight faster than vectors, for many tokens.
+
+    It costs it more to split x and to begin a panel, so rows must keep something: at 75% sparsity it is 1.0 to 1.4
+    times as fast, at 90% 0.7 to 1.1 times (128 to 2,048 tokens). Permuted rows are put in their places for nothing.
+    """
+    m, k = packed.shape
+    return permuted(packed) or packed.nnz >= LEAST_DENSITY * m * k
 
 
 def by_matrix(packed: Packed, weights: str = "float32") -> Choice | None:
@@ -291,7 +304,8 @@ def permuted(packed: Packed) -> bool:
 
 def lays_out(packed: Packed) -> bool:
     """Whether many tokens are laid out block by block, so that it saves time to get or give them so."""
-    return token_tile(packed, host()) is None or permuted(packed) or by_matrix(packed) is not None
+    by_itself = by_matrix(packed) is not None and _pays_by_matrix(packed)
+    return token_tile(packed, host()) is None or permuted(packed) or by_itself
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:

@@ -25,7 +25,7 @@ from sparse_kernels.cpu.call import linear_arguments
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.panels import group_height
 from sparse_kernels.cpu.panels import groups as grouped
-from sparse_kernels.cpu.scratch import Pool, aligned, at_cache_line
+from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
 from sparse_kernels.cpu.thirds import has_thirds, thirds
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE
@@ -171,7 +171,6 @@ class MatrixPlan:
     layout: str
     by_vectors: Callable[[], Plan]
     emulated: bool = False
-    _pool: Pool = field(default_factory=Pool)
     _rooms: dict[tuple[int, int], Room] = field(default_factory=dict)
 
     @property
@@ -196,7 +195,7 @@ class MatrixPlan:
         found = self._rooms.get((n, threads))
         if found is None:
             found = self._rooms[n, threads] = room(self.panels, k, n, threads)
-        scratch = self._pool.take(threads * found.thread_bytes // 4)
+        scratch = borrow(threads * found.thread_bytes // 4)
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
         run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
         with exclusive():
@@ -204,7 +203,7 @@ class MatrixPlan:
                 self.panels.arrays, x, y, n, k, m, bias, code,
                 scratch, found.tiles, found.x_bytes, found.y_bytes, found.thread_bytes, threads,
             )  # fmt: skip
-        self._pool.give_back(scratch)
+        give_back(scratch)
         return y if split else self._vectors(x, bias, activation, y)
 
     @cached_property
@@ -213,7 +212,7 @@ class MatrixPlan:
 
     def copy(self) -> MatrixPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool())
+        return replace(self, panels=self.panels.copy())
 
 
 @cache
@@ -224,6 +223,8 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
     `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether every x has thirds;
     else y means nothing.
     """
+    if not (emulated or amx.available()):
+        raise RuntimeError("this process has no matrix unit")
     emulate = int(emulated)
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
@@ -240,13 +241,14 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
         x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
         panels = table.shape[0]
         units = (n + unit - 1) // unit
-        flags = np.zeros(parts, np.int32)
+        flags = np.empty(parts, np.int32)
         for part in prange(parts):
             saved = scratch.ctypes.data + part * thread_bytes
             gathered = saved + 2 * amx.ROW_BYTES
             x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
             y_here = x_here + tiles * x_bytes
             flag = flags.ctypes.data + part * 4
+            flags[part] = 0
             begin, end = units * part // parts * unit, min(units * (part + 1) // parts * unit, n)
             amx.begin(emulate, saved)
             first = begin
@@ -309,6 +311,9 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                     y_tile += y_bytes
                 first = stop
             amx.end(emulate, saved)
-        return not flags.any()
+        told = 0  # not flags.any(): Numba would start all threads once more
+        for part in range(parts):
+            told += flags[part]
+        return told == 0
 
     return multiply

@@ -1,4 +1,9 @@
-"""Buffers that a plan reuses from call to call; a call that finds none free makes its own, so plans may be shared."""
+"""Buffers that calls reuse; a call that finds none free makes its own, so plans may be shared by threads.
+
+Most of what a call needs means nothing when it is done: `borrow` gives all layers of a process the same room, which
+therefore stays in the caches from one layer to the next. Where what lies in a buffer is used again, a plan has a
+`Pool` of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,23 @@ from numpy.typing import NDArray
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
+
+
+_free: deque[NDArray[np.float32]] = deque(maxlen=KEPT)
+
+
+def borrow(size: int) -> NDArray[np.float32]:
+    """Room for at least `size` elements, aligned, with anything in it."""
+    try:
+        buffer = _free.pop()
+    except IndexError:
+        return aligned(size)
+    return buffer if buffer.size >= size else aligned(size)  # the smaller one is not missed
+
+
+def give_back(buffer: NDArray[np.float32]) -> None:
+    """Let a later call have what `borrow` gave, all of it."""
+    _free.append(buffer)
 
 
 class Pool:

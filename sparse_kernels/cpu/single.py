@@ -31,7 +31,7 @@ from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.scratch import Pool
+from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
 from sparse_kernels.plan import Array
@@ -224,7 +224,6 @@ def multiply_gathered(
     y: Array,
     bias: Array,
     activation: int,
-    pool: Pool,
     added: Array | None = None,
 ) -> None:
     """activation(w @ x + added + bias) from flat x to flat y; added lies as y does, where that is in frames.
@@ -234,9 +233,10 @@ def multiply_gathered(
     threads = numba.get_num_threads()
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
-    scratch = pool.take(threads * elements)
-    _run(rows, fused, True, at, x, offsets, y, bias, activation, scratch.reshape(threads, elements), added)
-    pool.give_back(scratch)
+    scratch = borrow(threads * elements)
+    here = scratch[: threads * elements].reshape(threads, elements)
+    _run(rows, fused, True, at, x, offsets, y, bias, activation, here, added)
+    give_back(scratch)
 
 
 def _run(

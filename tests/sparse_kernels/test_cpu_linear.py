@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import blocks, linear, panels, rows, single, target, tokens, transpose, vectors
+from sparse_kernels.cpu import blocks, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
@@ -256,6 +256,18 @@ def test_weights_come_to_the_first_level_for_many_tokens_on_intel_alone():
     intel, other = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
     assert [tokens.close(n, 8, intel) for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
     assert not tokens.close(128, 8, other)
+
+
+def test_calls_share_room_one_after_the_other_and_never_at_once():
+    first = scratch.borrow(100)
+    other = scratch.borrow(50)
+    assert not np.may_share_memory(first, other)
+    scratch.give_back(first)
+    again = scratch.borrow(80)
+    assert np.may_share_memory(first, again)
+    scratch.give_back(again)
+    assert scratch.borrow(10**6).size >= 10**6
+    assert first.ctypes.data % scratch.ALIGNMENT == 0
 
 
 def test_threads_may_share_a_plan(rng):
