@@ -17,7 +17,8 @@ Which amounts there are was found on the two bundled tables of one CPU, shape by
 CPU that had no say, sums of them are 14% off where a plain roofline is 25% (five shapes of a ResNet20), and both are
 18% off for three linear shapes.
 
-What it does not know: which lines another core has just written, threads that wait for each other.
+What it does not know: which lines another core has just written, threads that wait for each other, and which layers
+a matrix unit multiplies (`sparse_kernels.cpu.matrix`): both tables are of a CPU without one.
 """
 
 from __future__ import annotations
