@@ -262,7 +262,8 @@ class _Sparse(nn.Module):
             ready = _Ready(self._plan(x, y_shape), bias)
             latest = list(self._plans.items())
             self._plans = dict([*(latest if self._on_gpu else latest[1 - KEPT_PLANS :]), (key, ready)])
-        self._latest = ready
+        if self._latest is not ready:  # a module takes microseconds to set what it has
+            self._latest = ready
         return ready
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:

@@ -31,8 +31,8 @@ from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
 
 WEIGHTS = ("float32", "bfloat16")
 
-# Share of weights from which on the matrix unit is the faster one.
-LEAST_DENSITY = 0.2
+# Share of weights from which on the matrix unit is the faster one; tokens from which on also for long rows of y.
+LEAST_DENSITY, ENOUGH_TOKENS = 0.2, 512
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,21 @@ def default(packed: Packed, layout: str, n: int, weights: str = "float32") -> Ch
     """What is best for a layer and about n tokens as far as that is known without trying."""
     threads = numba.get_num_threads()
     own = layout in BLOCKED_LAYOUTS or (n >= amx.TOKENS * threads and blocks.enough(n, amx.ROWS, threads))
-    found = by_matrix(packed, weights) if own and _pays_by_matrix(packed) else None
+    found = by_matrix(packed, weights) if own and _pays_by_matrix(packed, n) else None
     return found or by_vectors(packed, layout, n)
 
 
-def _pays_by_matrix(packed: Packed) -> bool:
-    """Whether the matrix unit multiplies this weight faster than vectors, for many tokens.
+def _pays_by_matrix(packed: Packed, n: int) -> bool:
+    """Whether the matrix unit multiplies this weight faster than vectors, with n tokens, in a model.
 
     It costs it more to split x and to begin a panel, so rows must keep something: at 75% sparsity it is 1.0 to 1.4
     times as fast, at 90% 0.7 to 1.1 times (128 to 2,048 tokens). Permuted rows are put in their places for nothing.
+    Where rows of y are far longer than those of x, its own copies of them and its weights, half as large again, cost
+    128 tokens in a BERT-base more than it gains.
     """
     m, k = packed.shape
+    if m > 2 * k and n < ENOUGH_TOKENS:
+        return False
     return permuted(packed) or packed.nnz >= LEAST_DENSITY * m * k
 
 
@@ -304,7 +308,7 @@ def permuted(packed: Packed) -> bool:
 
 def lays_out(packed: Packed) -> bool:
     """Whether many tokens are laid out block by block, so that it saves time to get or give them so."""
-    by_itself = by_matrix(packed) is not None and _pays_by_matrix(packed)
+    by_itself = by_matrix(packed) is not None and _pays_by_matrix(packed, ENOUGH_TOKENS)
     return token_tile(packed, host()) is None or permuted(packed) or by_itself
 
 

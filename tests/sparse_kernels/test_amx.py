@@ -194,9 +194,9 @@ def test_what_has_no_thirds_passes_as_by_vectors(rng, value, layout):
 
 @by_the_unit
 def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
-    def kernel(pattern, n, threads=1, weight=1.0, weights="float32", layout="token_major", sparsity=0.7):
+    def kernel(pattern, n, threads=1, weight=1.0, weights="float32", layout="token_major", sparsity=0.7, k=64):
         numba.set_num_threads(threads)
-        packed = packed_of(pattern, np.ones((96, 40), np.float32), sparsity)
+        packed = packed_of(pattern, np.ones((96, k), np.float32), sparsity)
         packed = replace(packed, values=packed.values * np.float32(weight))
         return prepare(packed, "numba", layout, n, weights=weights).kernel
 
@@ -206,6 +206,8 @@ def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
     assert kernel(ShflBW(32), 1, layout="token_blocked") == "numba.shflbw.amx32x32"
     assert kernel(ShflBW(32), 128, sparsity=0.9) == "numba.shflbw.amx32x32"
     assert ".amx" not in kernel(VectorWise(32), 128, sparsity=0.9)
+    assert ".amx" not in kernel(ShflBW(32), 128, k=40)
+    assert kernel(ShflBW(32), 512, k=40) == "numba.shflbw.amx32x32"
     assert ".amx" not in kernel(ShflBW(32), 31)
     assert ".amx" not in kernel(VectorWise(8), 128)
     assert ".amx" not in kernel(Unstructured(), 128)
