@@ -3,9 +3,10 @@
 The oracle is the float64 product of the unpacked weight. A float32 inner product of k terms, added in any order, with
 or without fused multiply-add, is off by at most gamma_k * |w| @ |x|, where gamma_k = k*u / (1 - k*u) and u = 2**-24
 (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 3.1). Products with a zero weight are exact, so
-k is the largest number of nonzero weights in a row, plus 1 for a bias; products too small for a normal number may be
+k is the largest number of weights that a row keeps, plus 1 for a bias; products too small for a normal number may be
 flushed to zero. A unit that forms products of float32 from products of bfloat16 (`cpu.thirds`) leaves out up to 2 u
-of each and rounds its sums twice more, and takes thirds of factors for zero that are too small for a normal number.
+of each and rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others, which is at most
+k + 2; it takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
 ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation may be off by
 4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.formats import Packed, unpack
+from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight, unpack
 from sparse_kernels.plan import ACTIVATIONS, LAYOUTS
 from sparse_kernels.reference import finish, patches
 from sparse_kernels.shapes import Conv2dShape
@@ -97,16 +98,29 @@ def _expected(
     weight = unpack(packed).astype(np.float64)
     x = x.astype(np.float64)
     bias = None if bias is None else bias.astype(np.float64)
-    terms = int(np.count_nonzero(weight, axis=1).max()) + (bias is not None) + OF_THIRDS
+    terms = _kept(packed, weight) + (bias is not None) + OF_THIRDS
     with np.errstate(invalid="ignore"):
         scale = finish(np.abs(weight) @ np.abs(x), None if bias is None else np.abs(bias), None)
         before = finish(weight @ x, bias, None)
         y = finish(before, None, activation)
-        flushed = terms + np.abs(weight).sum(axis=1)[:, None] + (weight != 0) @ np.abs(x)
+        flushed = 3 * terms + np.abs(weight).sum(axis=1)[:, None] + (weight != 0) @ np.abs(x)
         bound = terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF) * scale + flushed * SMALLEST_NORMAL
         if activation == "gelu":
             bound = GELU_SLOPE * bound + GELU_EVALUATION * (np.abs(before) + bound)
     return y, bound, scale
+
+
+def _kept(packed: Packed, weight: Result) -> int:
+    """The most weights that are stored for a row: zeros among them take part in sums."""
+    match packed:
+        case DenseWeight():
+            return packed.shape[1]
+        case VectorWeight():
+            return int(np.diff(packed.indptr).max(initial=0))
+        case BlockWeight():
+            return int(np.diff(packed.indptr).max(initial=0)) * packed.pattern.cols
+        case _:
+            return int(np.count_nonzero(weight, axis=1).max())
 
 
 def _check_shape(y: np.ndarray, expected: tuple[int, ...]) -> None:

@@ -112,7 +112,10 @@ def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
 
 
 def matrix_products(threads: int) -> int:
-    """Keep the matrix units of `threads` threads busy; the operations done, of float32 by products of thirds."""
+    """Keep the matrix units of `threads` threads busy; the operations done, of float32 by products of thirds.
+
+    Of zeros, which may leave the processor a higher clock than numbers do.
+    """
     _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
     return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads // len(amx.PRODUCTS)
 

@@ -8,9 +8,11 @@ There are eight tiles of 16 rows of 64 bytes. A multiplication of bfloat16 (TDPB
 which is 16 times what the vector unit multiplies and adds in float32, and so 2.7 times as fast even where a product
 of float32 takes six of bfloat16 (`thirds`). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
 
-The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them.
+The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
+then on a signal's alternative stack must be large enough to hold them, in all of the process.
 
-Emulated tiles do the same with vectors and memory, slowly, on any processor: for tests of everything around them.
+Emulated tiles do the same with vectors and memory, slowly, on any processor, but for the order of sums and what is
+below 2**-126: for tests of everything around them.
 """
 
 from __future__ import annotations
@@ -27,10 +29,13 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 from sparse_kernels.cpu.emitter import I16, I32, I64, Emitter, with_literals
-from sparse_kernels.cpu.thirds import HALF, TOO_LARGE, UPPER
+from sparse_kernels.cpu.thirds import HALF, UPPER
 
 # Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
+
+# What `begin` keeps: LDTILECFG's 64 bytes, and a cache line more, so that threads do not share one.
+SAVED_BYTES = 128
 
 # Of Linux on x86-64: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
@@ -226,90 +231,62 @@ class Splitter:
             packed = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * ROWS), order))
             emit.store(builder.bitcast(packed, emit.vector), at, third)
 
-    def largest(self, known: ir.Value, x: ir.Value) -> ir.Value:
-        """The larger of the bits of |x| and those known, as float32; NaN and infinity are larger than numbers."""
-        builder = self.emit.builder
-        bits = builder.and_(builder.bitcast(x, self.wide), self.constant(0x7FFFFFFF))
-        before = builder.bitcast(known, self.wide)
-        larger = builder.icmp_unsigned(">", bits, before)
-        return builder.bitcast(builder.select(larger, bits, before), self.emit.vector)
-
-    def tell(self, largest: ir.Value, flag: ir.Value) -> None:
-        """Write 1 to the int32 at an integer address if anything has no thirds."""
-        builder = self.emit.builder
-        beyond = builder.icmp_unsigned(">=", builder.bitcast(largest, self.wide), self.constant(TOO_LARGE))
-        any_beyond = builder.icmp_unsigned("!=", builder.bitcast(beyond, I16), ir.Constant(I16, 0))
-        with builder.if_then(any_beyond, likely=False):
-            builder.store(ir.Constant(I32, 1), self.emit.pointer(flag, kind=I32))
-
 
 @with_literals
-def split_tokens(
-    typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any, flag: Any
-) -> Any:
-    """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, 1 to 32 of them.
+def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
+    """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, of up to 32 of them (>= 1).
 
-    Tokens beyond are the last one again. target: see above, with room for features up to a multiple of 16. flag:
-    address of an int32, set to 1 if any x has no thirds.
+    Tokens beyond are the last one again. target: see above, with room for features up to a multiple of 16. What has
+    no thirds (infinity, NaN, the largest numbers) becomes thirds of which at least one is infinity or NaN.
     """
-    signature = types.void(*([types.intp] * 6))
+    signature = types.void(*([types.intp] * 5))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, stride, tokens, features, target, flag = args
+        source, stride, tokens, features, target = args
         emit = Emitter(builder, ROWS, True)
         split = Splitter(emit)
         rows = [emit.row(source, t, tokens, stride) for t in range(TOKENS)]
-        whole = builder.and_(features, emit.integer(-ROWS))
 
-        def block(first: ir.Value, largest: ir.Value, mask: ir.Value | None) -> ir.Value:
+        def block(first: ir.Value, rest: ir.Value | None) -> None:
             begin = builder.add(target, builder.mul(first, emit.integer(FEATURE_BYTES)))
             places = [emit.pointer(builder.add(begin, emit.integer(f * FEATURE_BYTES))) for f in range(ROWS)]
             for half in range(2):
                 read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
-                if mask is None:
+                if rest is None:
                     columns = emit.transpose_at(read)
                 else:
+                    mask = emit.mask(rest)
                     columns = emit.transpose([emit.load_masked(at, 0, mask) for at in read])
-                for each in columns:
-                    largest = split.largest(largest, each)
                 for column, place in zip(columns, places, strict=True):
                     if half:
                         split.write(emit.load(place, 0), column, place)
                     else:  # waits where it will be overwritten
                         emit.store(column, place, 0)
-            return largest
 
-        (largest,) = emit.loop(whole, emit.zeros(1), lambda first, known: [block(first, known[0], None)], stride=ROWS)
-        split.tell(largest, flag)
-        with builder.if_then(builder.icmp_signed("<", whole, features)):
-            split.tell(block(whole, emit.zeros(1)[0], emit.mask(builder.sub(features, whole))), flag)
+        emit.in_tiles(features, block)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @with_literals
-def split_features(
-    typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any, flag: Any
-) -> Any:
+def split_features(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
     """As `split_tokens`, of feature-major x (features, tokens): rows `stride` apart; tokens beyond are 0."""
-    signature = types.void(*([types.intp] * 6))
+    signature = types.void(*([types.intp] * 5))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, stride, tokens, features, target, flag = args
+        source, stride, tokens, features, target = args
         emit = Emitter(builder, ROWS, True)
         split = Splitter(emit)
         masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
 
-        def feature(f: ir.Value, largest: list[ir.Value]) -> list[ir.Value]:
+        def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             at = emit.pointer(source, builder.mul(f, stride))
             first, second = (emit.load_masked(at, half, masks[half]) for half in range(2))
-            place = emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES))))
-            split.write(first, second, place)
-            return [split.largest(split.largest(largest[0], first), second)]
+            split.write(first, second, emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES)))))
+            return []
 
-        (largest,) = emit.loop(features, emit.zeros(1), feature)
-        split.tell(largest, flag)
+        emit.loop(features, [], feature)
         return context.get_dummy_value()
 
     return signature, generate
@@ -467,6 +444,8 @@ def matrix_tile(
                     emit.will_load(emit.pointer(further(ahead, line)), close=True)
                 for number in range(turn, ROWS, len(products)):
                     gatherer.pair(number)
+            # Nobody reads this. A store of a tile that comes over half a microsecond after the last one takes a
+            # quarter of one longer (measured on Granite Rapids); with one a step, those of the sums never do.
             tile.store(of_w[0], builder.add(gathered, unused), row_stride)
 
         def step(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
@@ -491,6 +470,30 @@ def matrix_tile(
 # ------------------------------------------------------------------------------------------------ results
 
 
+class Finite:
+    """Whether all sums were finite. If one was not, thirds may have made it so: y is to be computed by vectors."""
+
+    def __init__(self, emit: Emitter) -> None:
+        self.emit = emit
+        self.place = cgutils.alloca_once(emit.builder, emit.vector)
+        emit.builder.store(emit.zeros(1)[0], self.place)
+
+    def look_at(self, sums: Sequence[ir.Value]) -> None:
+        """0 times infinity or NaN is NaN, and stays it."""
+        known = self.emit.builder.load(self.place)
+        for total in sums:
+            known = self.emit.multiply_add(total, self.emit.zeros(1)[0], known)
+        self.emit.builder.store(known, self.place)
+
+    def tell(self, flag: ir.Value) -> None:
+        """Write 1 to the int32 at an integer address if a sum was not finite."""
+        builder = self.emit.builder
+        known = builder.load(self.place)
+        lanes = builder.bitcast(builder.fcmp_unordered("uno", known, known), I16)
+        with builder.if_then(builder.icmp_unsigned("!=", lanes, ir.Constant(I16, 0)), likely=False):
+            builder.store(ir.Constant(I32, 1), self.emit.pointer(flag, kind=I32))
+
+
 @with_literals
 def finish_tokens(
     typing_context: Any,
@@ -503,17 +506,19 @@ def finish_tokens(
     features: Any,
     target: Any,
     stride: Any,
+    flag: Any,
 ) -> Any:
-    """target[t, f] = activation(source[places[f], t] + bias[f]) for 1 to 16 tokens; rows of target `stride` apart.
+    """target[t, f] = activation(source[places[f], t] + bias[f]) for up to 16 tokens (>= 1), rows `stride` apart.
 
     source: float32, rows of 32 tokens, of which the first 16 are meant; places: uint32 (features); bias: float32
-    (features). lanes: 16.
+    (features). lanes: 16. flag: address of an int32, set to 1 if anything in the source is not finite.
     """
-    signature = types.void(lanes, *([types.intp] * 8))
+    signature = types.void(lanes, *([types.intp] * 9))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride = args[1:]
+        source, places, bias, activation, tokens, features, target, stride, flag = args[1:]
         emit = Emitter(builder, ROWS, True)
+        finite = Finite(emit)
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
         targets = [emit.row(target, t, tokens, stride) for t in range(ROWS)]
         last = builder.sub(features, emit.integer(1))
@@ -531,7 +536,9 @@ def finish_tokens(
                 here = builder.gep(every_bias, [first])
                 mask = None if rest is None else emit.mask(rest)
                 added = emit.load(here, 0) if mask is None else emit.load_masked(here, 0, mask)
-                done = [builder.fadd(total, added) for total in emit.transpose_at(rows)]
+                sums = emit.transpose_at(rows)
+                finite.look_at(sums)
+                done = [builder.fadd(total, added) for total in sums]
                 # From the last to the first: those beyond are written to the last one, and then overwritten.
                 for t in reversed(range(ROWS)):
                     value = done[t] if function is None else function(done[t])
@@ -546,6 +553,7 @@ def finish_tokens(
         emit.choose(
             activation, {code: partial(finish_as, it) for code, it in enumerate((None, emit.relu, emit.gelu))}
         )
+        finite.tell(flag)
         return context.get_dummy_value()
 
     return signature, generate
@@ -563,13 +571,15 @@ def finish_features(
     features: Any,
     target: Any,
     stride: Any,
+    flag: Any,
 ) -> Any:
-    """target[f, t] = activation(source[places[f], t] + bias[f]) for 1 to 32 tokens; else as `finish_tokens`."""
-    signature = types.void(lanes, *([types.intp] * 8))
+    """target[f, t] = activation(source[places[f], t] + bias[f]) for up to 32 tokens; else as `finish_tokens`."""
+    signature = types.void(lanes, *([types.intp] * 9))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride = args[1:]
+        source, places, bias, activation, tokens, features, target, stride, flag = args[1:]
         emit = Emitter(builder, ROWS, True)
+        finite = Finite(emit)
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
         masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
 
@@ -580,7 +590,9 @@ def finish_features(
                 added = emit.splat(builder.load(builder.gep(every_bias, [f])))
                 there = emit.pointer(target, builder.mul(f, stride))
                 for half in range(2):
-                    value = builder.fadd(emit.load(at, half), added)
+                    total = emit.load_masked(at, half, masks[half])
+                    finite.look_at([total])
+                    value = builder.fadd(total, added)
                     emit.store_masked(value if function is None else function(value), there, half, masks[half])
                 return []
 
@@ -589,6 +601,7 @@ def finish_features(
         emit.choose(
             activation, {code: partial(finish_as, it) for code, it in enumerate((None, emit.relu, emit.gelu))}
         )
+        finite.tell(flag)
         return context.get_dummy_value()
 
     return signature, generate

@@ -18,7 +18,7 @@ from numba import njit, prange
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
@@ -180,7 +180,7 @@ def kernel(
                         else:
                             for c in range(k):
                                 source = x_at + (c * n + token) * 4
-                                copy_run(lanes, source, there + c * x_stride * 4, min(lanes, n - token))
+                                copy_vector(lanes, source, there + c * x_stride * 4, n - token)
                 if single:
                     stream, table, _, bounds = weights
                     stages = table.shape[0]

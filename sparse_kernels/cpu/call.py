@@ -39,7 +39,8 @@ def linear_arguments(
 ) -> tuple[Array, Array, Array, int, int]:
     """`arguments` of a linear layer (m, k) in any layout, blocked ones in tiles of so many tokens; and the tokens.
 
-    Tokens that fill up a last tile count, unless `out` is token-major and says how many there are.
+    Tokens that fill up a last tile count, unless `out` is token-major and says how many there are. Where x is
+    token-major they are 0 in y: what reads them next computes on them.
     """
     if layout == "token_major":
         found = arguments(x, (None, k), bias, activation, out, (None, m), m)
@@ -49,7 +50,10 @@ def linear_arguments(
         return *found, found[0].shape[1]
     if layout == "into_blocks":
         n = np.shape(x)[0] if np.ndim(x) else 0
-        return *arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m), n
+        x, y, bias, code = arguments(x, (None, k), bias, activation, out, (-(-n // tokens), m, tokens), m)
+        if n % tokens:
+            y[-1, :, n % tokens :] = 0
+        return x, y, bias, code, n
     if layout == "out_of_blocks":
         tiles = np.shape(x)[0] if np.ndim(x) else 0
         wanted = np.shape(out)[0] if np.ndim(out) else 0  # type: ignore[arg-type]

@@ -308,8 +308,7 @@ def permuted(packed: Packed) -> bool:
 
 def lays_out(packed: Packed) -> bool:
     """Whether many tokens are laid out block by block, so that it saves time to get or give them so."""
-    by_itself = by_matrix(packed) is not None and _pays_by_matrix(packed, ENOUGH_TOKENS)
-    return token_tile(packed, host()) is None or permuted(packed) or by_itself
+    return token_tile(packed, host()) is None or permuted(packed)
 
 
 def _tokens_at_a_time(tile: tuple[int, int, int], n: int) -> int:

@@ -4,8 +4,8 @@ A thread splits a block's x into thirds, with tokens along the vector, passes th
 its place, permuted rows (Shfl-BW) at no cost. The x of a block stays in the second-level cache, weights pass by, 6
 bytes each; a panel meets all tokens of the block before the next.
 
-Needs groups of rows that fill tiles of 16, and finite weights. x that is not finite is told, and the result then
-means nothing: the plan computes it again by vectors.
+Needs groups of rows that fill tiles of 16, and finite weights. Sums that are not finite are told: x may not have been
+finite, or thirds overflowed where float32 does not, or another way. Then the plan computes all of y again by vectors.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def row_tiles(packed: Packed) -> int | None:
 
 
 def takes(packed: Packed) -> bool:
-    """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds."""
-    return row_tiles(packed) is not None and has_thirds(packed.values)
+    """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds.
+
+    A column's place in split x is an int32, in bytes.
+    """
+    return packed.shape[1] * FEATURE_BYTES < 2**31 and row_tiles(packed) is not None and has_thirds(packed.values)
 
 
 def panels(packed: Packed) -> MatrixPanels:
@@ -149,13 +152,14 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
 
     As many tiles as stay in the cache. Weights that do not are worth waiting for if two tiles meet them.
     """
+    units = -(-n // ROWS)
+    each = -(-(-(-units // threads) * ROWS) // TOKENS)
     x_bytes = -(-k // ROWS) * ROWS * FEATURE_BYTES
     y_bytes = len(weights.table) * weights.row_tiles * ROWS * TOKENS * 4
-    each = -(-(-(-n // ROWS) // threads) * ROWS // TOKENS)
     least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
     tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
     return Room(
-        tiles, x_bytes, y_bytes, 2 * amx.ROW_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
+        tiles, x_bytes, y_bytes, amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
     )
 
 
@@ -163,7 +167,8 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
 class MatrixPlan:
     """Any layout of x and y, split and put in place by the thread that multiplies.
 
-    by_vectors: makes the plan that computes what has no thirds; it is kept from then on.
+    by_vectors: makes the plan that computes y where sums are not finite; it is kept from then on. So the plan holds
+    on to the packed weight, 4 bytes a number that `nbytes` does not count.
     """
 
     shape: tuple[int, int]
@@ -199,12 +204,12 @@ class MatrixPlan:
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
         run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
         with exclusive():
-            split = run(
+            finite = run(
                 self.panels.arrays, x, y, n, k, m, bias, code,
                 scratch, found.tiles, found.x_bytes, found.y_bytes, found.thread_bytes, threads,
             )  # fmt: skip
         give_back(scratch)
-        return y if split else self._vectors(x, bias, activation, y)
+        return y if finite else self._vectors(x, bias, activation, y)
 
     @cached_property
     def _vectors(self) -> Plan:
@@ -220,8 +225,8 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
     """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
 
     Called with (panels.arrays, x, y, n, k, m, bias (m), activation code, scratch float32 at a cache line, and what
-    `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether every x has thirds;
-    else y means nothing.
+    `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether all sums were
+    finite; else y means nothing.
     """
     if not (emulated or amx.available()):
         raise RuntimeError("this process has no matrix unit")
@@ -244,7 +249,7 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
         flags = np.empty(parts, np.int32)
         for part in prange(parts):
             saved = scratch.ctypes.data + part * thread_bytes
-            gathered = saved + 2 * amx.ROW_BYTES
+            gathered = saved + amx.SAVED_BYTES
             x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
             y_here = x_here + tiles * x_bytes
             flag = flags.ctypes.data + part * 4
@@ -257,12 +262,12 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                 here = x_here
                 for token in range(first, stop, TOKENS):
                     if x_by_token:
-                        amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here, flag)
+                        amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here)
                     elif x_blocked:
                         there = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
-                        amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here, flag)
+                        amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here)
                     else:
-                        amx.split_features(x_at + token * 4, n, stop - token, k, here, flag)
+                        amx.split_features(x_at + token * 4, n, stop - token, k, here)
                     here += x_bytes
                 phase = 0
                 amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, gathered)
@@ -296,17 +301,17 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                         for half in range(token, min(token + TOKENS, stop), ROWS):
                             amx.finish_tokens(
                                 ROWS, y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
-                                y_at + half * m * 4, m,
+                                y_at + half * m * 4, m, flag,
                             )  # fmt: skip
                     elif y_blocked:
                         there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
                         amx.finish_features(
                             ROWS, y_tile, places_at, bias_at, activation, stop - token, m,
-                            y_at + there * 4, BLOCK_TOKENS,
+                            y_at + there * 4, BLOCK_TOKENS, flag,
                         )  # fmt: skip
                     else:
                         amx.finish_features(
-                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n
+                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
                         )
                     y_tile += y_bytes
                 first = stop

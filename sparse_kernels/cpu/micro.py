@@ -479,6 +479,23 @@ def copy_run(typing_context: Any, lanes: Any, source: Any, target: Any, count: A
 
 
 @with_literals
+def copy_vector(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
+    """target = the first `count` of `lanes` float32 at the source, then zeros: of a vector that will be multiplied.
+
+    What an earlier call left there may be subnormal, and each product of such a number takes a hundred cycles.
+    """
+    signature = types.void(lanes, *([types.intp] * 3))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        emit = Emitter(builder, int(signature.args[0].literal_value), False)
+        source, target, count = args[1:]
+        emit.store(emit.load_masked(emit.pointer(source), 0, emit.mask(count)), emit.pointer(target), 0)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
 def copy_every_other(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
     """target[i] = source[2 * i] for `count` (>= 0) float32; nothing else is touched."""
     signature = types.void(lanes, *([types.intp] * 3))

@@ -7,8 +7,13 @@ float32 products from the six products of thirds that count:
     w x  ~  wh xh + (wh xm + wm xh) + (wh xl + wl xh + wm xm),      what is left out: at most 2**-23 |w x|
 
 (Henry, Tang, Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
-Computations".) Two limits: what the unit takes for 0, thirds below 2**-126, makes a product wrong by up to 2**-125
-times the other factor; and infinity, NaN, and numbers that round to infinity have no thirds (`has_thirds`).
+Computations".) Its limits:
+
+- What the unit takes for 0 is below 2**-126: thirds, which makes a product wrong by up to that times the other
+  factor, and sums.
+- Infinity, NaN, and numbers that round to infinity (from 3.396e38 on) have no thirds (`has_thirds`): one of those
+  that come out is infinity or NaN.
+- Products of thirds may overflow where that of their numbers does not, and two that do may leave NaN.
 """
 
 from __future__ import annotations

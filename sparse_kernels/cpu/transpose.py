@@ -14,7 +14,7 @@ import numpy as np
 from numba import prange
 
 from sparse_kernels.cpu.compiled import compiled
-from sparse_kernels.cpu.micro import copy_run, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
@@ -77,7 +77,7 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callabl
                 else:
                     for f in range(features):
                         there = matrix_at + (f * n + token) * 4
-                        copy_run(lanes, there, here + f * stride * 4, min(lanes, n - token))
+                        copy_vector(lanes, there, here + f * stride * 4, n - token)
 
     @compiled
     def unpack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]

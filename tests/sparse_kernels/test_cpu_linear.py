@@ -3,6 +3,7 @@ import platform
 import subprocess
 import sys
 import threading
+from collections import deque
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -268,6 +269,17 @@ def test_calls_share_room_one_after_the_other_and_never_at_once():
     scratch.give_back(again)
     assert scratch.borrow(10**6).size >= 10**6
     assert first.ctypes.data % scratch.ALIGNMENT == 0
+
+
+def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch):
+    packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
+    plan, lanes = prepare(packed, "numba", "feature_major", 1), target.host().lanes
+    room = np.full(10**5, np.nan, np.float32)
+    monkeypatch.setattr(scratch, "_free", deque([room]))
+    x = rng.standard_normal((40, 1)).astype(np.float32)
+    oracle.check(plan(x), packed, x)
+    multiplied = room[: 40 * plan.tile[1] * lanes].reshape(40, -1)[:, :lanes]
+    np.testing.assert_array_equal(multiplied, np.pad(x, ((0, 0), (0, lanes - 1))))
 
 
 def test_threads_may_share_a_plan(rng):

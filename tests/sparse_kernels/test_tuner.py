@@ -127,7 +127,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     if numba.config.NUMBA_NUM_THREADS > 1:
         assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x4.pass"]
     on(shared=True, matrix=True)
-    assert names(ShflBW(32), "token_major", 512) == ["amx32x32", "rows8x2"]
+    assert names(ShflBW(32), "token_major", 512) == ["amx32x32", "rows8x3"]
     assert names(ShflBW(32), "token_major", 128) == ["rows8x2", "amx32x32"]
     assert names(ShflBW(32), "token_major", 16) == ["tokens8x2", "rows8x2", "amx32x32"]
     assert names(VectorWise(4), "token_major", 48) == ["rows4x3"]
