@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import time
 from functools import partial
 
 import numba
 import numpy as np
-from cpu_kernels import BLOCK_SECONDS, least
+from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, least
 
 from latbench import workloads
 from sparse_kernels import oracle
@@ -49,6 +50,7 @@ def compare(shape: LinearShape, spec: str, sparsity: float, how: argparse.Namesp
         turns = [plan, *(plan.copy() for _ in range(copies - 1))]
         calls.append([partial(each, x, bias, None, y) for each in turns])
         names.append(plan.kernel)
+    time.sleep(2 * SPINNING_SECONDS)  # NumPy's threads, which have just computed what is exact
     times = np.array([[least(each, BLOCK_SECONDS, how.threads) for each in calls] for _ in range(how.rounds)])
     ratios, seconds = times[:, 1] / times[:, 0], np.median(times, axis=0)
     print(
