@@ -6,7 +6,8 @@ There are eight tiles of 16 rows of 64 bytes. A multiplication of bfloat16 (TDPB
                                                                                   a, b bfloat16 (16, 16, 2)
 
 which is 16 times what the vector unit multiplies and adds in float32, and so 2.7 times as fast even where a product
-of float32 takes six of bfloat16 (`thirds`). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
+of float32 takes six of bfloat16 (`thirds`); in practice twice, as the clock falls by a quarter where the numbers are
+not all 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
 
 The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
 then on a signal's alternative stack must be large enough to hold them, in all of the process.
