@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -233,11 +233,23 @@ class Splitter:
             emit.store(builder.bitcast(packed, emit.vector), at, third)
 
 
+def in_vectors(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None]) -> None:
+    """block(first) for vectors of 16 that cover 0 .. length - 1, length >= 16: the last overlaps that before it."""
+    builder = emit.builder
+    last = builder.sub(length, emit.integer(ROWS))
+
+    def step(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+        block(builder.select(builder.icmp_signed("<", last, i), last, i))
+        return []
+
+    emit.loop(length, [], step, stride=ROWS)
+
+
 @with_literals
 def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
     """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, of up to 32 of them (>= 1).
 
-    Tokens beyond are the last one again. target: see above, with room for features up to a multiple of 16. What has
+    Tokens beyond are the last one again. features: at least 16. target: see above. What has
     no thirds (infinity, NaN, the largest numbers) becomes thirds of which at least one is infinity or NaN.
     """
     signature = types.void(*([types.intp] * 5))
@@ -248,23 +260,18 @@ def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, fea
         split = Splitter(emit)
         rows = [emit.row(source, t, tokens, stride) for t in range(TOKENS)]
 
-        def block(first: ir.Value, rest: ir.Value | None) -> None:
+        def block(first: ir.Value) -> None:
             begin = builder.add(target, builder.mul(first, emit.integer(FEATURE_BYTES)))
             places = [emit.pointer(builder.add(begin, emit.integer(f * FEATURE_BYTES))) for f in range(ROWS)]
             for half in range(2):
                 read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
-                if rest is None:
-                    columns = emit.transpose_at(read)
-                else:
-                    mask = emit.mask(rest)
-                    columns = emit.transpose([emit.load_masked(at, 0, mask) for at in read])
-                for column, place in zip(columns, places, strict=True):
+                for column, place in zip(emit.transpose_at(read), places, strict=True):
                     if half:
                         split.write(emit.load(place, 0), column, place)
                     else:  # waits where it will be overwritten
                         emit.store(column, place, 0)
 
-        emit.in_tiles(features, block)
+        in_vectors(emit, features, block)
         return context.get_dummy_value()
 
     return signature, generate
@@ -495,6 +502,11 @@ class Finite:
             builder.store(ir.Constant(I32, 1), self.emit.pointer(flag, kind=I32))
 
 
+def functions(emit: Emitter) -> list[Callable[[ir.Value], ir.Value] | None]:
+    """The activations, by their codes."""
+    return [None, emit.relu, emit.gelu]
+
+
 @with_literals
 def finish_tokens(
     typing_context: Any,
@@ -512,7 +524,7 @@ def finish_tokens(
     """target[t, f] = activation(source[places[f], t] + bias[f]) for up to 16 tokens (>= 1), rows `stride` apart.
 
     source: float32, rows of 32 tokens, of which the first 16 are meant; places: uint32 (features); bias: float32
-    (features). lanes: 16. flag: address of an int32, set to 1 if anything in the source is not finite.
+    (features), at least 16. lanes: 16. flag: address of an int32, set to 1 if anything in the source is not finite.
     """
     signature = types.void(lanes, *([types.intp] * 9))
 
@@ -522,38 +534,27 @@ def finish_tokens(
         finite = Finite(emit)
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
         targets = [emit.row(target, t, tokens, stride) for t in range(ROWS)]
-        last = builder.sub(features, emit.integer(1))
 
-        def finish_as(function: Any) -> None:
-            def block(first: ir.Value, rest: ir.Value | None) -> None:
-                rows = []
-                for f in range(ROWS):
-                    number = builder.add(first, emit.integer(f))
-                    if rest is not None:
-                        number = builder.select(builder.icmp_signed("<", last, number), last, number)
-                    place = builder.zext(builder.load(builder.gep(every_place, [number])), I64)
-                    at = builder.add(source, builder.mul(place, emit.integer(TOKENS * 4)))
-                    rows.append(emit.pointer(at))
-                here = builder.gep(every_bias, [first])
-                mask = None if rest is None else emit.mask(rest)
-                added = emit.load(here, 0) if mask is None else emit.load_masked(here, 0, mask)
-                sums = emit.transpose_at(rows)
-                finite.look_at(sums)
-                done = [builder.fadd(total, added) for total in sums]
+        def block(first: ir.Value) -> None:
+            rows = []
+            for f in range(ROWS):
+                place = builder.load(builder.gep(every_place, [builder.add(first, emit.integer(f))]))
+                behind = builder.mul(builder.zext(place, I64), emit.integer(TOKENS * 4))
+                rows.append(emit.pointer(builder.add(source, behind)))
+            sums = emit.transpose_at(rows)
+            finite.look_at(sums)
+            added = emit.load(builder.gep(every_bias, [first]), 0)
+            done = [builder.fadd(total, added) for total in sums]
+
+            def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
                 # From the last to the first: those beyond are written to the last one, and then overwritten.
                 for t in reversed(range(ROWS)):
                     value = done[t] if function is None else function(done[t])
-                    there = builder.gep(targets[t], [first])
-                    if mask is None:
-                        emit.store(value, there, 0)
-                    else:
-                        emit.store_masked(value, there, 0, mask)
+                    emit.store(value, builder.gep(targets[t], [first]), 0)
 
-            emit.in_tiles(features, block)
+            emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
 
-        emit.choose(
-            activation, {code: partial(finish_as, it) for code, it in enumerate((None, emit.relu, emit.gelu))}
-        )
+        in_vectors(emit, features, block)
         finite.tell(flag)
         return context.get_dummy_value()
 
@@ -584,24 +585,23 @@ def finish_features(
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
         masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
 
-        def finish_as(function: Any) -> None:
-            def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-                place = builder.zext(builder.load(builder.gep(every_place, [f])), I64)
-                at = emit.pointer(builder.add(source, builder.mul(place, emit.integer(TOKENS * 4))))
-                added = emit.splat(builder.load(builder.gep(every_bias, [f])))
-                there = emit.pointer(target, builder.mul(f, stride))
-                for half in range(2):
-                    total = emit.load_masked(at, half, masks[half])
-                    finite.look_at([total])
+        def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            place = builder.zext(builder.load(builder.gep(every_place, [f])), I64)
+            at = emit.pointer(builder.add(source, builder.mul(place, emit.integer(TOKENS * 4))))
+            added = emit.splat(builder.load(builder.gep(every_bias, [f])))
+            there = emit.pointer(target, builder.mul(f, stride))
+            sums = [emit.load_masked(at, half, masks[half]) for half in range(2)]
+            finite.look_at(sums)
+
+            def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
+                for half, total in enumerate(sums):
                     value = builder.fadd(total, added)
                     emit.store_masked(value if function is None else function(value), there, half, masks[half])
-                return []
 
-            emit.loop(features, [], feature)
+            emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
+            return []
 
-        emit.choose(
-            activation, {code: partial(finish_as, it) for code, it in enumerate((None, emit.relu, emit.gelu))}
-        )
+        emit.loop(features, [], feature)
         finite.tell(flag)
         return context.get_dummy_value()
 

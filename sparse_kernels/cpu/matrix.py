@@ -86,9 +86,11 @@ def row_tiles(packed: Packed) -> int | None:
 def takes(packed: Packed) -> bool:
     """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds.
 
-    A column's place in split x is an int32, in bytes.
+    There must be a vector of rows and of columns, and a column's place in split x, in bytes, is an int32.
     """
-    return packed.shape[1] * FEATURE_BYTES < 2**31 and row_tiles(packed) is not None and has_thirds(packed.values)
+    m, k = packed.shape
+    fits = min(m, k) >= ROWS and k * FEATURE_BYTES < 2**31
+    return fits and row_tiles(packed) is not None and has_thirds(packed.values)
 
 
 def panels(packed: Packed) -> MatrixPanels:
@@ -154,7 +156,7 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
     """
     units = -(-n // ROWS)
     each = -(-(-(-units // threads) * ROWS) // TOKENS)
-    x_bytes = -(-k // ROWS) * ROWS * FEATURE_BYTES
+    x_bytes = k * FEATURE_BYTES
     y_bytes = len(weights.table) * weights.row_tiles * ROWS * TOKENS * 4
     least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
     tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
