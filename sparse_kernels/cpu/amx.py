@@ -249,8 +249,8 @@ def in_vectors(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None
 def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, features: Any, target: Any) -> Any:
     """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, of up to 32 of them (>= 1).
 
-    Tokens beyond are the last one again. features: at least 16. target: see above. What has
-    no thirds (infinity, NaN, the largest numbers) becomes thirds of which at least one is infinity or NaN.
+    Tokens beyond are the last one again. features: at least 16. target: see above. What has no thirds (infinity, NaN,
+    the largest numbers) becomes thirds of which at least one is infinity or NaN.
     """
     signature = types.void(*([types.intp] * 5))
 
@@ -510,7 +510,6 @@ def functions(emit: Emitter) -> list[Callable[[ir.Value], ir.Value] | None]:
 @with_literals
 def finish_tokens(
     typing_context: Any,
-    lanes: Any,
     source: Any,
     places: Any,
     bias: Any,
@@ -524,12 +523,12 @@ def finish_tokens(
     """target[t, f] = activation(source[places[f], t] + bias[f]) for up to 16 tokens (>= 1), rows `stride` apart.
 
     source: float32, rows of 32 tokens, of which the first 16 are meant; places: uint32 (features); bias: float32
-    (features), at least 16. lanes: 16. flag: address of an int32, set to 1 if anything in the source is not finite.
+    (features), at least 16. flag: address of an int32, set to 1 if anything in the source is not finite.
     """
-    signature = types.void(lanes, *([types.intp] * 9))
+    signature = types.void(*([types.intp] * 9))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride, flag = args[1:]
+        source, places, bias, activation, tokens, features, target, stride, flag = args
         emit = Emitter(builder, ROWS, True)
         finite = Finite(emit)
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)
@@ -564,7 +563,6 @@ def finish_tokens(
 @with_literals
 def finish_features(
     typing_context: Any,
-    lanes: Any,
     source: Any,
     places: Any,
     bias: Any,
@@ -576,10 +574,10 @@ def finish_features(
     flag: Any,
 ) -> Any:
     """target[f, t] = activation(source[places[f], t] + bias[f]) for up to 32 tokens; else as `finish_tokens`."""
-    signature = types.void(lanes, *([types.intp] * 9))
+    signature = types.void(*([types.intp] * 9))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        source, places, bias, activation, tokens, features, target, stride, flag = args[1:]
+        source, places, bias, activation, tokens, features, target, stride, flag = args
         emit = Emitter(builder, ROWS, True)
         finite = Finite(emit)
         every_place, every_bias = emit.pointer(places, kind=I32), emit.pointer(bias)

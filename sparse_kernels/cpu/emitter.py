@@ -385,19 +385,9 @@ class Emitter:
         First four rows at a time, inside of each 128 bits; then those 128 bits between the groups of four rows.
         """
         n = self.lanes
-        quarters = range(0, n, 4)
-        low = [i for q in quarters for i in (q, n + q, q + 1, n + q + 1)]
-        high = [i + 2 for i in low]
-        lows = [i for q in quarters for i in (q, q + 1, n + q, n + q + 1)]
-        highs = [i + 2 for i in lows]
         # inside[j][g]: in its 128 bits number q, column 4 * q + j of rows 4 * g to 4 * g + 3.
-        inside: list[list[ir.Value]] = [[], [], [], []]
-        for g in quarters:
-            a, b, c, d = rows[g : g + 4]
-            for pattern, columns in ((low, inside[:2]), (high, inside[2:])):
-                first, second = self._shuffle(a, b, pattern), self._shuffle(c, d, pattern)
-                columns[0].append(self._shuffle(first, second, lows))
-                columns[1].append(self._shuffle(first, second, highs))
+        fours = [self._transpose_inside(*rows[g : g + 4]) for g in range(0, n, 4)]
+        inside = [list(column) for column in zip(*fours, strict=True)]
         between = [self._transpose_quarters(vectors) for vectors in inside]
         return [between[column % 4][column // 4] for column in range(n)]
 
@@ -407,14 +397,12 @@ class Emitter:
         What `transpose` does between 128 bits last, loads of 128 bits into their place do first.
         """
         builder, n = self.builder, self.lanes
-        if n < 16:
-            return self.transpose([self.load(row, 0) for row in rows])
-        four, quarters = ir.VectorType(F32, 4), range(0, n, 4)
+        four = ir.VectorType(F32, 4)
 
         def joined(number: int, begin: int) -> ir.Value:
             """Four columns from `begin` on of rows number, number + 4, ..."""
             total = None
-            for q in quarters:
+            for q in range(0, n, 4):
                 at = builder.gep(rows[number + q], [self.integer(begin)])
                 part = builder.load(builder.bitcast(at, four.as_pointer()), align=4)
                 everywhere = ir.Constant(ir.VectorType(I32, n), [i % 4 for i in range(n)])
@@ -423,18 +411,18 @@ class Emitter:
                 total = wide if total is None else builder.select(here, wide, total)
             return total
 
-        out = []
-        for begin in quarters:
-            a, b, c, d = (joined(number, begin) for number in range(4))
-            for high in (0, 2):
-                pattern = [i + high for q in quarters for i in (q, n + q, q + 1, n + q + 1)]
-                first, second = self._shuffle(a, b, pattern), self._shuffle(c, d, pattern)
-                for upper in (0, 2):
-                    out.append(
-                        self._shuffle(
-                            first, second, [i + upper for q in quarters for i in (q, q + 1, n + q, n + q + 1)]
-                        )
-                    )
+        fours = (self._transpose_inside(*(joined(number, begin) for number in range(4))) for begin in range(0, n, 4))
+        return [column for four_columns in fours for column in four_columns]
+
+    def _transpose_inside(self, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value) -> list[ir.Value]:
+        """Four vectors as rows of 4 x 4 tiles, one in each 128 bits: their columns."""
+        n, out = self.lanes, []
+        for high in (0, 2):
+            pattern = [i + high for q in range(0, n, 4) for i in (q, n + q, q + 1, n + q + 1)]
+            first, second = self._shuffle(a, b, pattern), self._shuffle(c, d, pattern)
+            for upper in (0, 2):
+                order = [i + upper for q in range(0, n, 4) for i in (q, q + 1, n + q, n + q + 1)]
+                out.append(self._shuffle(first, second, order))
         return out
 
     def _transpose_quarters(self, vectors: list[ir.Value]) -> list[ir.Value]:

@@ -211,9 +211,9 @@ def _pays_by_matrix(packed: Packed, n: int) -> bool:
 
 def by_matrix(packed: Packed, weights: str = "float32") -> Choice | None:
     """By the matrix unit; None where there is none, or none for this weight."""
-    if not host().matrix or weights != "float32" or not matrix.takes(packed):
-        return None
-    return Choice("amx", ((matrix.row_tiles(packed) or 0) * amx.ROWS, amx.TOKENS // amx.ROWS, amx.ROWS))
+    taken = host().matrix and weights == "float32" and matrix.takes(packed)
+    tiles = matrix.row_tiles(packed) if taken else None
+    return None if tiles is None else Choice("amx", (tiles * amx.ROWS, amx.TOKENS // amx.ROWS, amx.ROWS))
 
 
 def by_vectors(packed: Packed, layout: str, n: int) -> Choice:

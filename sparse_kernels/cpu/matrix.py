@@ -302,18 +302,18 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                     if y_by_token:
                         for half in range(token, min(token + TOKENS, stop), ROWS):
                             amx.finish_tokens(
-                                ROWS, y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
+                                y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
                                 y_at + half * m * 4, m, flag,
                             )  # fmt: skip
                     elif y_blocked:
                         there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
                         amx.finish_features(
-                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m,
+                            y_tile, places_at, bias_at, activation, stop - token, m,
                             y_at + there * 4, BLOCK_TOKENS, flag,
                         )  # fmt: skip
                     else:
                         amx.finish_features(
-                            ROWS, y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
+                            y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
                         )
                     y_tile += y_bytes
                 first = stop
