@@ -6,6 +6,7 @@ tokens, rows      the two kernels for panels: loops around a register tile
 single            rows that share no columns: their form, their tile, their kernel
 blocks            the same as rows and single for token-major x, a block of tokens at a time
 matrix            linear layers by the matrix unit that some processors have, where it pays
+matrix_conv2d     convolutions by that unit
 amx, thirds       what that unit's tiles do, emitted and emulated; a float32 as the sum of three bfloat16
 micro, emitter    the register tiles and copies, and the vector code they are emitted as
 vectors           where vectors of positions lie

@@ -223,14 +223,20 @@ class Splitter:
             x = builder.fsub(x, builder.bitcast(builder.and_(rounded, self.constant(UPPER)), emit.vector))
         return [*out, builder.lshr(builder.bitcast(x, self.wide), shift)]
 
-    def write(self, first: ir.Value, second: ir.Value, at: ir.Value) -> None:
-        """The thirds of one feature of 32 tokens, to a pointer to floats."""
+    def write(self, first: ir.Value, second: ir.Value, places: Sequence[ir.Value], order: Sequence[int]) -> None:
+        """The thirds of two vectors, 32 words each, to three pointers to floats; order: which of 32 goes where."""
         emit, builder = self.emit, self.emit.builder
-        order = [half * 2 * ROWS + 2 * (4 * q + j) for q in range(4) for half in (0, 1) for j in range(4)]
-        for third, (a, b) in enumerate(zip(self.thirds(first), self.thirds(second), strict=True)):
+        words = ir.Constant(ir.VectorType(I32, 2 * ROWS), [2 * word for word in order])
+        for a, b, place in zip(self.thirds(first), self.thirds(second), places, strict=True):
             halves = [builder.bitcast(each, self.narrow) for each in (a, b)]
-            packed = builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(I32, 2 * ROWS), order))
-            emit.store(builder.bitcast(packed, emit.vector), at, third)
+            packed = builder.shuffle_vector(*halves, words)
+            emit.store(builder.bitcast(packed, emit.vector), place, 0)
+
+    def write_feature(self, first: ir.Value, second: ir.Value, at: ir.Value) -> None:
+        """The thirds of one feature of 32 tokens, to a pointer to floats, as above."""
+        places = [self.emit.builder.gep(at, [self.emit.integer(third * ROWS)]) for third in range(3)]
+        order = [half * ROWS + 4 * q + j for q in range(4) for half in (0, 1) for j in range(4)]
+        self.write(first, second, places, order)
 
 
 def in_vectors(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], None]) -> None:
@@ -267,7 +273,7 @@ def split_tokens(typing_context: Any, source: Any, stride: Any, tokens: Any, fea
                 read = [builder.gep(row, [first]) for row in rows[half * ROWS : half * ROWS + ROWS]]
                 for column, place in zip(emit.transpose_at(read), places, strict=True):
                     if half:
-                        split.write(emit.load(place, 0), column, place)
+                        split.write_feature(emit.load(place, 0), column, place)
                     else:  # waits where it will be overwritten
                         emit.store(column, place, 0)
 
@@ -291,10 +297,49 @@ def split_features(typing_context: Any, source: Any, stride: Any, tokens: Any, f
         def feature(f: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             at = emit.pointer(source, builder.mul(f, stride))
             first, second = (emit.load_masked(at, half, masks[half]) for half in range(2))
-            split.write(first, second, emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES)))))
+            there = emit.pointer(builder.add(target, builder.mul(f, emit.integer(FEATURE_BYTES))))
+            split.write_feature(first, second, there)
             return []
 
         emit.loop(features, [], feature)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def split_run(typing_context: Any, source: Any, vectors: Any, left: Any, target: Any, distance: Any) -> Any:
+    """Thirds of float32 in their order: high at `target`, middle and low each `distance` bytes further.
+
+    As many times 32 as `vectors` says; beyond `left` nothing is read, and zeros are written.
+    """
+    signature = types.void(*([types.intp] * 5))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        source, vectors, left, target, distance = args
+        emit = Emitter(builder, ROWS, True)
+        split = Splitter(emit)
+        begin = emit.pointer(source)
+        thirds = [builder.add(target, builder.mul(distance, emit.integer(third))) for third in range(3)]
+
+        def run(i: ir.Value, masked: bool) -> list[ir.Value]:
+            first = builder.mul(i, emit.integer(TOKENS))
+            at, halves = builder.gep(begin, [first]), []
+            for half in range(2):
+                if masked:
+                    mask = emit.mask(builder.sub(left, builder.add(first, emit.integer(half * ROWS))))
+                    halves.append(emit.load_masked(at, half, mask))
+                else:
+                    halves.append(emit.load(at, half))
+            behind = builder.mul(i, emit.integer(ROW_BYTES))
+            places = [emit.pointer(builder.add(third, behind)) for third in thirds]
+            split.write(halves[0], halves[1], places, range(TOKENS))
+            return []
+
+        full = builder.sdiv(left, emit.integer(TOKENS))
+        full = builder.select(builder.icmp_signed("<", full, vectors), full, vectors)
+        emit.loop(full, [], lambda i, _: run(i, masked=False))
+        emit.loop(vectors, [], lambda i, _: run(i, masked=True), start=full)
         return context.get_dummy_value()
 
     return signature, generate
@@ -317,16 +362,25 @@ GATHERED_BYTES = 3 * 2 * TILE_BYTES
 class Gatherer:
     """Columns of x of one step, copied together and paired as the unit wants them."""
 
-    def __init__(self, emit: Emitter, columns: ir.Value, narrow: ir.Value, x: ir.Value, target: ir.Value) -> None:
-        """columns: address of 32 int32, where columns begin, in bytes; narrow: an int64, not 0 if they are a narrow
-        step's, each twice."""
+    def __init__(
+        self,
+        emit: Emitter,
+        columns: ir.Value,
+        narrow: ir.Value,
+        x: ir.Value,
+        distance: ir.Value,
+        target: ir.Value,
+    ) -> None:
+        """columns: address of 32 int32, where columns begin, in bfloat16; narrow: an int64, not 0 if they are a
+        narrow step's, each twice; distance: bytes from one third of a column to the next."""
         self.emit = emit
         builder = emit.builder
         self.columns, self.x, self.target = emit.pointer(columns, kind=I32), x, target
         is_narrow = builder.icmp_signed("!=", narrow, emit.integer(0))
 
         def offset(wide: int, narrow: int) -> ir.Value:
-            return builder.select(is_narrow, emit.integer(narrow * ROW_BYTES), emit.integer(wide * ROW_BYTES))
+            chosen = builder.select(is_narrow, emit.integer(narrow), emit.integer(wide))
+            return builder.mul(chosen, distance)
 
         self.offsets = [
             [offset(*thirds) for thirds in zip(wide, narrow, strict=True)]
@@ -344,7 +398,7 @@ class Gatherer:
         begins = []
         for column in (2 * number, 2 * number + 1):
             offset = builder.sext(builder.load(builder.gep(self.columns, [emit.integer(column)])), I64)
-            begins.append(builder.add(self.x, offset))
+            begins.append(builder.add(self.x, builder.shl(offset, emit.integer(1))))
         for which, offsets in enumerate(self.offsets):
             rows = [
                 builder.bitcast(emit.load(emit.pointer(builder.add(begin, offset)), 0), self.words)
@@ -358,9 +412,9 @@ class Gatherer:
 
 
 @with_literals
-def gather(typing_context: Any, columns: Any, narrow: Any, x: Any, target: Any) -> Any:
+def gather(typing_context: Any, columns: Any, narrow: Any, x: Any, distance: Any, target: Any) -> Any:
     """What `matrix_tile` has to find gathered when it begins."""
-    signature = types.void(*([types.intp] * 4))
+    signature = types.void(*([types.intp] * 5))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         gatherer = Gatherer(Emitter(builder, ROWS, True), *args)
@@ -382,6 +436,7 @@ def matrix_tile(
     steps: Any,
     all_steps: Any,
     x: Any,
+    distance: Any,
     next_values: Any,
     next_columns: Any,
     next_narrow: Any,
@@ -394,7 +449,8 @@ def matrix_tile(
 
     values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32), then, if all_steps is
     one more, (3, row_tiles, 16, 16, 2) for a narrow step of 16 columns: the pairs (high, high), (middle, middle),
-    (high, low). columns: int32 (all_steps, 32), see `Gatherer`. x: as `split_tokens` leaves it. y: float32, 32 a row.
+    (high, low). columns: int32 (all_steps, 32), see `Gatherer`. x: thirds, `distance` bytes apart. y: float32, 32 a
+    row.
 
     Columns are gathered while the step before multiplies: `next_*` says what the tile after this one begins with.
     gathered: room for GATHERED_BYTES twice and a tile, with what this one begins with in the half that the lowest bit
@@ -402,11 +458,11 @@ def matrix_tile(
 
     A narrow step pairs thirds of one column instead of two columns: so few columns need few zeros to fill a step up.
     """
-    signature = types.void(emulated, row_tiles, halves, *([types.intp] * 12))
+    signature = types.void(emulated, row_tiles, halves, *([types.intp] * 13))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         emulate, n_rows, n_halves = (int(literal.literal_value) for literal in signature.args[:3])
-        values, columns, steps, all_steps, x, *then, gathered, phase, y = args[3:]
+        values, columns, steps, all_steps, x, distance, *then, gathered, phase, y = args[3:]
         next_values, next_columns, next_narrow, next_x = then
         emit = Emitter(builder, ROWS, True)
         tile = tiles(emit, emulate)
@@ -433,6 +489,7 @@ def matrix_tile(
                 builder.select(is_last, next_columns, columns_behind),
                 builder.select(is_last, next_narrow, is_narrow),
                 builder.select(is_last, next_x, x),
+                distance,
                 buffer(behind),
             )
             here: tuple[int | None, int | None] = (None, None)
@@ -600,6 +657,84 @@ def finish_features(
             return []
 
         emit.loop(features, [], feature)
+        finite.tell(flag)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def finish_positions(
+    typing_context: Any,
+    framed: Any,
+    source: Any,
+    rows: Any,
+    row_ids: Any,
+    bias: Any,
+    activation: Any,
+    keep: Any,
+    added: Any,
+    target: Any,
+    stride: Any,
+    flag: Any,
+) -> Any:
+    """target[row_ids[r] * stride + p] = activation(source[r, p] + bias[row_ids[r]]) for 32 positions of `rows` rows.
+
+    source: float32 (rows, 32), what `matrix_tile` made of x that was not interleaved: in each 16 bytes four positions
+    of the first half, or as far behind of the second. row_ids: int32 (rows), a negative one is not written.
+
+    framed = 1: `added`, an address like target, is added (unless it is 0), and zero is written to positions whose
+    bits in keep are not set; 16 of them of which none is set are not touched, as they may lie in another row. framed
+    = 0: both are not looked at. flag: as of `finish_tokens`.
+    """
+    signature = types.void(framed, *([types.intp] * 10))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        frames = int(signature.args[0].literal_value)
+        source, rows, row_ids, bias, activation, keep, added, target, stride, flag = args[1:]
+        emit = Emitter(builder, ROWS, True)
+        finite = Finite(emit)
+        ids, every_bias = emit.pointer(row_ids, kind=I32), emit.pointer(bias)
+        # 128 bits of both halves in turns.
+        orders = [[half * ROWS + 4 * q + j for q in quarters for half in (0, 1) for j in range(4)]
+                  for quarters in ((0, 1), (2, 3))]  # fmt: skip
+        shifted = [builder.lshr(keep, emit.integer(half * ROWS)) for half in (0, 1)]
+        bits = [builder.and_(each, emit.integer(2**ROWS - 1)) for each in shifted]
+
+        def row(r: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            number = builder.sext(builder.load(builder.gep(ids, [r])), I64)
+            with builder.if_then(builder.icmp_signed(">=", number, emit.integer(0)), likely=True):
+                at = emit.pointer(source, builder.mul(r, emit.integer(TOKENS)))
+                mixed = [emit.load(at, half) for half in range(2)]
+                bias_here = emit.splat(builder.load(builder.gep(every_bias, [number])))
+                begin = builder.mul(number, stride)
+
+                def vector(half: int) -> None:
+                    order = ir.Constant(ir.VectorType(I32, ROWS), orders[half])
+                    total = builder.shuffle_vector(*mixed, order)
+                    finite.look_at([total])
+                    if frames:
+                        [total] = emit.continued(
+                            added, [total], lambda: [emit.load(emit.pointer(added, begin), half)]
+                        )
+                    total = builder.fadd(total, bias_here)
+                    there = emit.pointer(target, begin)
+
+                    def store(function: Callable[[ir.Value], ir.Value] | None) -> None:
+                        value = total if function is None else function(total)
+                        emit.store(emit.kept(value, bits[half]) if frames else value, there, half)
+
+                    emit.choose(activation, {code: partial(store, it) for code, it in enumerate(functions(emit))})
+
+                for half in range(2):
+                    if frames:
+                        with builder.if_then(builder.icmp_unsigned("!=", bits[half], emit.integer(0)), likely=True):
+                            vector(half)
+                    else:
+                        vector(half)
+            return []
+
+        emit.loop(rows, [], row)
         finite.tell(flag)
         return context.get_dummy_value()
 

@@ -64,6 +64,6 @@ def linear_arguments(
 
 
 def _empty(shape: list[int]) -> Array:
-    """Room for a result, from the start of a cache line on where it is large."""
+    """Room for a result, from the start of a cache line on where it is large. Zeros would be written in vain."""
     size = math.prod(shape)
-    return aligned(size).reshape(shape) if size > LARGE else np.empty(shape, np.float32)
+    return aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)

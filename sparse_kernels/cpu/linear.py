@@ -267,7 +267,7 @@ def build(
     check_weights(packed, weights)
     if choice.kernel == "amx":
         return MatrixPlan(
-            packed.shape, matrix.panels(packed), layout,
+            packed.shape, matrix.linear_panels(packed), packed.pattern.format, layout,
             lambda: build(packed, layout, n, by_vectors(packed, layout, n)),
         )  # fmt: skip
     target, narrow = host(), weights == "bfloat16"

@@ -20,15 +20,23 @@ from numba import prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx
-from sparse_kernels.cpu.amx import FEATURE_BYTES, GATHERED_BYTES, NARROW_STEP, ROWS, STEP, TILE_BYTES, TOKENS
+from sparse_kernels.cpu.amx import (
+    FEATURE_BYTES,
+    GATHERED_BYTES,
+    NARROW_STEP,
+    ROW_BYTES,
+    ROWS,
+    STEP,
+    TILE_BYTES,
+    TOKENS,
+)  # fmt: skip
 from sparse_kernels.cpu.call import linear_arguments
 from sparse_kernels.cpu.compiled import compiled
-from sparse_kernels.cpu.panels import group_height
-from sparse_kernels.cpu.panels import groups as grouped
+from sparse_kernels.cpu.panels import Groups, group_height, groups
 from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
 from sparse_kernels.cpu.thirds import has_thirds, thirds
 from sparse_kernels.cpu.threads import exclusive
-from sparse_kernels.cpu.vectors import TILE
+from sparse_kernels.cpu.vectors import TILE, columns
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import Array, Plan
 
@@ -44,23 +52,24 @@ BLOCK_TOKENS = TILE * ROWS
 class MatrixPanels:
     """Panels of 16 or 32 rows that share their columns, as tiles of thirds.
 
-    format: that of the weight. row_tiles: 1 or 2. values: uint16, panel after panel as `amx.matrix_tile` takes them.
-    columns: int32, where those of each group lie in split x, in bytes. table: int64 (panels, 4), where values (in
-    bytes) and columns start, steps before narrow ones, all steps (at least one). places: uint32 (m), where each row
-    of the matrix lies among those of all panels.
+    row_tiles: 1 or 2. values: uint16, panel after panel as `amx.matrix_tile` takes them. columns: int32, those of
+    each group, or once they are `placed` where they lie in split x, in bfloat16. table: int64 (panels, 4), where
+    values (in bytes) and columns start, steps before narrow ones, all steps (at least one). row_ids: int32 (rows of
+    all panels), the row of the matrix that each is, -1 for none. places: uint32 (m), where each row of the matrix
+    lies among them.
     """
 
-    format: str
     row_tiles: int
     values: NDArray[np.uint16]
     columns: NDArray[np.int32]
     table: NDArray[np.int64]
+    row_ids: NDArray[np.int32]
     places: NDArray[np.uint32]
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """(values, columns, table, places), as the compiled loops take them."""
-        return self.values, self.columns, self.table, self.places
+        """(values, columns, table, row_ids, places), as the compiled loops take them."""
+        return self.values, self.columns, self.table, self.row_ids, self.places
 
     @property
     def nbytes(self) -> int:
@@ -69,8 +78,12 @@ class MatrixPanels:
 
     def copy(self) -> MatrixPanels:
         """The same panels in memory of their own."""
-        columns, table, places = self.columns.copy(), self.table.copy(), self.places.copy()
-        return replace(self, values=at_cache_line(self.values), columns=columns, table=table, places=places)
+        _, columns, table, row_ids, places = (array.copy() for array in self.arrays)
+        return MatrixPanels(self.row_tiles, at_cache_line(self.values), columns, table, row_ids, places)
+
+    def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
+        """The same panels with offsets[c] in place of each column c."""
+        return replace(self, columns=offsets[self.columns])
 
 
 def row_tiles(packed: Packed) -> int | None:
@@ -86,18 +99,22 @@ def row_tiles(packed: Packed) -> int | None:
 def takes(packed: Packed) -> bool:
     """Whether the unit can multiply this weight, if there is one: its rows fill tiles, and its values have thirds.
 
-    There must be a vector of rows and of columns, and a column's place in split x, in bytes, is an int32.
+    There must be a vector of rows and of columns, and a column's place in split x is an int32.
     """
     m, k = packed.shape
     fits = min(m, k) >= ROWS and k * FEATURE_BYTES < 2**31
     return fits and row_tiles(packed) is not None and has_thirds(packed.values)
 
 
-def panels(packed: Packed) -> MatrixPanels:
-    """A weight that `takes` accepts."""
-    tiles, m = row_tiles(packed), packed.shape[0]
+def linear_panels(packed: Packed) -> MatrixPanels:
+    """A weight that `takes` accepts, its columns placed among features that are split."""
+    tiles, (m, k) = row_tiles(packed), packed.shape
     assert tiles is not None
-    groups = grouped(packed)
+    return panels(groups(packed), tiles, m).placed(columns(k, FEATURE_BYTES // 2))
+
+
+def panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
+    """The groups of a weight of m rows, whose values have thirds, in panels of so many tiles of rows."""
     width = tiles * ROWS
     cuts = -(-groups.height // width)
     counts = np.diff(groups.indptr)
@@ -107,13 +124,13 @@ def panels(packed: Packed) -> MatrixPanels:
     step_size = 3 * tiles * TILE_BYTES // 2
     values_at = np.concatenate([[0], np.cumsum(cuts * (steps + narrow) * step_size)])
     columns_at = np.concatenate([[0], np.cumsum((steps + narrow) * STEP)])
-    values, columns = aligned(int(values_at[-1]), np.uint16), np.zeros(int(columns_at[-1]), np.int32)
+    values, numbers = aligned(int(values_at[-1]), np.uint16), np.zeros(int(columns_at[-1]), np.int32)
     split = thirds(groups.values)
     for group, (start, stop) in enumerate(zip(groups.indptr, groups.indptr[1:], strict=False)):
         wide_columns = steps[group] * STEP
         filled = np.zeros(wide_columns + narrow[group] * NARROW_STEP, np.int32)
-        filled[: stop - start] = groups.columns[start:stop] * np.int32(FEATURE_BYTES)
-        columns[columns_at[group] : columns_at[group + 1]] = np.concatenate(
+        filled[: stop - start] = groups.columns[start:stop]
+        numbers[columns_at[group] : columns_at[group + 1]] = np.concatenate(
             [filled[:wide_columns], np.repeat(filled[wide_columns:], 2)]
         )
         part = np.zeros((3, filled.size, cuts * width), np.uint16)
@@ -129,14 +146,15 @@ def panels(packed: Packed) -> MatrixPanels:
     table[..., 0] = 2 * (values_at[:-1, None] + np.arange(cuts) * ((steps + narrow) * step_size)[:, None])
     table[..., 1] = columns_at[:-1, None]
     table[..., 2], table[..., 3] = steps[:, None], (steps + narrow)[:, None]
-    row_ids = np.full((counts.size, cuts * width), -1, np.int64)
+    row_ids = np.full((counts.size, cuts * width), -1, np.int32)
     row_ids[:, : groups.height] = groups.row_ids.reshape(counts.size, groups.height)
     exist = np.flatnonzero(row_ids >= 0)
     places = np.empty(m, np.uint32)
     places[row_ids.ravel()[exist]] = exist
     # The last group of a matrix with fewer rows may end in panels of rows that do not exist.
     used = -(-int(exist.max(initial=-1) + 1) // width)
-    return MatrixPanels(packed.pattern.format, tiles, values, columns, table.reshape(-1, 4)[:used].copy(), places)
+    table, row_ids = table.reshape(-1, 4)[:used].copy(), row_ids.ravel()[: used * width].copy()
+    return MatrixPanels(tiles, values, numbers, table, row_ids, places)
 
 
 @dataclass(frozen=True)
@@ -175,6 +193,7 @@ class MatrixPlan:
 
     shape: tuple[int, int]
     panels: MatrixPanels
+    format: str
     layout: str
     by_vectors: Callable[[], Plan]
     emulated: bool = False
@@ -183,7 +202,7 @@ class MatrixPlan:
     @property
     def kernel(self) -> str:
         """The name of the kernel."""
-        return f"numba.{self.panels.format}.amx{self.panels.row_tiles * ROWS}x{TOKENS}"
+        return f"numba.{self.format}.amx{self.panels.row_tiles * ROWS}x{TOKENS}"
 
     @property
     def nbytes(self) -> int:
@@ -243,7 +262,7 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
     def multiply(  # type: ignore[no-untyped-def]
         weights, x, y, n, k, m, bias, activation, scratch, tiles, x_bytes, y_bytes, thread_bytes, parts
     ):  # fmt: skip
-        values, columns, table, places = weights
+        values, columns, table, _, places = weights
         values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
         x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
         panels = table.shape[0]
@@ -272,7 +291,7 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                         amx.split_features(x_at + token * 4, n, stop - token, k, here)
                     here += x_bytes
                 phase = 0
-                amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, gathered)
+                amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, ROW_BYTES, gathered)
                 for panel in range(panels):
                     weight, column = values_at + table[panel, 0], columns_at + table[panel, 1] * 4
                     steps, all_steps = table[panel, 2], table[panel, 3]
@@ -286,12 +305,12 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                         next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
                         if stop - token > ROWS:
                             amx.matrix_tile(
-                                emulate, row_tiles, 2, weight, column, steps, all_steps, x_tile,
+                                emulate, row_tiles, 2, weight, column, steps, all_steps, x_tile, ROW_BYTES,
                                 next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
                             )  # fmt: skip
                         else:
                             amx.matrix_tile(
-                                emulate, row_tiles, 1, weight, column, steps, all_steps, x_tile,
+                                emulate, row_tiles, 1, weight, column, steps, all_steps, x_tile, ROW_BYTES,
                                 next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
                             )  # fmt: skip
                         phase += all_steps

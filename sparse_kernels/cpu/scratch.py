@@ -8,6 +8,7 @@ each caller that there was at a time (KEPT at most). Where what lies in a buffer
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,9 @@ def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
     return copied
 
 
-def aligned(size: int, dtype: Any = np.float32) -> NDArray[Any]:
-    """Zeros (size) that start at a cache line."""
+def aligned(size: int, dtype: Any = np.float32, allocate: Callable[..., NDArray[Any]] = np.zeros) -> NDArray[Any]:
+    """Zeros, or what else `allocate` gives, (size) that start at a cache line."""
     each = np.dtype(dtype).itemsize
-    raw = np.zeros(size + ALIGNMENT // each, dtype)
+    raw = allocate(size + ALIGNMENT // each, dtype)
     skip = -raw.ctypes.data % ALIGNMENT // each
     return raw[skip : skip + size]

@@ -1,11 +1,13 @@
-"""What the matrix unit (AMX) gains over the vector unit in our linear layers: prints a line a layer, in a minute.
+"""What the matrix unit (AMX) gains over the vector unit in our layers: prints a line a layer, in a minute or two.
 
     python tests/benchmarks/matrix_unit.py [--threads 2] [--tokens 128,512] [--patterns shflbw:32,vector:32] [--cold]
+        [--workload cpu_kernels]
 
-The layers are those of the workload `cpu_kernels`. Both compute the same plan's float32 results, in turns, a block of
-calls at a time, of which the least time counts; printed is the median of the rounds' ratios (least-most), and how far
-each is from the exact result, in units of 2**-24 |w| @ |x|. --cold: copies of the weights take turns that pass the
-second-level cache many times, as in a model.
+The layers are the distinct ones of a workload: linear ones with so many tokens, convolutions with the images that the
+workload says, in frames, as between the layers of a converted model. A star marks what `prepare` leaves to the unit.
+Both compute the same plan's float32 results, in turns, a block of calls at a time, of which the least time counts;
+printed is the median of the rounds' ratios (least-most), and how far each is from the exact result, in units of
+2**-24 |w| @ |x|. --cold: copies of the weights take turns that pass the second-level cache many times, as in a model.
 """
 
 from __future__ import annotations
@@ -15,48 +17,70 @@ import itertools
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import numba
 import numpy as np
-from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, least
+from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, conv2d_run, least
 
 from latbench import workloads
 from sparse_kernels import oracle
-from sparse_kernels.cpu import linear
+from sparse_kernels.cpu import conv2d, linear
 from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import host
-from sparse_kernels.formats import pack
+from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Dense, parse
-from sparse_kernels.shapes import LinearShape
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 COLD_BYTES = 100e6
 
 
-def compare(shape: LinearShape, spec: str, sparsity: float, how: argparse.Namespace) -> float | None:
+def linear_pair(packed: Packed, shape: LinearShape, rng: np.random.Generator) -> tuple[Any, ...]:
+    """(plans by matrix and by vectors, whether the first is the default, its call, x, errors)."""
+    choices = linear.by_matrix(packed), linear.by_vectors(packed, "token_major", shape.n)
+    plans = [linear.build(packed, "token_major", shape.n, choice) for choice in choices if choice is not None]
+    x = at_cache_line(rng.standard_normal((shape.n, shape.k), np.float32))
+    y, bias = at_cache_line(np.zeros((shape.n, shape.m), np.float32)), np.zeros(shape.m, np.float32)
+    errors = [oracle.check(plan(x).T, packed, x.T) for plan in plans]
+    taken = linear.default(packed, "token_major", shape.n).kernel == "amx"
+    return plans, taken, lambda plan: plan(x, bias, None, y), errors
+
+
+def conv2d_pair(packed: Packed, shape: Conv2dShape, rng: np.random.Generator) -> tuple[Any, ...]:
+    """The same of a convolution."""
+    plans = [make(packed, shape, "nchw") for make in (conv2d.by_matrix, conv2d.by_vectors)]
+    # The exact result takes long: of two images at most.
+    x = rng.standard_normal((min(shape.batch, 2), shape.c_in, shape.h, shape.w), np.float32)
+    errors = [oracle.check_conv2d(plan(x), packed, shape, x) for plan in plans]
+    return plans, conv2d.pays_by_matrix(packed, shape), conv2d_run(shape, True, np.zeros(shape.m, np.float32)), errors
+
+
+def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -> float | None:
     """Print a line; the ratio, None where the unit does not take this weight."""
     rng, pattern = np.random.default_rng(0), parse(spec)
     weight = rng.standard_normal((shape.m, shape.k), np.float32)
     packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
-    matrix = linear.by_matrix(packed)
-    if matrix is None:
-        return None
-    x = at_cache_line(rng.standard_normal((shape.n, shape.k), np.float32))
-    y, bias = at_cache_line(np.zeros((shape.n, shape.m), np.float32)), np.zeros(shape.m, np.float32)
-    names, calls, errors = [], [], []
-    for choice in (matrix, linear.by_vectors(packed, "token_major", shape.n)):
-        plan = linear.build(packed, "token_major", shape.n, choice)
-        errors.append(oracle.check(plan(x).T, packed, x.T) / oracle.UNIT_ROUNDOFF)
+    if isinstance(shape, Conv2dShape):
+        if not conv2d.takes(packed):
+            return None
+        plans, taken, call, errors = conv2d_pair(packed, shape, rng)
+        name = f"{shape.c_in}>{shape.c_out}@{shape.h}x{shape.w}x{shape.batch} {shape.kh}x{shape.kw}/{shape.stride[0]}"
+    else:
+        if linear.by_matrix(packed) is None:
+            return None
+        plans, taken, call, errors = linear_pair(packed, shape, rng)
+        name = f"{shape.m}x{shape.k}x{shape.n}"
+    calls = []
+    for plan in plans:
         copies = max(1, round(COLD_BYTES / plan.nbytes)) if how.cold else 1
-        turns = [plan, *(plan.copy() for _ in range(copies - 1))]
-        calls.append([partial(each, x, bias, None, y) for each in turns])
-        names.append(plan.kernel)
+        calls.append([partial(call, each) for each in [plan, *(plan.copy() for _ in range(copies - 1))]])
     time.sleep(2 * SPINNING_SECONDS)  # NumPy's threads, which have just computed what is exact
     times = np.array([[least(each, BLOCK_SECONDS, how.threads) for each in calls] for _ in range(how.rounds)])
     ratios, seconds = times[:, 1] / times[:, 0], np.median(times, axis=0)
     print(
-        f"{spec:10} {sparsity:4.0%} {shape.m}x{shape.k}x{shape.n:<5} {names[0]} {seconds[0] * 1e6:.1f} us, "
-        f"{names[1]} {seconds[1] * 1e6:.1f} us: {np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f}), "
-        f"errors {errors[0]:.1f} and {errors[1]:.1f}",
+        f"{spec:10} {sparsity:4.0%} {name:24} {plans[0].kernel} {seconds[0] * 1e6:.1f} us, {plans[1].kernel} "
+        f"{seconds[1] * 1e6:.1f} us: {np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f}){' *' * taken}, "
+        f"errors {errors[0] / oracle.UNIT_ROUNDOFF:.1f} and {errors[1] / oracle.UNIT_ROUNDOFF:.1f}",
         flush=True,
     )
     return float(np.median(ratios))
@@ -70,17 +94,19 @@ def main() -> None:
     parser.add_argument("--patterns", default="shflbw:32,vector:32,dense")
     parser.add_argument("--sparsities", default="0.5,0.75,0.9")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workload", default="cpu_kernels")
     parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
     if not host().matrix:
         sys.exit("this processor has no matrix unit")
     numba.set_num_threads(given.threads)
-    shapes = [layer.shape for layer in workloads.load("cpu_kernels").layers]
-    for n, spec in itertools.product(map(int, given.tokens.split(",")), given.patterns.split(",")):
+    shapes = list(dict.fromkeys(layer.shape for layer in workloads.load(given.workload).layers))
+    tokens = given.tokens.split(",") if any(isinstance(shape, LinearShape) for shape in shapes) else ["0"]
+    for n, spec in itertools.product(map(int, tokens), given.patterns.split(",")):
         dense = isinstance(parse(spec), Dense)
         for sparsity in [0.0] if dense else [float(each) for each in given.sparsities.split(",")]:
-            found = [compare(LinearShape(shape.m, shape.k, n), spec, sparsity, given) for shape in shapes]
-            known = [each for each in found if each is not None]
+            some = [LinearShape(s.m, s.k, n) if isinstance(s, LinearShape) else s for s in shapes]
+            known = [ratio for shape in some if (ratio := compare(shape, spec, sparsity, given)) is not None]
             if known:
                 print(f"  median {np.median(known):.2f}x of {len(known)} layers\n")
 

@@ -37,7 +37,8 @@ def plan_of(packed, layout, emulated=False):
     def refused():
         raise AssertionError("everything has thirds here")
 
-    return matrix.MatrixPlan(packed.shape, matrix.panels(packed), layout, refused, emulated)
+    panels = matrix.linear_panels(packed)
+    return matrix.MatrixPlan(packed.shape, panels, packed.pattern.format, layout, refused, emulated)
 
 
 def run(plan, x, bias=None, activation=None):
@@ -183,7 +184,7 @@ def test_blocks_of_tokens_give_the_same_bits_as_one(rng, monkeypatch):
 @pytest.mark.parametrize("n, threads, tiles", [(33, 1, 2), (65, 2, 2), (80, 2, 2), (64, 2, 1), (1, 1, 1)])
 def test_a_thread_has_room_for_all_of_its_tokens(n, threads, tiles):
     packed = packed_of(VectorWise(32), np.ones((32, 32), np.float32))
-    assert matrix.room(matrix.panels(packed), 32, n, threads).tiles == tiles
+    assert matrix.room(matrix.linear_panels(packed), 32, n, threads).tiles == tiles
 
 
 def test_only_the_result_is_written(rng):

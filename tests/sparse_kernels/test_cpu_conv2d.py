@@ -4,15 +4,14 @@ from dataclasses import replace
 import numba
 import numpy as np
 import pytest
-import torch
+from convolving import by_torch, framed, operands, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import conv2d, images, single
-from sparse_kernels.cpu.frames import Framed
 from sparse_kernels.cpu.target import host
-from sparse_kernels.formats import pack, unpack
+from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
@@ -42,27 +41,6 @@ def all_threads():
     numba.set_num_threads(before)
 
 
-def by_torch(packed, shape, x, bias=None):
-    """The convolution of torch, in float64."""
-    weight = unpack(packed).astype(np.float64).reshape(shape.c_out, shape.kh, shape.kw, shape.c_in)
-    return torch.nn.functional.conv2d(
-        torch.from_numpy(x.astype(np.float64)),
-        torch.from_numpy(weight.transpose(0, 3, 1, 2).copy()),
-        None if bias is None else torch.from_numpy(bias.astype(np.float64)),
-        shape.stride,
-        shape.padding,
-        shape.dilation,
-    ).numpy()
-
-
-def operands(rng, shape, pattern, sparsity=0.5):
-    """(packed, x) whose convolution float32 holds exactly."""
-    weight, x = oracle.exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
-    kept = 0 if isinstance(pattern, Dense) else pattern.sparsity if isinstance(pattern, NM) else sparsity
-    packed = pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
-    return packed, x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_convolution_is_that_of_torch(rng, shape, pattern):
@@ -77,19 +55,6 @@ def test_convolution_is_that_of_torch(rng, shape, pattern):
         other = np.concatenate([x[::-1], x], axis=0)
         np.testing.assert_array_equal(plan(other), np.concatenate([expected[::-1], expected]))
         assert plan(x[:0]).shape == (0, *expected.shape[1:])
-
-
-def view(array, places):
-    """The images in a flat array, as an array (batch, channels, h, w) that shares its memory."""
-    steps = places.image, places.channel, places.row, 1
-    shape = places.batch, places.channels, places.h, places.w
-    return np.lib.stride_tricks.as_strided(array[places.first :], shape, [4 * step for step in steps])
-
-
-def framed(images, places):
-    result = Framed(places)
-    view(result.array, places)[...] = images
-    return result
 
 
 def added_case(rng, shape, batch, margin):
