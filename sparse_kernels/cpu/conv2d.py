@@ -48,7 +48,7 @@ IMAGES_CACHED = 500_000
 # The matrix unit is taken where SPLIT_COST / (weights kept for each plane of x) + 1 / (for each row of y) is at most
 # this: a plane costs splitting, a row finishing. WELL_FILLED is for panels of two tiles and at least ENOUGH_VECTORS a
 # thread, which pay for fetching the weights; else they must be worth more. Measured on Granite Rapids.
-SPLIT_COST, WELL_FILLED, HARDLY_FILLED, ENOUGH_VECTORS = 2.0, 1 / 24, 1 / 96, 4
+SPLIT_COST, WELL_FILLED, HARDLY_FILLED, ENOUGH_VECTORS = 1.5, 1 / 29, 1 / 96, 4
 
 # Batches whose places a plan remembers.
 REMEMBERED = 8
@@ -261,8 +261,8 @@ def takes(packed: Packed) -> bool:
 def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     """Whether the matrix unit multiplies this weight faster than vectors, with about shape.batch images.
 
-    ResNet50's convolutions with 3x3 taps at 75% sparsity are 1.2 to 2.1 times as fast, at 90% 0.9 to 1.7 times; those
-    with one tap at 75% 0.6 to 1.5 times.
+    ResNet50's convolutions of 16 images with 3x3 taps are 1.2 to 2.2 times as fast at 75% sparsity and 0.8 to 1.9 at
+    90%, those with one tap 0.6 to 1.5 and 0.2 to 1.2.
     """
     vectors = shape.batch * -(-shape.out_h * shape.out_w // matrix_conv2d.LANES) / numba.get_num_threads()
     if vectors < 1:

@@ -55,8 +55,8 @@ def conv2d_pair(packed: Packed, shape: Conv2dShape, rng: np.random.Generator) ->
     return plans, conv2d.pays_by_matrix(packed, shape), conv2d_run(shape, True, np.zeros(shape.m, np.float32)), errors
 
 
-def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -> float | None:
-    """Print a line; the ratio, None where the unit does not take this weight."""
+def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -> tuple[float, bool] | None:
+    """Print a line; the ratio and whether it has a star, None where the unit does not take this weight."""
     rng, pattern = np.random.default_rng(0), parse(spec)
     weight = rng.standard_normal((shape.m, shape.k), np.float32)
     packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
@@ -83,7 +83,7 @@ def compare(shape: Shape, spec: str, sparsity: float, how: argparse.Namespace) -
         f"errors {errors[0] / oracle.UNIT_ROUNDOFF:.1f} and {errors[1] / oracle.UNIT_ROUNDOFF:.1f}",
         flush=True,
     )
-    return float(np.median(ratios))
+    return float(np.median(ratios)), taken
 
 
 def main() -> None:
@@ -101,14 +101,17 @@ def main() -> None:
         sys.exit("this processor has no matrix unit")
     numba.set_num_threads(given.threads)
     shapes = list(dict.fromkeys(layer.shape for layer in workloads.load(given.workload).layers))
-    tokens = given.tokens.split(",") if any(isinstance(shape, LinearShape) for shape in shapes) else ["0"]
-    for n, spec in itertools.product(map(int, tokens), given.patterns.split(",")):
+    for n, spec in itertools.product(map(int, given.tokens.split(",")), given.patterns.split(",")):
         dense = isinstance(parse(spec), Dense)
         for sparsity in [0.0] if dense else [float(each) for each in given.sparsities.split(",")]:
             some = [LinearShape(s.m, s.k, n) if isinstance(s, LinearShape) else s for s in shapes]
-            known = [ratio for shape in some if (ratio := compare(shape, spec, sparsity, given)) is not None]
-            if known:
-                print(f"  median {np.median(known):.2f}x of {len(known)} layers\n")
+            known = [found for shape in some if (found := compare(shape, spec, sparsity, given)) is not None]
+            every, taken = [ratio for ratio, _ in known], [ratio for ratio, star in known if star]
+            for which, ratios in ("layers", every), ("of them with a star", taken):
+                if ratios:
+                    of = f"({min(ratios):.2f}-{max(ratios):.2f}) of {len(ratios)} {which}"
+                    print(f"  median {np.median(ratios):.2f}x {of}")
+            print()
 
 
 if __name__ == "__main__":
