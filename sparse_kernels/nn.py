@@ -238,13 +238,14 @@ class _Sparse(nn.Module):
         return self._multiply(x, y_shape)
 
     def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
+        if not self._on_gpu:
+            threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
         ready = self._prepared(x, y_shape)
         if self._on_gpu:
             # A contiguous part of a tensor may start anywhere; rows of an odd length are read element by element.
             x = x.clone() if x.data_ptr() % GPU_ALIGNMENT and not x.shape[-1] % 2 else x
             result: Tensor = ready.plan(x, ready.bias, self.activation)
             return result
-        threads.use(torch.get_num_threads())
         y = x.new_empty(tuple(y_shape))
         x = x.detach() if x.requires_grad else x
         ready.plan(x.numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
@@ -463,9 +464,7 @@ class SparseLinear(_Sparse):
             return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
-        if self.tune:
-            threads.use(torch.get_num_threads())  # a tuned plan is for as many
-        elif n > FEW_TOKENS:
+        if not self.tune and n > FEW_TOKENS:
             n = max(n, MANY_TOKENS)
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
@@ -547,12 +546,12 @@ class SparseConv2d(_Sparse):
         self, x: np.ndarray, x_places: Places, margin: int | None, added: Tensor | Framed | None, then: str | None
     ) -> Tensor | Framed:
         """The result for flat x at these places: in frames of this margin, or as torch has it."""
-        ready = self._plans.get((_CPU, torch.float32, x_places.shape[1:]))  # as `_key` has it
+        threads.use(torch.get_num_threads())
+        ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
             ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
         self._latest = ready
-        threads.use(torch.get_num_threads())
         y_places = ready.y_places(x_places, margin)
         y: Tensor | Framed
         if margin is None:
@@ -577,8 +576,8 @@ class SparseConv2d(_Sparse):
         return shape
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        # On a GPU the batch comes last. A plan takes any.
-        return x.device, x.dtype, x.shape[:-1] if self._on_gpu else x.shape[1:]
+        # On a GPU the batch comes last.
+        return (x.device, x.dtype, x.shape[:-1]) if self._on_gpu else _conv2d_key(x.device, x.dtype, x.shape)
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
@@ -589,6 +588,11 @@ class SparseConv2d(_Sparse):
             return plan.prepare_conv2d(self.packed, shape, plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
         batch, c_in, h, w = x.shape
         return prepare_conv2d(self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw")
+
+
+def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:
+    """A plan takes any batch; which kernel is best depends on about how many images there are."""
+    return device, dtype, shape[1:], shape[0].bit_length()
 
 
 def symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:

@@ -311,7 +311,7 @@ def split_features(typing_context: Any, source: Any, stride: Any, tokens: Any, f
 def split_run(typing_context: Any, source: Any, vectors: Any, left: Any, target: Any, distance: Any) -> Any:
     """Thirds of float32 in their order: high at `target`, middle and low each `distance` bytes further.
 
-    As many times 32 as `vectors` says; beyond `left` nothing is read, and zeros are written.
+    As many times 32 as `vectors` says; beyond `left` (>= 0) elements nothing is read, and zeros are written.
     """
     signature = types.void(*([types.intp] * 5))
 
@@ -684,8 +684,8 @@ def finish_positions(
     of the first half, or as far behind of the second. row_ids: int32 (rows), a negative one is not written.
 
     framed = 1: `added`, an address like target, is added (unless it is 0), and zero is written to positions whose
-    bits in keep are not set; 16 of them of which none is set are not touched, as they may lie in another row. framed
-    = 0: both are not looked at. flag: as of `finish_tokens`.
+    bits in keep are not set; 16 of them of which none is set are not touched, as they may lie in another channel, or
+    behind the array. framed = 0: both are not looked at. flag: as of `finish_tokens`.
     """
     signature = types.void(framed, *([types.intp] * 10))
 

@@ -126,8 +126,15 @@ class Conv2dPlan:
         return Places(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
 
     def adds(self, x: Places, y: Places) -> bool:
-        """Whether `framed` can add something to y on the way: where it writes y, which is in frames, directly."""
-        return y.margin is not None and self._known(x, y).at.flat is None
+        """Whether `framed` can add something to y on the way: where it writes y, which is in frames, directly.
+
+        So must the plan that computes y again where sums are not finite, whose vectors are shorter.
+        """
+        if y.margin is None or self._known(x, y).at.flat is not None:
+            return False
+        by_rows = isinstance(self.panels, MatrixPanels)
+        shape = replace(self.shape, batch=x.batch)
+        return not by_rows or positions(shape, self.target, True, x.margin, y.margin).flat is None
 
     def framed(
         self,
@@ -141,7 +148,8 @@ class Conv2dPlan:
     ) -> None:
         """y = activation(convolution of x + bias + added), images lying where the places say, in flat arrays.
 
-        x_places and y_places are this plan's for the same batch. added lies as y does; only where it `adds`.
+        x_places and y_places are this plan's for the same batch. added lies as y does, in other memory; only where it
+        `adds`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
         self._run(x, x_places, bias, ACTIVATIONS.index(activation), y, y_places, added)
@@ -157,9 +165,8 @@ class Conv2dPlan:
         batch, threads = x_at.batch, numba.get_num_threads()
         rounds = -(-batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         step = -(-batch // (rounds * threads)) * threads
-        if reads_frames(self.shape, x_at.margin) or (
-            isinstance(self.panels, MatrixPanels) and self._known(x_at, y_at).where is None
-        ):
+        by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
+        if reads_frames(self.shape, x_at.margin) or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
             step = batch
         with exclusive():
             for first in range(0, batch, step):
@@ -209,11 +216,9 @@ class Conv2dPlan:
         return self.by_vectors()
 
     @property
-    def _reach(self) -> Target:
-        """The target whose vectors are as long as those of positions."""
-        if isinstance(self.panels, MatrixPanels):
-            return replace(self.target, lanes=matrix_conv2d.LANES, halves=False)
-        return self.target
+    def _wide(self) -> Target:
+        """The target with vectors as long as those of positions."""
+        return wide(self.target) if isinstance(self.panels, MatrixPanels) else self.target
 
     def _known(self, x: Places, y: Places) -> Placed:
         key = x.batch, x.margin, y.margin
@@ -226,24 +231,15 @@ class Conv2dPlan:
 
     def _place(self, shape: Conv2dShape, x: Places, y: Places) -> Placed:
         """Everything for this shape's batch."""
-        where, target = None, self._reach
-        planes = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)  # where each column lies, the channels of x
-        if reads_frames(shape, x.margin):
-            offsets, plane_size = in_frames(shape, x), x.channel
-        elif x.margin is None and y.margin is None and in_place(shape, target):
-            offsets, plane_size = columns(shape.c_in, shape.h * shape.w), shape.h * shape.w
-        else:
-            where = laid_out(shape, target, y)
-            offsets, plane_size = where.offsets.reshape(-1, shape.c_in).T.ravel(), where.plane
-            planes = offsets.astype(np.int64) // plane_size  # their phases, too
-        at = positions(shape, target, not isinstance(self.panels, SingleRows), x.margin, y.margin)
-        read = int(planes.max()) + 1
+        target, by_rows = self._wide, not isinstance(self.panels, SingleRows)
+        lie = columns_lie(shape, target, x, y)
+        at = positions(shape, target, by_rows, x.margin, y.margin)
         if isinstance(self.panels, SingleRows):
-            return Placed(self.panels, offsets, where, at, read)
+            return Placed(self.panels, lie.offsets, lie.where, at, lie.count)
         if isinstance(self.panels, MatrixPanels):
-            cut = matrix_conv2d.blocks(at.x_starts, shape.batch, planes, offsets - planes * plane_size, plane_size)
-            return Placed(self.panels.placed(cut.offsets), offsets, where, at, read, cut)
-        return Placed(self.panels.placed(offsets), offsets, where, at, read)
+            cut = matrix_conv2d.blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
+            return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, cut)
+        return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count)
 
 
 def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
@@ -264,12 +260,21 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     ResNet50's convolutions of 16 images with 3x3 taps are 1.2 to 2.2 times as fast at 75% sparsity and 0.8 to 1.9 at
     90%, those with one tap 0.6 to 1.5 and 0.2 to 1.2.
     """
-    vectors = shape.batch * -(-shape.out_h * shape.out_w // matrix_conv2d.LANES) / numba.get_num_threads()
-    if vectors < 1:
+    x = Places(1, shape.c_in, shape.h, shape.w)
+    y = Places(1, shape.c_out, shape.out_h, shape.out_w)
+    one, target = replace(shape, batch=1), host()
+    at, shorter = positions(one, wide(target)), positions(one, target)
+    lie = columns_lie(one, wide(target), x, y)
+    cut = matrix_conv2d.blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
+    vectors = shape.batch * at.x_starts.size / numba.get_num_threads()
+    if vectors < 1 or 3 * cut.third_bytes > matrix.SECOND_LEVEL_BYTES:
         return False
+    # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
+    gain = 2 - at.x_starts.size * at.lanes / (shorter.x_starts.size * shorter.lanes)
+    split = lie.count * cut.segment / (cut.size * at.lanes)  # again where taps reach from one block into the next
+    cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
     many = vectors >= ENOUGH_VECTORS and matrix.row_tiles(packed) == 2
-    cost = (SPLIT_COST * shape.c_in * images.phases_read(shape) + shape.c_out) / max(packed.nnz, 1)
-    return cost <= (WELL_FILLED if many else HARDLY_FILLED)
+    return cost <= gain * (WELL_FILLED if many else HARDLY_FILLED)
 
 
 def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> Conv2dPlan:
@@ -310,10 +315,52 @@ def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
     return replace(groups, columns=numbers[order], values=groups.values[order])
 
 
-def in_place(shape: Conv2dShape, target: Target) -> bool:
-    """Whether x and y without frames stay as they lie: one tap, no padding, and room for a vector in an image."""
+def wide(target: Target) -> Target:
+    """A target with vectors as long as those of the matrix unit."""
+    return replace(target, lanes=matrix_conv2d.LANES, halves=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ColumnsLie:
+    """Where the columns of a weight lie, by channel, then tap.
+
+    where: how images are laid out, None if x is read in place. offsets: int32 (k,), elements from a position of the
+    output. planes: int64 (k,), in which plane of x, plane_size elements each: a channel, or a phase of one.
+    """
+
+    where: images.Layout | None
+    offsets: NDArray[np.int32]
+    planes: NDArray[np.int64]
+    plane_size: int
+
+    @property
+    def taps(self) -> NDArray[np.int64]:
+        """How far each column lies from the position in its own plane."""
+        return self.offsets - self.planes * self.plane_size
+
+    @property
+    def count(self) -> int:
+        """Planes."""
+        return int(self.planes.max()) + 1
+
+
+def columns_lie(shape: Conv2dShape, target: Target, x: Places, y: Places) -> ColumnsLie:
+    """For vectors of this target, x and y of shape.batch images lying there."""
+    channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
+    if reads_frames(shape, x.margin):
+        return ColumnsLie(None, in_frames(shape, x), channels, x.channel)
+    if in_place(shape, target, x, y):
+        return ColumnsLie(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+    where = laid_out(shape, target, y)
+    offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
+    return ColumnsLie(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
+
+
+def in_place(shape: Conv2dShape, target: Target, x: Places, y: Places) -> bool:
+    """Whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
+    plain = x.margin is None and y.margin is None
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
-    return unpadded and target.lanes <= shape.h * shape.w < 2**31 // shape.c_in
+    return plain and unpadded and target.lanes <= shape.h * shape.w < 2**31 // shape.c_in
 
 
 def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
@@ -367,13 +414,13 @@ def _coverings(
 ) -> list[Positions]:
     """The ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]
+    x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
     y = Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
-    if x_margin is None and y_margin is None and in_place(shape, target):
+    if in_place(shape, target, x, y):
         size = shape.out_h * shape.out_w
         run = _run(size, lanes)
         return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
     if reads_frames(shape, x_margin):
-        x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
         x_first, x_image, pitch = x.first, x.image, x.row
     else:
         where = laid_out(shape, target, y)

@@ -75,15 +75,6 @@ def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
     return Layout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
 
 
-def phases_read(shape: Conv2dShape) -> int:
-    """How many phases some tap reads."""
-    along_h, along_w = (
-        {phase for phase, _ in _taps(taps, dilation, stride)}
-        for taps, dilation, stride in zip((shape.kh, shape.kw), shape.dilation, shape.stride, strict=True)
-    )
-    return len(along_h) * len(along_w)
-
-
 def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
     """(phase, steps inside it) of each tap, along one axis."""
     return [((t * dilation) % stride, (t * dilation) // stride) for t in range(taps)]

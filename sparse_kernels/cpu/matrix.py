@@ -68,18 +68,18 @@ class MatrixPanels:
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """(values, columns, table, row_ids, places), as the compiled loops take them."""
-        return self.values, self.columns, self.table, self.row_ids, self.places
+        """(values, columns, table), as the compiled loops take them."""
+        return self.values, self.columns, self.table
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.places))
 
     def copy(self) -> MatrixPanels:
         """The same panels in memory of their own."""
-        _, columns, table, row_ids, places = (array.copy() for array in self.arrays)
-        return MatrixPanels(self.row_tiles, at_cache_line(self.values), columns, table, row_ids, places)
+        others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "places")}
+        return replace(self, values=at_cache_line(self.values), **others)
 
     def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
         """The same panels with offsets[c] in place of each column c."""
@@ -226,7 +226,7 @@ class MatrixPlan:
         run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
         with exclusive():
             finite = run(
-                self.panels.arrays, x, y, n, k, m, bias, code,
+                self.panels.arrays, self.panels.places, x, y, n, k, m, bias, code,
                 scratch, found.tiles, found.x_bytes, found.y_bytes, found.thread_bytes, threads,
             )  # fmt: skip
         give_back(scratch)
@@ -245,9 +245,9 @@ class MatrixPlan:
 def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Callable[..., bool]:
     """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
 
-    Called with (panels.arrays, x, y, n, k, m, bias (m), activation code, scratch float32 at a cache line, and what
-    `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether all sums were
-    finite; else y means nothing.
+    Called with (panels.arrays, panels.places, x, y, n, k, m, bias (m), activation code, scratch float32 at a cache
+    line, and what `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether all
+    sums were finite; else y means nothing.
     """
     if not (emulated or amx.available()):
         raise RuntimeError("this process has no matrix unit")
@@ -260,9 +260,9 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, y, n, k, m, bias, activation, scratch, tiles, x_bytes, y_bytes, thread_bytes, parts
+        weights, places, x, y, n, k, m, bias, activation, scratch, tiles, x_bytes, y_bytes, thread_bytes, parts
     ):  # fmt: skip
-        values, columns, table, _, places = weights
+        values, columns, table = weights
         values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
         x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
         panels = table.shape[0]

@@ -119,8 +119,9 @@ def multiply(
     framed = at.keep is not None
     scratch = borrow(parts * cut.thread_bytes // 4)
     finite: bool = kernel(panels.row_tiles, framed, emulated)(
-        panels.arrays, x, at.x_starts, y, at.y_stride, at.y_starts, at.y_starts if at.keep is None else at.keep,
-        y if added is None else added, added is not None, bias, activation, scratch,
+        panels.arrays, panels.row_ids, x, at.x_starts, y, at.y_stride, at.y_starts,
+        at.y_starts if at.keep is None else at.keep, y if added is None else added, added is not None,
+        bias, activation, scratch,
         (cut.per_image, cut.size, cut.images), (cut.planes, cut.plane_size, cut.before, cut.reach),
         (cut.segment, cut.plane, cut.thread_bytes), parts,
     )  # fmt: skip
@@ -132,9 +133,9 @@ def multiply(
 def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[..., bool]:
     """The compiled loops for panels of so many tiles.
 
-    Called with (panels.arrays, x, starts of vectors in x, y, elements of y a row step is, starts of vectors in y,
-    lanes of them to keep, what is added to y, whether anything is, bias (m), activation code, scratch at a cache
-    line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
+    Called with (panels.arrays, panels.row_ids, x, starts of vectors in x, y, elements of y a row step is, starts of
+    vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation code, scratch
+    at a cache line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
     thread_bytes), and parts). Starts, lanes to keep: int64.
     """
     if not (emulated or amx.available()):
@@ -143,10 +144,10 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch,
+        weights, row_ids, x, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch,
         cut, source, split, parts,
     ):  # fmt: skip
-        values, columns, table, row_ids, _ = weights
+        values, columns, table = weights
         per_image, size, images = cut
         planes, plane_size, before, reach = source
         segment, plane, thread_bytes = split

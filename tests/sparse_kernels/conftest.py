@@ -1,4 +1,4 @@
-"""Makes what the tests of this folder share importable: `fuzzing`."""
+"""Makes what the tests of this folder share importable: `fuzzing`, `convolving`."""
 
 import sys
 from pathlib import Path

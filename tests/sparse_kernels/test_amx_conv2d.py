@@ -1,18 +1,21 @@
 """Convolutions by the matrix unit, emulated and by the unit itself."""
 
+from collections import deque
 from dataclasses import replace
 
 import numba
 import numpy as np
 import pytest
+import torch
 from convolving import by_torch, framed, operands, view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, matrix, matrix_conv2d
+from sparse_kernels.cpu import conv2d, matrix, matrix_conv2d, scratch
 from sparse_kernels.cpu.target import host
 from sparse_kernels.formats import pack, unpack
+from sparse_kernels.nn import SparseConv2d
 from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
@@ -43,11 +46,29 @@ def all_threads():
     numba.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """What calls borrow holds NaN, which would pass for what is not finite and be computed again by vectors."""
+    borrowed = [np.full(2**20, np.nan, np.float32) for _ in range(2)]  # for split x, and for results to be collected
+    monkeypatch.setattr(scratch, "_free", deque(borrowed))
+    yield
+    assert all(np.isnan(each[-1024:]).all() for each in borrowed)  # nothing needs so much, or writes behind its own
+
+
 @pytest.fixture(params=[None, 1], ids=["large blocks", "small blocks"])
 def blocks(request, monkeypatch):
     """As the cache has it, and one vector at a time."""
     if request.param is not None:
         monkeypatch.setattr(matrix_conv2d, "CACHED_BYTES", request.param)
+
+
+def by_the_unit_alone(packed, shape, emulated=HERE):
+    """The plan by the unit, which must not need another one."""
+
+    def refused():
+        raise AssertionError("everything has thirds here")
+
+    return replace(conv2d.by_matrix(packed, shape, "nchw", emulated), by_vectors=refused)
 
 
 def each_number_of_threads():
@@ -64,10 +85,10 @@ def test_convolution_is_that_of_torch(rng, blocks, shape, pattern, emulated):
     if not conv2d.takes(packed):
         pytest.skip("this many rows do not fill tiles")
     expected = by_torch(packed, shape, x)
-    plan = conv2d.by_matrix(packed, shape, "nchw", emulated)
+    plan = by_the_unit_alone(packed, shape, emulated)
     for _ in each_number_of_threads():
-        for _ in range(2):  # what the first call left in its room must not show
-            np.testing.assert_array_equal(plan(x), expected)
+        np.testing.assert_array_equal(plan(x), expected)
+        np.testing.assert_array_equal(plan(-x), -expected)  # what the first call left in its room must not show
         other = np.concatenate([x[::-1], x], axis=0)
         np.testing.assert_array_equal(plan(other), np.concatenate([expected[::-1], expected]))
         assert plan(x[:0]).shape == (0, *expected.shape[1:])
@@ -80,7 +101,7 @@ def test_from_frames_to_frames(rng, blocks, shape, margins, emulated):
     packed, images = operands(rng, shape, VectorWise(16))
     bias = np.arange(shape.c_out, dtype=np.float32)
     expected = by_torch(packed, shape, images, bias)
-    plan = conv2d.by_matrix(packed, shape, "nchw", emulated)
+    plan = by_the_unit_alone(packed, shape, emulated)
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
     x, y = framed(images, x_places), framed(0, y_places)
     for _ in each_number_of_threads():
@@ -115,7 +136,7 @@ def test_any_shape(batch, channels, size, kernel, stride, padding, dilation, pat
     packed, x = operands(np.random.default_rng([batch, *size, *kernel]), shape, pattern)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix_conv2d, "CACHED_BYTES", cached)
-        y = conv2d.by_matrix(packed, shape, "nchw", HERE)(x)
+        y = by_the_unit_alone(packed, shape)(x)
     np.testing.assert_array_equal(y, by_torch(packed, shape, x))
 
 
@@ -127,7 +148,7 @@ def test_bias_and_activation_are_those_of_the_oracle(rng, pattern, shape, activa
     packed = pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)
     x = rng.standard_normal((shape.batch, shape.c_in, shape.h, shape.w)).astype(np.float32)
     bias = rng.standard_normal(shape.c_out).astype(np.float32)
-    y = conv2d.by_matrix(packed, shape, "nchw", HERE)(x, bias, activation)
+    y = by_the_unit_alone(packed, shape)(x, bias, activation)
     oracle.check_conv2d(y, packed, shape, x, bias=bias, activation=activation)
 
 
@@ -203,8 +224,10 @@ def test_a_position_that_takes_its_neighbours_x_is_caught(rng):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.float32(3.4e38)], ids=str)
+@pytest.mark.parametrize("step", [1, 10**9], ids=["image by image", "all images"])
 @pytest.mark.parametrize("margins", [(None, None), (1, 1), (None, 1)], ids=str)
-def test_what_has_no_thirds_passes_as_by_vectors(rng, value, margins):
+def test_what_has_no_thirds_passes_as_by_vectors(rng, monkeypatch, value, margins, step):
+    monkeypatch.setattr(conv2d, "IMAGES_CACHED", step)
     shape = Conv2dShape(4, 4, 14, 14, 40, 3, 3, padding=(1, 1))
     packed, images = operands(rng, shape, ShflBW(32), sparsity=0.0)
     images[2, 1, 7, 13] = value
@@ -220,30 +243,108 @@ def test_what_has_no_thirds_passes_as_by_vectors(rng, value, margins):
     assert np.isfinite(found[0][:2]).all()
 
 
-@by_the_unit
-def test_it_is_taken_where_splitting_and_finishing_are_worth_it():
+def test_finite_sums_that_overflow_are_as_by_vectors(rng):
+    shape = Conv2dShape(2, 4, 14, 14, 40, 3, 3, padding=(1, 1))
+    packed, images = operands(rng, shape, ShflBW(32), sparsity=0.0)
+    images[:] = 3e38
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = conv2d.by_matrix(packed, shape, "nchw", HERE)(images)
+    np.testing.assert_array_equal(found, conv2d.by_vectors(packed, shape, "nchw")(images))
+
+
+def test_groups_without_columns_give_the_bias(rng):
+    shape = Conv2dShape(2, 3, 9, 11, 96, 3, 3)
+    weight, x = oracle.exact_operands(rng, shape.m, shape.k, 2 * 3 * 9 * 11)
+    weight[32:64] = 0
+    packed, bias = pack(weight, weight != 0, VectorWise(32)), np.arange(96, dtype=np.float32)
+    images = x[0].reshape(2, 3, 9, 11).copy()
+    found = by_the_unit_alone(packed, shape)(images, bias)
+    np.testing.assert_array_equal(found, by_torch(packed, shape, images, bias))
+    np.testing.assert_array_equal(found[:, 40], np.full((2, 7, 9), 40))
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]], ids=str)
+def test_nothing_outside_out_is_written(rng, shape):
+    packed, x = operands(rng, shape, ShflBW(32))
+    expected = by_torch(packed, shape, x)
+    guarded = np.full(3 * expected.size, np.float32(-7))
+    out = guarded[expected.size : 2 * expected.size].reshape(expected.shape)
+    assert by_the_unit_alone(packed, shape)(x, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    assert (guarded[: expected.size] == -7).all()
+    assert (guarded[2 * expected.size :] == -7).all()
+
+
+def test_what_adds_can_be_added_by_vectors_too(rng):
+    """The plan that steps in for sums that are not finite gets the same `added`."""
+    odd = Conv2dShape(1, 4, 4, 52, 32, 3, 3)  # long vectors fit its rows, short ones are better run over their ends
+    adding = 0
+    for shape in (*SHAPES, odd):
+        packed, _ = operands(rng, shape, VectorWise(16))
+        matrix_plan, vector_plan = conv2d.by_matrix(packed, shape, "nchw", HERE), conv2d.by_vectors(packed, shape, "")
+        for x_margin in (None, 0, 1, 4):
+            for y_margin in (None, 0, 1, 4):
+                x, y = matrix_plan.x_places(shape.batch, x_margin), matrix_plan.y_places(shape.batch, y_margin)
+                adding += matrix_plan.adds(x, y)
+                assert vector_plan.adds(x, y) or not matrix_plan.adds(x, y)
+    assert adding
+
+
+def test_it_pays_where_splitting_and_finishing_are_worth_it():
+    numba.set_num_threads(1)
     shuffled = ShflBW(32)
+
+    def pays(shape, pattern=shuffled, sparsity=0.75):
+        ones = np.ones((shape.m, shape.k), np.float32)
+        mask = pattern.mask(ones, 0 if isinstance(pattern, Dense) else sparsity)
+        return conv2d.pays_by_matrix(pack(ones, mask, pattern), shape)
+
+    deep = Conv2dShape(1, 64, 28, 28, 64, 3, 3, padding=(1, 1))
+    assert pays(deep)
+    assert pays(deep, Dense())
+    assert not pays(deep, sparsity=0.95)  # too little is kept
+    assert not pays(deep, VectorWise(16))  # half as many rows use what was gathered
+    assert pays(replace(deep, c_in=256, c_out=256), VectorWise(16))
+    assert not pays(replace(deep, h=7, w=7))  # few positions for all the weights
+    assert pays(replace(deep, batch=4, h=7, w=7), sparsity=0.5)
+    assert not pays(replace(deep, batch=0))
+    assert not pays(Conv2dShape(1, 64, 28, 28, 64, 1, 1))
+    # A 1x1 with stride 2 reads one of four phases, a 3x3 all of them, so each is worth less there.
+    assert pays(Conv2dShape(4, 256, 28, 28, 512, 1, 1, (2, 2)))
+    assert not pays(Conv2dShape(4, 64, 28, 28, 40, 3, 3, (2, 2), (1, 1)))
+    # 3x3 positions fill a vector of 16 and half a long one.
+    assert not pays(Conv2dShape(64, 512, 3, 3, 512, 3, 3, padding=(1, 1)))
+    # Taps that reach as far as that make a block split far more than it has positions.
+    assert not pays(Conv2dShape(1, 2048, 65, 65, 256, 3, 3, (1, 1), (36, 36), (36, 36)))
+    if numba.config.NUMBA_NUM_THREADS > 1:
+        numba.set_num_threads(2)
+        assert not pays(Conv2dShape(1, 512, 5, 5, 512, 3, 3, padding=(1, 1)))  # a vector for two threads
+
+
+@by_the_unit
+def test_it_is_taken_where_it_pays_and_weights_have_thirds():
+    shape = Conv2dShape(1, 64, 28, 28, 64, 3, 3, padding=(1, 1))
     numba.set_num_threads(1)
 
-    def kernel(shape, pattern=shuffled, sparsity=0.75, weight=1.0):
+    def kernel(pattern, factor=1.0):
         ones = np.ones((shape.m, shape.k), np.float32)
-        packed = pack(ones, pattern.mask(ones, 0 if isinstance(pattern, Dense) else sparsity), pattern)
-        packed = replace(packed, values=packed.values * np.float32(weight))
-        return prepare_conv2d(packed, shape, "numba").kernel
+        packed = pack(ones, pattern.mask(ones, 0 if isinstance(pattern, Dense) else 0.75), pattern)
+        return prepare_conv2d(replace(packed, values=packed.values * np.float32(factor)), shape, "numba").kernel
 
-    wide = Conv2dShape(1, 64, 28, 28, 64, 3, 3, padding=(1, 1))
-    assert kernel(wide) == "numba.shflbw.conv2d.amx32x32"
-    assert kernel(wide, Dense()) == "numba.dense.conv2d.amx32x32"
-    assert ".amx" not in kernel(wide, sparsity=0.95)  # too little is kept
-    assert ".amx" not in kernel(wide, VectorWise(16))  # half as many rows use what was gathered
-    assert ".amx" not in kernel(wide, VectorWise(8))
-    assert ".amx" not in kernel(wide, Unstructured())
-    assert ".amx" not in kernel(wide, weight=np.inf)
-    assert ".amx" not in kernel(replace(wide, h=7, w=7))  # few positions for all the weights
-    assert ".amx" not in kernel(Conv2dShape(1, 64, 28, 28, 64, 1, 1))
-    # A 1x1 with stride 2 reads one of four phases, a 3x3 all of them, so each is worth less there.
-    assert ".amx" in kernel(Conv2dShape(4, 256, 28, 28, 512, 1, 1, (2, 2)))
-    assert ".amx" not in kernel(Conv2dShape(4, 64, 28, 28, 40, 3, 3, (2, 2), (1, 1)))
+    assert kernel(ShflBW(32)) == "numba.shflbw.conv2d.amx32x32"
+    assert kernel(Dense()) == "numba.dense.conv2d.amx32x32"
+    assert ".amx" not in kernel(VectorWise(8))
+    assert ".amx" not in kernel(Unstructured())
+    assert ".amx" not in kernel(ShflBW(32), 3.4e38)
+
+
+@by_the_unit
+def test_a_layer_asks_again_for_many_more_images():
+    layer = SparseConv2d.from_dense(torch.nn.Conv2d(128, 128, 3, padding=1), Dense(), None)
+    for batch, taken in ((1, False), (64, True), (1, False)):
+        with torch.inference_mode():
+            layer(torch.ones(batch, 128, 3, 7))
+        assert (".amx" in layer.kernel) is taken
 
 
 def test_a_copy_has_weights_of_its_own(rng):
