@@ -392,12 +392,12 @@ class Gatherer:
             for half in range(2)
         ]
 
-    def pair(self, number: int) -> None:
+    def pair(self, number: ir.Value) -> None:
         """Columns 2 * number and the next one, of 32 tokens."""
         emit, builder = self.emit, self.emit.builder
-        begins = []
-        for column in (2 * number, 2 * number + 1):
-            offset = builder.sext(builder.load(builder.gep(self.columns, [emit.integer(column)])), I64)
+        first, begins = builder.shl(number, emit.integer(1)), []
+        for column in (first, builder.add(first, emit.integer(1))):
+            offset = builder.sext(builder.load(builder.gep(self.columns, [column])), I64)
             begins.append(builder.add(self.x, builder.shl(offset, emit.integer(1))))
         for which, offsets in enumerate(self.offsets):
             rows = [
@@ -407,8 +407,9 @@ class Gatherer:
             for half in range(2):
                 order = ir.Constant(ir.VectorType(I32, 2 * ROWS), self.orders[half])
                 both = builder.bitcast(builder.shuffle_vector(*rows, order), emit.vector)
-                place = (which * 2 + half) * TILE_BYTES + number * ROW_BYTES
-                emit.store(both, emit.pointer(builder.add(self.target, emit.integer(place))), 0)
+                tile = builder.add(self.target, emit.integer((which * 2 + half) * TILE_BYTES))
+                place = builder.add(tile, builder.mul(number, emit.integer(ROW_BYTES)))
+                emit.store(both, emit.pointer(place), 0)
 
 
 @with_literals
@@ -417,9 +418,14 @@ def gather(typing_context: Any, columns: Any, narrow: Any, x: Any, distance: Any
     signature = types.void(*([types.intp] * 5))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        gatherer = Gatherer(Emitter(builder, ROWS, True), *args)
-        for number in range(ROWS):
+        emit = Emitter(builder, ROWS, True)
+        gatherer = Gatherer(emit, *args)
+
+        def pair(number: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             gatherer.pair(number)
+            return []
+
+        emit.loop(emit.integer(ROWS), [], pair)
         return context.get_dummy_value()
 
     return signature, generate
@@ -445,7 +451,7 @@ def matrix_tile(
     phase: Any,
     y: Any,
 ) -> Any:
-    """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows (row_tiles) and tokens (halves).
+    """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows (row_tiles) and tokens (halves: 1 or 2).
 
     values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32), then, if all_steps is
     one more, (3, row_tiles, 16, 16, 2) for a narrow step of 16 columns: the pairs (high, high), (middle, middle),
@@ -458,16 +464,17 @@ def matrix_tile(
 
     A narrow step pairs thirds of one column instead of two columns: so few columns need few zeros to fill a step up.
     """
-    signature = types.void(emulated, row_tiles, halves, *([types.intp] * 13))
+    signature = types.void(emulated, row_tiles, *([types.intp] * 14))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emulate, n_rows, n_halves = (int(literal.literal_value) for literal in signature.args[:3])
-        values, columns, steps, all_steps, x, distance, *then, gathered, phase, y = args[3:]
+        emulate, n_rows = (int(literal.literal_value) for literal in signature.args[:2])
+        halves, values, columns, steps, all_steps, x, distance, *then, gathered, phase, y = args[2:]
         next_values, next_columns, next_narrow, next_x = then
         emit = Emitter(builder, ROWS, True)
         tile = tiles(emit, emulate)
         sums, of_w, of_x = range(4), (4, 5), (6, 7)
         row_stride = emit.integer(ROW_BYTES)
+        both = builder.icmp_signed("==", halves, emit.integer(2))
         step_bytes, unused = 3 * n_rows * TILE_BYTES, emit.integer(2 * GATHERED_BYTES)
 
         def further(address: ir.Value, size: int) -> ir.Value:
@@ -497,18 +504,22 @@ def matrix_tile(
                 if w != here[0]:
                     for r in range(n_rows):
                         tile.load(of_w[r], further(weights, (w * n_rows + r) * TILE_BYTES), row_stride)
-                if third != here[1]:
-                    for half in range(n_halves):
+
+                def of_half(half: int, new: bool = third != here[1], third: int = third) -> None:
+                    if new:
                         tile.load(of_x[half], further(source, (third * 2 + half) * TILE_BYTES), row_stride)
-                here = w, third
-                for r in range(n_rows):
-                    for half in range(n_halves):
+                    for r in range(n_rows):
                         tile.multiply(sums[2 * r + half], of_w[r], of_x[half])
+
+                of_half(0)
+                with builder.if_then(both, likely=True):
+                    of_half(1)
+                here = w, third
                 share = step_bytes // len(products)
                 for line in range(turn * share, (turn + 1) * share, ROW_BYTES):
                     emit.will_load(emit.pointer(further(ahead, line)), close=True)
                 for number in range(turn, ROWS, len(products)):
-                    gatherer.pair(number)
+                    gatherer.pair(emit.integer(number))
             # Nobody reads this. A store of a tile that comes over half a microsecond after the last one takes a
             # quarter of one longer (measured on Granite Rapids); with one a step, those of the sums never do.
             tile.store(of_w[0], builder.add(gathered, unused), row_stride)
@@ -517,14 +528,13 @@ def matrix_tile(
             multiply(number, PRODUCTS)
             return []
 
-        for r in range(n_rows):
-            for half in range(n_halves):
-                tile.zero(sums[2 * r + half])
+        for each in sums[: 2 * n_rows]:
+            tile.zero(each)
         emit.loop(steps, [], step)
         with builder.if_then(builder.icmp_signed("<", steps, all_steps)):
             multiply(steps, NARROW_PRODUCTS)
         for r in range(n_rows):
-            for half in range(n_halves):
+            for half in range(2):
                 at = further(y, r * ROWS * TOKENS * 4 + half * ROW_BYTES)
                 tile.store(sums[2 * r + half], at, emit.integer(TOKENS * 4))
         return context.get_dummy_value()

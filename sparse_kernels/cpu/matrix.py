@@ -303,16 +303,11 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
                         else:
                             then, next_x = behind, x_here
                         next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
-                        if stop - token > ROWS:
-                            amx.matrix_tile(
-                                emulate, row_tiles, 2, weight, column, steps, all_steps, x_tile, ROW_BYTES,
-                                next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
-                            )  # fmt: skip
-                        else:
-                            amx.matrix_tile(
-                                emulate, row_tiles, 1, weight, column, steps, all_steps, x_tile, ROW_BYTES,
-                                next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
-                            )  # fmt: skip
+                        halves = 2 if stop - token > ROWS else 1
+                        amx.matrix_tile(
+                            emulate, row_tiles, halves, weight, column, steps, all_steps, x_tile, ROW_BYTES,
+                            next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
+                        )  # fmt: skip
                         phase += all_steps
                         x_tile = next_x
                         y_tile += y_bytes
