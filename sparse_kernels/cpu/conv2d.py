@@ -46,9 +46,11 @@ COLLECTING, HALF_WIDTH = 1.05, 1.12
 IMAGES_CACHED = 500_000
 
 # The matrix unit is taken where SPLIT_COST / (weights kept for each plane of x) + 1 / (for each row of y) is at most
-# this: a plane costs splitting, a row finishing. WELL_FILLED is for panels of two tiles and at least ENOUGH_VECTORS a
-# thread, which pay for fetching the weights; else they must be worth more. Measured on Granite Rapids.
-SPLIT_COST, WELL_FILLED, HARDLY_FILLED, ENOUGH_VECTORS = 1.5, 1 / 29, 1 / 96, 4
+# MOST_COST: a plane costs splitting, a row finishing. Weights have to be fetched, too, 6 bytes each by each thread,
+# which only a few vectors of positions do not pay for: COST_A_VECTOR times their number is the limit then, and with
+# fewer than LEAST_VECTORS nothing pays. ONE_TILE: of the limit where panels have one tile of rows, so that what was
+# gathered is used by half as many. Measured on Granite Rapids.
+SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 / 200, 2, 0.3
 
 # Batches whose places a plan remembers.
 REMEMBERED = 8
@@ -267,14 +269,14 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     lie = columns_lie(one, wide(target), x, y)
     cut = matrix_conv2d.blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
     vectors = shape.batch * at.x_starts.size / numba.get_num_threads()
-    if vectors < 1 or 3 * cut.third_bytes > matrix.SECOND_LEVEL_BYTES:
+    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > matrix.SECOND_LEVEL_BYTES:
         return False
     # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
     gain = 2 - at.x_starts.size * at.lanes / (shorter.x_starts.size * shorter.lanes)
     split = lie.count * cut.segment / (cut.size * at.lanes)  # again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
-    many = vectors >= ENOUGH_VECTORS and matrix.row_tiles(packed) == 2
-    return cost <= gain * (WELL_FILLED if many else HARDLY_FILLED)
+    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if matrix.row_tiles(packed) == 1 else 1)
+    return cost <= gain * limit
 
 
 def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> Conv2dPlan:
