@@ -10,6 +10,7 @@ from cost_models import Boosted, Roofline, loops
 from cost_models.work import amounts, fitted_rates
 from sparse_kernels import pack, patterns
 from sparse_kernels.cpu import conv2d, images, linear, panels, single
+from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.shapes import Conv2dShape
 
@@ -36,7 +37,8 @@ def _row(shape: Conv2dShape, pattern: str = "vector:32", sparsity: float = 0.5) 
 def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(shape: Conv2dShape) -> None:
     counted = loops.Images.of(_row(shape))
     assert counted.vectors[0] == conv2d.positions(shape, AVX512, halves=False).x_starts.size
-    in_place = conv2d.in_place(shape, AVX512)
+    x = Places(shape.batch, shape.c_in, shape.h, shape.w)
+    in_place = conv2d.in_place(shape, AVX512, x, Places(shape.batch, shape.c_out, shape.out_h, shape.out_w))
     assert counted.laid[0] != in_place
     if not in_place:
         where = images.layout(shape, 0)
