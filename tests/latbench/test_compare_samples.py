@@ -119,6 +119,7 @@ def test_the_median_of_resamples_is_distributed_as_drawing_them_shows(count, blo
     assert (below - 0.011 <= shares).all() and (shares <= above + 0.011).all()
 
 
+@pytest.mark.slow
 def test_of_many_points_that_did_not_change_hardly_ever_one_is_called_changed():
     """Runs differ by 3%: of 900 points 2 are beyond their own intervals and the threshold."""
     rng = np.random.default_rng(7)

@@ -10,7 +10,8 @@ import pytest
 TESTS = Path(__file__).with_name("test_kernels.py")
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["not slow", "slow"])
 def test_kernels_hold_in_the_simulator(which):
     command = [sys.executable, "-m", "pytest", "-q", "-m", which, str(TESTS)]
     result = subprocess.run(
