@@ -18,7 +18,8 @@ CPU that had no say, sums of them are 14% off where a plain roofline is 25% (fiv
 18% off for three linear shapes.
 
 What it does not know: which lines another core has just written, threads that wait for each other, and which layers
-a matrix unit multiplies (`sparse_kernels.cpu.matrix`, `matrix_conv2d`): both tables are of a CPU without one.
+a matrix unit multiplies (`sparse_kernels.cpu.matrix`, `matrix_conv2d`). Amounts of its own for that (tiles, thirds,
+sums) brought the unseen shapes of a CPU with one no nearer: trees on 29 shapes find out as much.
 """
 
 from __future__ import annotations

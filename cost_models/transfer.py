@@ -4,9 +4,9 @@ What was measured on other devices tells how time goes with shape, the few rows 
 it is. Each other device gives a `Boosted` model, which is taken over in two ways: as it is, with its error on the
 anchors fitted by a straight line in the logarithms of m, k and n, held near constant (ridge); and as what it corrects
 of its own roofline, on top of one of the anchors, whose rates for calls, bytes and each format are fitted to what the
-correction leaves. A plain roofline of the anchors alone stands beside them. The candidates' logarithms are averaged
-with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so that an unlike device
-counts for nothing.
+correction leaves. A roofline and a `Boosted` model of the anchors alone stand beside them. The candidates'
+logarithms are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so
+that an unlike device counts for nothing.
 
 What it does not know: what the anchors do not say something about. Formats, kernels and operations of which none
 was measured on the new device are refused, however well the others know them; sizes beyond the anchors' are
@@ -31,8 +31,10 @@ from cost_models.features import SIZES, with_structure
 from cost_models.learned import Learned, Predict, check_shapes, one_mode
 from cost_models.roofline import Rates
 from cost_models.rows import Array, checked, shape_groups, split_by_shape
+from cost_models.work import OWN_KERNELS, own_kernels
 
 FEWEST_ANCHORS = 5
+ENOUGH_TREES = 40  # for the anchors, which are few and are learned from dozens of times over
 _RIDGE = 3.0  # as many rows as say that the error is the same everywhere
 _SUM = 100.0  # how strictly weights add up to one
 
@@ -136,42 +138,53 @@ class Transfer(Learned):
         model = Boosted(max_iter=self.max_iter, random_state=self.random_state).learn(rows, times)
         return Source(model, _rates(rows, times))
 
+    def _alone(self, X: pd.DataFrame, seconds: Array) -> dict[str, Predict]:
+        """What these rows tell without any other device."""
+        boosted = Boosted(max_iter=min(self.max_iter, ENOUGH_TREES), random_state=self.random_state)
+        return {"roofline": _rates(X, seconds), "boosted": boosted.learn(X, seconds)}
+
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
         log_seconds = np.log(seconds)
         told = {name: source.model(X) for name, source in self.sources_.items()}
         correction = {name: told[name] - source.rates(X) for name, source in self.sources_.items()}
 
-        def candidates(rows: npt.NDArray[np.bool_]) -> tuple[Rates, list[tuple[Array, Array]], list[Rates]]:
-            """What is learned from these rows: the roofline, and of each source its error's line and lent rates."""
+        def candidates(
+            rows: npt.NDArray[np.bool_],
+        ) -> tuple[dict[str, Predict], list[tuple[Array, Array]], list[Rates]]:
+            """What is learned from these rows: by themselves, and of each source its error's line and lent rates."""
             lines = [_error_line(X[rows], (log_seconds - log_told)[rows]) for log_told in told.values()]
             lent = [_rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
-            return _rates(X[rows], seconds[rows]), lines, lent
+            return self._alone(X[rows].reset_index(drop=True), seconds[rows]), lines, lent
 
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
-        left_out = np.empty((len(X), 1 + 2 * len(told)))
+        left_out = np.empty((len(X), 2 + 2 * len(told)))  # two of the anchors alone, two of each other device
         for held_out in (fold == number for number in range(int(fold.max()) + 1)):
             alone, lines, lent = candidates(~held_out)
             asked = X[held_out]
-            left_out[held_out, 0] = alone(asked)
-            for column, (log_told, line) in enumerate(zip(told.values(), lines, strict=True), start=1):
-                left_out[held_out, column] = log_told[held_out] + _design(asked, line[0]) @ line[1]
-            for column, (log, rates) in enumerate(zip(correction.values(), lent, strict=True), start=1 + len(told)):
-                left_out[held_out, column] = rates(asked) + log[held_out]
+            predicted = [predict(asked) for predict in alone.values()]
+            predicted += [
+                log_told[held_out] + _design(asked, centre) @ line
+                for log_told, (centre, line) in zip(told.values(), lines, strict=True)
+            ]
+            predicted += [
+                rates(asked) + log[held_out] for log, rates in zip(correction.values(), lent, strict=True)
+            ]
+            left_out[held_out] = np.column_stack(predicted)
         weights, _ = nnls(
             np.vstack([left_out - log_seconds[:, None], np.full((1, left_out.shape[1]), _SUM)]),
             np.append(np.zeros(len(X)), _SUM),
         )
         alone, lines, lent = candidates(np.ones(len(X), bool))
         sources = self.sources_.items()
-        found: dict[str, Predict] = {"roofline": alone}
-        found |= {name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)}
+        found = alone | {name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)}
         found |= {f"{name}, lent": Lent(source, rates) for (name, source), rates in zip(sources, lent, strict=True)}
         return Stacked(found, weights / weights.sum())
 
 
 def _rates(X: pd.DataFrame, seconds: Array) -> Rates:
-    """The roofline of these rows, of the formats that they have."""
-    return roofline.fitted(X, seconds, tuple(sorted(set(with_structure(X)["format"]))), "plain")
+    """The sums of work of these rows, of the formats that they have."""
+    formats = tuple(sorted(set(with_structure(X)["format"])))
+    return roofline.fitted(X, seconds, formats, OWN_KERNELS if own_kernels(X) else "plain")
 
 
 def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:

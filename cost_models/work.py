@@ -55,6 +55,11 @@ def amounts(X: pd.DataFrame, form: str, formats: Sequence[str]) -> Array:
     return np.stack(terms, axis=1)
 
 
+def own_kernels(X: pd.DataFrame) -> bool:
+    """Whether all rows of X are of our CPU kernels."""
+    return "backend" in X.columns and bool(X["backend"].eq("numba").all())
+
+
 def fitted_rates(work: Array, seconds: Array) -> Array:
     """Seconds a unit of each term, (terms,), none negative, that bring `work @ rates` close to `seconds` in ratio.
 

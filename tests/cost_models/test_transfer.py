@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from sklearn.base import clone
 
-from cost_models import MixedModes, Roofline, Transfer, Unanchored
+from cost_models import Boosted, MixedModes, Roofline, Transfer, Unanchored
 from cost_models.errors import BadRows
 
 
@@ -46,6 +46,20 @@ def test_a_like_device_teaches_what_few_shapes_cannot(
     assert weights["one"] + weights["one, lent"] > 0.8
     assert weights["unlike"] + weights["unlike, lent"] < 0.1
     assert sum(weights.values()) == pytest.approx(1)
+
+
+def test_where_no_device_is_like_it_the_anchors_count_by_themselves(rng: np.random.Generator) -> None:
+    """Enough of them to learn from what no sum of work says."""
+    X = pd.concat([_sweep(rng, "unlike", 300), _sweep(rng, "new", 150)], ignore_index=True)
+    y = np.where(X["device"] == "unlike", rng.lognormal(-8, 1, len(X)), _seconds(X) * rng.lognormal(0, 0.02, len(X)))
+    few = X["device"].eq("new").to_numpy()
+    anchors, asked = X[few].reset_index(drop=True), _sweep(rng, "new", 300)
+    models = [Transfer("new", max_iter=40, allow_extrapolation=True).fit(X, y)]
+    models += [kind(allow_extrapolation=True).fit(anchors, y[few]) for kind in (Boosted, Roofline)]
+    moved, boosted, plain = (np.median(np.abs(model.predict(asked) / _seconds(asked) - 1)) for model in models)
+    assert moved < 1.3 * boosted < plain / 2
+    weights = dict(zip(models[0].predictor_.candidates, models[0].predictor_.weights, strict=True))
+    assert weights["boosted"] > 0.5 > 0.1 > weights["unlike"] + weights["unlike, lent"]
 
 
 def test_calls_and_bytes_of_the_new_device_are_not_the_others(rng: np.random.Generator) -> None:
