@@ -4,9 +4,9 @@ What was measured on other devices tells how time goes with shape, the few rows 
 it is. Each other device gives a `Boosted` model, which is taken over in two ways: as it is, with its error on the
 anchors fitted by a straight line in the logarithms of m, k and n, held near constant (ridge); and as what it corrects
 of its own roofline, on top of one of the anchors, whose rates for calls, bytes and each format are fitted to what the
-correction leaves. A roofline and a `Boosted` model of the anchors alone stand beside them. The candidates'
-logarithms are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so
-that an unlike device counts for nothing.
+correction leaves. A roofline and a `Boosted` model of the anchors alone stand beside them. The logarithms of all
+are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so that an
+unlike device counts for nothing.
 
 What it does not know: what the anchors do not say something about. Formats, kernels and operations of which none
 was measured on the new device are refused, however well the others know them; sizes beyond the anchors' are
@@ -166,9 +166,7 @@ class Transfer(Learned):
                 log_told[held_out] + _design(asked, centre) @ line
                 for log_told, (centre, line) in zip(told.values(), lines, strict=True)
             ]
-            predicted += [
-                rates(asked) + log[held_out] for log, rates in zip(correction.values(), lent, strict=True)
-            ]
+            predicted += [rates(asked) + log[held_out] for log, rates in zip(correction.values(), lent, strict=True)]
             left_out[held_out] = np.column_stack(predicted)
         weights, _ = nnls(
             np.vstack([left_out - log_seconds[:, None], np.full((1, left_out.shape[1]), _SUM)]),
@@ -176,7 +174,9 @@ class Transfer(Learned):
         )
         alone, lines, lent = candidates(np.ones(len(X), bool))
         sources = self.sources_.items()
-        found = alone | {name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)}
+        found = alone | {
+            name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)
+        }
         found |= {f"{name}, lent": Lent(source, rates) for (name, source), rates in zip(sources, lent, strict=True)}
         return Stacked(found, weights / weights.sum())
 
