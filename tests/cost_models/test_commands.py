@@ -246,6 +246,7 @@ def test_a_hybrid_looks_up_what_was_measured(latbench: Run, swept: Path, tmp_pat
     assert hybrid == lookup
 
 
+@pytest.mark.slow
 def test_transfer_predicts_a_device_from_few_of_its_rows(
     latbench: Run, swept: Path, tmp_path: Path, seconds: Callable[[pd.DataFrame], np.ndarray]
 ) -> None:
