@@ -24,7 +24,7 @@ from cost_models.features import Encoder
 from cost_models.learned import Learned
 from cost_models.roofline import Rates
 from cost_models.rows import Array
-from cost_models.work import OWN_KERNELS, own_kernels
+from cost_models.work import own_form
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Boosted(Learned):
 
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Corrected:
         formats = tuple(sorted(self.encoder_.levels["format"]))
-        base = roofline.fitted(X, seconds, formats, self.form or (OWN_KERNELS if own_kernels(X) else None))
+        base = roofline.fitted(X, seconds, formats, self.form or own_form(X))
         # Absolute errors: single measurements go wrong by much. 3-14% better on five GPUs timed once a shape.
         trees = HistGradientBoostingRegressor(
             loss="absolute_error",

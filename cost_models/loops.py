@@ -13,7 +13,7 @@ the call is divided by the threads, and takes so many seconds a unit, which a ta
     other rows: sums set up and finished, of all lanes
     linear layers with tokens along the vector: x and y that go there and back
 
-Which amounts there are was found on the two bundled tables of one CPU, shape by shape left out. On tables of another
+Which amounts there are was found on the two bundled tables of an EPYC, shape by shape left out. On tables of another
 CPU that had no say, sums of them are 14% off where a plain roofline is 25% (five shapes of a ResNet20), and both are
 18% off for three linear shapes.
 

@@ -31,7 +31,7 @@ from cost_models.features import SIZES, with_structure
 from cost_models.learned import Learned, Predict, check_shapes, one_mode
 from cost_models.roofline import Rates
 from cost_models.rows import Array, checked, shape_groups, split_by_shape
-from cost_models.work import OWN_KERNELS, own_kernels
+from cost_models.work import own_form
 
 FEWEST_ANCHORS = 5
 ENOUGH_TREES = 40  # for the anchors, which are few and are learned from dozens of times over
@@ -154,7 +154,7 @@ class Transfer(Learned):
             """What is learned from these rows: by themselves, and of each source its error's line and lent rates."""
             lines = [_error_line(X[rows], (log_seconds - log_told)[rows]) for log_told in told.values()]
             lent = [_rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
-            return self._alone(X[rows].reset_index(drop=True), seconds[rows]), lines, lent
+            return self._alone(X[rows], seconds[rows]), lines, lent
 
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
         left_out = np.empty((len(X), 2 + 2 * len(told)))  # two of the anchors alone, two of each other device
@@ -184,7 +184,7 @@ class Transfer(Learned):
 def _rates(X: pd.DataFrame, seconds: Array) -> Rates:
     """The sums of work of these rows, of the formats that they have."""
     formats = tuple(sorted(set(with_structure(X)["format"])))
-    return roofline.fitted(X, seconds, formats, OWN_KERNELS if own_kernels(X) else "plain")
+    return roofline.fitted(X, seconds, formats, own_form(X) or "plain")
 
 
 def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:

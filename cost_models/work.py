@@ -55,9 +55,9 @@ def amounts(X: pd.DataFrame, form: str, formats: Sequence[str]) -> Array:
     return np.stack(terms, axis=1)
 
 
-def own_kernels(X: pd.DataFrame) -> bool:
-    """Whether all rows of X are of our CPU kernels."""
-    return "backend" in X.columns and bool(X["backend"].eq("numba").all())
+def own_form(X: pd.DataFrame) -> str | None:
+    """The form of our CPU kernels where all rows of X are theirs."""
+    return OWN_KERNELS if "backend" in X.columns and X["backend"].eq("numba").all() else None
 
 
 def fitted_rates(work: Array, seconds: Array) -> Array:

@@ -25,7 +25,7 @@ from search.problem import Interval
 
 SPREAD, WEIGHT = 0.0225, 4
 MOOD = 0.01
-"""30 promises for three models on two virtual cores left 1.6 to 2.0% and, between sessions, 0.3 to 1.0% more.
+"""36 promises for three models on two virtual cores left 1.6 to 2.4% and, between sessions, 0.3 to 2.0% more.
 
 `python tests/benchmarks/guarantee.py` prints in its last line what `scatter` makes of all that a task's searches and
 verifications left.
