@@ -34,9 +34,9 @@ def frame(x: Images, margin: int) -> Images:
         return x
     batch, channels, h, w = x.shape
     framed = Framed(Places(batch, channels, h, w, margin))
-    source = x.detach().contiguous().numpy().reshape(-1)
+    source = x.contiguous()
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, source, Places(batch, channels, h, w), framed.array, framed.places)
+    images.copy(host().lanes, source.data_ptr(), Places(batch, channels, h, w), framed.address, framed.places)
     return framed
 
 
@@ -46,7 +46,7 @@ def plain(x: Images) -> Tensor:
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.array, x.places, result.numpy().reshape(-1), Places(*x.places.shape))
+    images.copy(host().lanes, x.address, x.places, result.data_ptr(), Places(*x.places.shape))
     return result
 
 

@@ -16,6 +16,7 @@ from functools import cache
 
 from numba import njit, prange
 
+from sparse_kernels.cpu.call import Call
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
@@ -24,7 +25,6 @@ from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
-from sparse_kernels.plan import Array
 
 # Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
 # second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
@@ -40,25 +40,21 @@ def enough(n: int, lanes: int, threads: int) -> bool:
     return 4 * threads * -(-vectors // threads) <= 5 * vectors
 
 
-def multiply(
+def prepared(
     weights: Panels | SingleRows,
+    shape: tuple[int, int],
     vectors: int,
     target: Target,
     layouts: tuple[str, str],
     n: int,
-    x: Array,
-    y: Array,
-    bias: Array,
-    activation: int,
     threads: int,
-) -> None:
-    """activation(w @ x + bias) for w (m, k) and n tokens, by register tiles of `vectors` vectors.
+) -> Call:
+    """How weights of this shape (m, k) multiply n tokens, by register tiles of `vectors` vectors.
 
     layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
-    out for whole tiles then. activation: its code.
+    out for whole tiles then.
     """
-    m, k = bias.size, x.size // n if layouts[0] != "token_blocked" else x.shape[1]
-    lanes = target.lanes
+    (m, k), lanes = shape, target.lanes
     single = isinstance(weights, SingleRows)
     if isinstance(weights, SingleRows):
         rows, tile = 1, weights.stride // lanes
@@ -79,29 +75,18 @@ def multiply(
     tokens = -(-block // tile) * tile * lanes
     laid_out = (k if x_layout != "token_blocked" else 0) + (run if y_layout != "token_blocked" else 0)
     needed = threads * tokens * laid_out
-    scratch = borrow(needed)
-    multiply_blocks = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout)
-    multiply_blocks(
-        weights.arrays,
-        x,
-        y,
-        n,
-        k,
-        m,
-        bias,
-        activation,
-        scratch[:needed],
-        x_starts,
-        y_starts,
-        there.x_starts,
-        block,
-        tokens,
-        run,
-        there.x_stride if x_layout == "token_blocked" else here.x_stride,
-        there.y_stride if y_layout == "token_blocked" else here.y_stride,
-        threads,
-    )
-    give_back(scratch)
+    x_stride = there.x_stride if x_layout == "token_blocked" else here.x_stride
+    y_stride = there.y_stride if y_layout == "token_blocked" else here.y_stride
+    multiply, arrays = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout), weights.arrays
+    places = x_starts, y_starts, there.x_starts, block, tokens, run, x_stride, y_stride
+
+    def call(x: int, y: int, bias: int, activation: int) -> bool:
+        scratch = borrow(needed)
+        multiply(arrays, x, y, n, k, m, bias, activation, scratch, needed // threads, *places, threads)
+        give_back(scratch)
+        return True
+
+    return call
 
 
 @njit(inline="always")
@@ -131,11 +116,11 @@ def kernel(
 ) -> Callable[..., None]:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
 
-    Called with (weights.arrays, x, y, n, k, m, bias (m), activation code, scratch, where the vectors start in x and
-    in y (int64; in those of a block, unless x or y is blocked), where they start in blocked x, vectors of a block,
-    tokens that there is room for in one, rows of y put in their places together, elements from one column of x to the
-    next, from one row of y to the next, parts). scratch: (parts, x and such rows of y of a block, less what is
-    blocked). x_layout: also COPIED.
+    Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, scratch, its
+    elements for each part, where the vectors start in x and in y (int64; in those of a block, unless x or y is
+    blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows of y put
+    in their places together, elements from one column of x to the next, from one row of y to the next, parts).
+    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED.
     """
     fuse = int(fused)
     unfinished, unframed = PARTIAL, 0
@@ -149,16 +134,16 @@ def kernel(
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, y, n, k, m, bias, activation, scratch, x_starts, y_starts, x_from,
+        weights, x_at, y_at, n, k, m, bias_at, activation, scratch, elements, x_starts, y_starts, x_from,
         most, tokens, run, x_stride, y_stride, parts
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
-        x_at, y_at, bias_at, scratch_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data, scratch.ctypes.data
+        scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         for part in prange(parts):
             begin, end = units * part // parts, units * (part + 1) // parts
-            here = scratch_at + part * (scratch.size // parts) * 4
+            here = scratch_at + part * elements * 4
             x_here = x_at if x_blocked else here
             y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
             begin, each = begin * unit, min(end * unit, total) - begin * unit

@@ -1,13 +1,34 @@
-"""What every plan does with the arguments of a call before a kernel may have them."""
+"""What happens between the call of a plan and its kernel: as little as possible, and once what can be done once.
+
+A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
+the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
+kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
+addresses; and who has checked its arguments, as torch layers have, calls that directly (`LinearPlan.run`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparse_kernels.cpu.scratch import aligned
+from sparse_kernels.cpu.scratch import address, aligned
+from sparse_kernels.cpu.threads import count, exclusive
+from sparse_kernels.cpu.vectors import TILE
 from sparse_kernels.plan import ACTIVATIONS, Array, check_call
+
+# What a plan has worked out for so many tokens and threads: called with the addresses of x, y and bias, and the code
+# of the activation. False if y has to be computed again in another way.
+Call = Callable[[int, int, int, int], bool]
+
+# The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
+# bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
+# adds nothing. activation(w @ x + added + bias) is in y, or y means nothing if the result is False.
+Product = Callable[..., bool]
+
+KEPT_CALLS = 64  # by a plan; then it forgets them all
 
 # Elements from which on results start at a cache line: NumPy puts large arrays 16 bytes behind one, every vector that
 # is stored then crosses two, and a layer of 3072 outputs takes a tenth longer.
@@ -32,6 +53,58 @@ def arguments(
     y = _empty([free if length is None else length for length in y_shape]) if out is None else out
     bias = np.zeros(features, np.float32) if bias is None else np.ascontiguousarray(bias)
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
+
+
+@dataclass(frozen=True, eq=False)
+class LinearPlan:
+    """What plans of linear layers (m, k) share: how they are called."""
+
+    shape: tuple[int, int]
+    layout: str
+    _calls: dict[tuple[int, int], Call] = field(default_factory=dict, kw_only=True)
+
+    def __call__(
+        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
+    ) -> Array:
+        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
+        x, y, bias, code, n = linear_arguments(self.layout, *self.shape, self._tile_tokens, x, bias, activation, out)
+        if n:
+            self.run(address(x), address(y), n, address(bias), code)
+        return y
+
+    def run(self, x: int, y: int, n: int, bias: int, activation: int) -> None:
+        """The same for n > 0 tokens at addresses that hold what the layout says; nothing is checked.
+
+        activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
+        """
+        threads = count()
+        call = self._calls.get((n, threads))
+        if call is None:
+            if len(self._calls) >= KEPT_CALLS:
+                self._calls.clear()
+            call = self._calls[n, threads] = self._prepared(n, threads)
+        with exclusive():
+            right = call(x, y, bias, activation)
+        if not right:
+            self._otherwise().run(x, y, n, bias, activation)
+
+    @property
+    def _tile_tokens(self) -> int:
+        """Tokens of a tile, of layouts that are blocked."""
+        return TILE * self._lanes
+
+    @property
+    def _lanes(self) -> int:
+        """Of vectors of tokens, of layouts that are blocked."""
+        raise NotImplementedError
+
+    def _prepared(self, n: int, threads: int) -> Call:
+        """How n > 0 tokens are run with so many threads."""
+        raise NotImplementedError
+
+    def _otherwise(self) -> LinearPlan:
+        """The plan that is right where this one said that it is not."""
+        raise NotImplementedError
 
 
 def linear_arguments(

@@ -24,15 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx, images, matrix, matrix_conv2d, rows, single
-from sparse_kernels.cpu.call import arguments
+from sparse_kernels.cpu.call import Product, arguments
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.matrix import MatrixPanels
 from sparse_kernels.cpu.panels import Groups, Panels, group_height, groups, panels
-from sparse_kernels.cpu.scratch import Pool, borrow, give_back
+from sparse_kernels.cpu.scratch import Pool, address, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.thirds import has_thirds
-from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, columns
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan import ACTIVATIONS, Array
@@ -101,6 +101,7 @@ class Conv2dPlan:
     emulated: bool = False
     _pool: Pool = field(default_factory=Pool)
     _placed: dict[tuple[int, int | None, int | None], Placed] = field(default_factory=dict)
+    _calls: dict[tuple[int, int | None, int | None, int], Callable[..., None]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +117,7 @@ class Conv2dPlan:
         x, y, bias, code = arguments(x, (None, s.c_in, s.h, s.w), bias, activation, out, y_shape, s.c_out)
         if y.size:
             batch = x.shape[0]
-            self._run(x.reshape(-1), self.x_places(batch), bias, code, y.reshape(-1), self.y_places(batch))
+            self.run(address(x), self.x_places(batch), address(bias), code, address(y), self.y_places(batch))
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> Places:
@@ -154,63 +155,96 @@ class Conv2dPlan:
         `adds`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
-        self._run(x, x_places, bias, ACTIVATIONS.index(activation), y, y_places, added)
+        there = 0 if added is None else address(added)
+        self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
+
+    def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
+        """The same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
+        with exclusive():
+            self._call(x_at, y_at, count())(x, y, bias, activation, added)
+
+    def _call(self, x_at: Places, y_at: Places, threads: int) -> Callable[..., None]:
+        """How images that lie so are run: worked out once."""
+        key = x_at.batch, x_at.margin, y_at.margin, threads
+        call = self._calls.get(key)
+        if call is None:
+            for oldest in list(self._calls)[: 1 - REMEMBERED]:
+                self._calls.pop(oldest, None)
+            call = self._calls[key] = self._prepared(x_at, y_at, threads)
+        return call
 
     def copy(self) -> Conv2dPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={})
+        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
 
-    def _run(
-        self, x: Array, x_at: Places, bias: Array, activation: int, y: Array, y_at: Places, added: Array | None = None
-    ) -> None:
-        # A few images at a time, so that what one step writes is in the cache when the next one reads it.
-        batch, threads = x_at.batch, numba.get_num_threads()
+    def _prepared(self, x_at: Places, y_at: Places, threads: int) -> Callable[..., None]:
+        """What runs images that lie so, with so many threads.
+
+        A few images at a time, so that what one step writes is in the cache when the next one reads it.
+        """
+        batch = x_at.batch
         rounds = -(-batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         step = -(-batch // (rounds * threads)) * threads
         by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
         if reads_frames(self.shape, x_at.margin) or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
             step = batch
-        with exclusive():
-            for first in range(0, batch, step):
-                some = min(step, batch - first)
-                begin = first * y_at.image
-                rest = y[begin:], y_at.of_batch(some), None if added is None else added[begin:]
-                self._run_some(x[first * x_at.image :], x_at.of_batch(some), bias, activation, *rest)
+        images = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
+        products = {
+            some: self._product(x_at.of_batch(some), y_at.of_batch(some), threads) for some in map(len, images)
+        }
 
-    def _run_some(
-        self, x: Array, x_at: Places, bias: Array, activation: int, y: Array, y_at: Places, added: Array | None
-    ) -> None:
-        batch, c_out = x_at.batch, self.shape.c_out
+        def call(x: int, y: int, bias: int, activation: int, added: int) -> None:
+            for some in images:
+                x_here, y_here = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
+                added_here = added and added + y_here
+                if not products[len(some)](x_here, y + y_here, bias, activation, added_here):
+                    x_some, y_some = x_at.of_batch(len(some)), y_at.of_batch(len(some))
+                    self._vectors._call(x_some, y_some, threads)(x_here, y + y_here, bias, activation, added_here)
+
+        return call
+
+    def _product(self, x_at: Places, y_at: Places, threads: int) -> Product:
+        """Images laid out where they have to be, multiplied, and results collected where they were not written."""
         placed = self._known(x_at, y_at)
-        where, at = placed.where, placed.at
-        threads = numba.get_num_threads()
-        lay_out = images.lay_out(self.target.lanes)
-        source, result, finite = x, y, True
-        if where is not None:
-            source = self._pool.take(where.size, batch)
-            steps = (where.image, where.plane, where.pitch, self.shape.c_in * where.plane)
-            padding = self.shape.padding
-            lay_out(x[x_at.first :], images.steps(x_at), source, steps, where.phases, padding, x_at.shape, threads)
-        if at.flat is not None:
-            result = borrow(c_out * at.y_stride)
-        fused, weights, offsets, vectors = self.target.fused, placed.weights, placed.offsets, self.tile[1]
+        where, at, batch, c_out = placed.where, placed.at, x_at.batch, self.shape.c_out
+        x_size = x_at.size if where is None else where.size
+        product = self._multiplied(placed, x_size, threads)
+        if where is None and at.flat is None:
+            return product
+        lay_out, pool = images.lay_out(self.target.lanes), self._pool
+        x_steps, y_steps = images.steps(x_at), (*images.steps(y_at), 0)
+        x_first, y_first = 4 * x_at.first, 4 * y_at.first
+
+        def call(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+            source, result = x, y
+            if where is not None:
+                laid = pool.take(where.size, batch)
+                source = address(laid)
+                steps = where.image, where.plane, where.pitch, self.shape.c_in * where.plane
+                padding = self.shape.padding
+                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_at.shape, threads)
+            if at.flat is not None:
+                flat = borrow(c_out * at.y_stride)
+                result = address(flat)
+            finite = product(source, result, bias, activation, added)
+            if at.flat is not None:
+                flat_steps = at.flat[0], at.y_stride, at.flat[1]
+                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_at.shape, threads)
+                give_back(flat)
+            if where is not None:
+                pool.give_back(laid, batch)
+            return finite
+
+        return call
+
+    def _multiplied(self, placed: Placed, x_size: int, threads: int) -> Product:
+        weights, at, fused = placed.weights, placed.at, self.target.fused
         if isinstance(weights, SingleRows):
-            single.multiply_gathered(weights, fused, at, source, offsets, result, bias, activation, added=added)
-        elif isinstance(weights, MatrixPanels):
+            return single.prepared(weights, fused, at, placed.offsets, threads)
+        if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
-            finite = matrix_conv2d.multiply(
-                weights, placed.blocks, at, source, result, bias, activation, added, self.emulated
-            )
-        else:
-            rows.multiply(weights, vectors, fused, at, source, result, bias, activation, placed.columns, added=added)
-        if at.flat is not None:
-            from_flat, to = (at.flat[0], at.y_stride, at.flat[1]), (*images.steps(y_at), 0)
-            lay_out(result, from_flat, y[y_at.first :], to, images.ONE_PHASE, (0, 0), y_at.shape, threads)
-            give_back(result)
-        if where is not None:
-            self._pool.give_back(source, batch)
-        if not finite:
-            self._vectors._run_some(x, x_at, bias, activation, y, y_at, added)
+            return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
+        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads)
 
     @cached_property
     def _vectors(self) -> Conv2dPlan:

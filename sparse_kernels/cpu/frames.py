@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparse_kernels.cpu.scratch import aligned
+from sparse_kernels.cpu.scratch import address, aligned
 from sparse_kernels.plan import Array
 
 LINE = 16  # elements of a cache line, and of the widest vector; longer ones (`amx`) are read and written by halves
@@ -120,6 +120,7 @@ class Framed:
 
     def __init__(self, places: Places) -> None:
         self.array, self.places = _spare.take(places), places
+        self.address = address(self.array)
 
     def __del__(self, give_back: Callable[[Places, Array], None] = _spare.give_back) -> None:
         # Bound above: when Python ends, what the module names may be gone before this object is.

@@ -16,16 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-import numba
 import numpy as np
-from numba import prange
+from numba import carray, prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.frames import Places
-from sparse_kernels.cpu.micro import copy_every_other, copy_run
-from sparse_kernels.cpu.threads import exclusive
-from sparse_kernels.plan import Array
+from sparse_kernels.cpu.micro import copy_every_other, copy_run, floats_at
+from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.shapes import Conv2dShape
 
 ONE_PHASE = np.zeros((1, 1), np.int64)
@@ -97,16 +95,16 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 def lay_out(lanes: int) -> Callable[..., None]:
     """The compiled copy of images from one layout to another, vectors of `lanes` at a time.
 
-    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), parts): x and y flat; x_steps: from
-    an image, a channel, a row to the next; y_steps: these and from a phase to the next; phases (stride_h, stride_w).
+    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), parts): x and y addresses; x_steps:
+    from an image, a channel, a row to the next; y_steps: these and from a phase to the next; phases (stride_h,
+    stride_w).
     Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
     """
 
     @compiled
-    def copy(x, x_steps, y, y_steps, phases, padding, shape, parts):  # type: ignore[no-untyped-def]
+    def copy(x_at, x_steps, y_at, y_steps, phases, padding, shape, parts):  # type: ignore[no-untyped-def]
         batch, channels, h, w = shape
         stride_h, stride_w = phases.shape
-        x_at, y_at = x.ctypes.data, y.ctypes.data
         for part in prange(parts):
             # Rows of all images are shared, as the positions are when they are computed.
             begin, end = batch * h * part // parts, batch * h * (part + 1) // parts
@@ -131,20 +129,24 @@ def lay_out(lanes: int) -> Callable[..., None]:
                                 elif stride_w == 2:
                                     copy_every_other(lanes, x_at + here * 4, y_at + there * 4, count)
                                 else:
+                                    x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
+                                    y = carray(floats_at(y_at + there * 4), count)
                                     for j in range(count):
-                                        y[there + j] = x[here + j * stride_w]
+                                        y[j] = x[j * stride_w]
                                 here += stride_h * x_steps[2]
                                 there += y_steps[2]
 
     return copy
 
 
-def copy(lanes: int, x: Array, x_places: Places, y: Array, y_places: Places) -> None:
-    """Copy images from flat x to flat y, each lying as its places say; frames of y stay as they are."""
-    run, threads = lay_out(lanes), numba.get_num_threads()
-    begin, to = y[y_places.first :], (*steps(y_places), 0)
+def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
+    """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
+    run, to = lay_out(lanes), (*steps(y_places), 0)
     with exclusive():
-        run(x[x_places.first :], steps(x_places), begin, to, ONE_PHASE, (0, 0), x_places.shape, threads)
+        run(
+            x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
+            ONE_PHASE, (0, 0), x_places.shape, count(),
+        )  # fmt: skip
 
 
 def steps(places: Places) -> tuple[int, int, int]:

@@ -13,21 +13,20 @@ bytes would be no faster there. Activations, sums and results are float32 either
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numba
 
 from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
-from sparse_kernels.cpu.call import arguments, linear_arguments
+from sparse_kernels.cpu.call import Call, LinearPlan
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
-from sparse_kernels.cpu.scratch import borrow, give_back
+from sparse_kernels.cpu.scratch import address, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
-from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed, rounded
-from sparse_kernels.plan import BLOCKED_LAYOUTS, Array
+from sparse_kernels.plan import BLOCKED_LAYOUTS
 
 WEIGHTS = ("float32", "bfloat16")
 
@@ -49,66 +48,53 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenPlan:
+class TokenPlan(LinearPlan):
     """Token-major x read as it lies, y written as it lies: also where its rows are permuted (Shfl-BW)."""
 
-    shape: tuple[int, int]
     panels: Panels
     tile: tuple[int, int, int]  # tokens, vectors, lanes
     fused: bool
     kernel: str
-    layout: str
     permuted: bool
-    _known: dict[tuple[int, int], tuple[int, bool, tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights as the kernel reads them."""
         return self.panels.nbytes
 
-    def __call__(
-        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
-    ) -> Array:
-        """activation(x @ w.T + bias), as `Plan` says; x that is not C-contiguous is copied."""
-        m, k = self.shape
-        x, y, bias, code = arguments(x, (None, k), bias, activation, out, (None, m), m)
-        n = x.shape[0]
-        if n:
-            threads, places = numba.get_num_threads(), self.panels.places
-            step, close, order = self._known.get((n, threads)) or self._find(n, threads)
-            run = tokens.kernel(step, *self.tile[1:], self.fused, self.permuted, self.panels.values.itemsize, close)
-            room, waiting = None, y
-            if self.permuted:
-                room = borrow(n * self.panels.row_ids.size)
-                waiting = room[: n * self.panels.row_ids.size].reshape(n, -1)
-            with exclusive():
-                run(self.panels.arrays, x, y, bias, code, *order, threads, places, waiting)
-            if room is not None:
-                give_back(room)
-        return y
+    @property
+    def _lanes(self) -> int:
+        return self.tile[2]
 
-    def _find(self, n: int, threads: int) -> tuple[int, bool, tuple[int, int]]:
-        """(tokens at a time, close, order) of `tokens`; kept, as finding it takes as long as a small layer."""
+    def _prepared(self, n: int, threads: int) -> Call:
+        (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
-        order = tokens.order(step, self.shape[1], n, self.panels, threads, self.permuted)
-        found = self._known[n, threads] = step, tokens.close(n, step, host()), order
-        return found
+        close, order = tokens.close(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
+        run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, close)
+        weights, places = panels.arrays, panels.places
+        needed = n * panels.row_ids.size if permuted else 0
+
+        def call(x: int, y: int, bias: int, activation: int) -> bool:
+            waiting = borrow(needed)
+            run(weights, x, y, n, k, m, bias, activation, *order, threads, places, waiting)
+            give_back(waiting)
+            return True
+
+        return call
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy())
+        return replace(self, panels=self.panels.copy(), _calls={})
 
 
 @dataclass(frozen=True, eq=False)
-class RowPlan:
+class RowPlan(LinearPlan):
     """Tokens along the vector: x feature-major or blocked as it lies, or any x laid out so."""
 
-    shape: tuple[int, int]
     panels: Panels | SingleRows
     tile: tuple[int, int]  # rows, vectors
     target: Target
     kernel: str
-    layout: str
     way: str = ""
 
     @property
@@ -116,70 +102,60 @@ class RowPlan:
         """Bytes of the weights as the kernel reads them."""
         return self.panels.nbytes
 
-    def __call__(
-        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
-    ) -> Array:
-        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
-        (m, k), lanes = self.shape, self.target.lanes
-        x, y, bias, code, n = linear_arguments(self.layout, m, k, TILE * lanes, x, bias, activation, out)
-        if n == 0:
-            return y
-        threads = numba.get_num_threads()
-        with exclusive():
-            if self.layout in BLOCKED_LAYOUTS:
-                self._call_blocked(x, n, bias, code, y, threads)
-            elif self.layout == "feature_major" and not self.way and lanes <= n < 2**31 // k:
-                self._run_in_place(x, n, bias, code, y)
-            elif self.way == "blocks" or (not self.way and blocks.enough(n, lanes, threads)):
-                self._run_blocks((self.layout, self.layout), n, x, y, bias, code, threads)
-            else:
-                self._run_packed(x, n, bias, code, y, threads)
-        return y
+    @property
+    def _lanes(self) -> int:
+        return self.target.lanes
 
     def copy(self) -> RowPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy())
+        return replace(self, panels=self.panels.copy(), _calls={})
 
-    def _call_blocked(self, x: Array, n: int, bias: Array, code: int, y: Array, threads: int) -> None:
-        (m, k), lanes = self.shape, self.target.lanes
-        if self.layout == "token_blocked" and not blocks.enough(n, TILE * lanes, threads):
-            self._run_tiles(whole_tiles(len(x), lanes, k, m), x, y, bias, code)
-        else:
-            x_layout = "token_major" if self.layout == "into_blocks" else "token_blocked"
-            y_layout = "token_major" if self.layout == "out_of_blocks" else "token_blocked"
-            self._run_blocks((x_layout, y_layout), n, x, y, bias, code, threads)
+    def _prepared(self, n: int, threads: int) -> Call:
+        (m, k), lanes, layout = self.shape, self.target.lanes, self.layout
+        if layout == "token_blocked" and not blocks.enough(n, self._tile_tokens, threads):
+            return self._on_tiles(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
+        if layout in BLOCKED_LAYOUTS:
+            x_layout = "token_major" if layout == "into_blocks" else "token_blocked"
+            y_layout = "token_major" if layout == "out_of_blocks" else "token_blocked"
+            return self._in_blocks((x_layout, y_layout), n, threads)
+        if layout == "feature_major" and not self.way and lanes <= n < 2**31 // k:
+            return self._in_place(n, threads)
+        if self.way == "blocks" or (not self.way and blocks.enough(n, lanes, threads)):
+            return self._in_blocks((layout, layout), n, threads)
+        return self._packed(n, threads)
 
-    def _run_blocks(
-        self, layouts: tuple[str, str], n: int, x: Array, y: Array, bias: Array, code: int, threads: int
-    ) -> None:
-        blocks.multiply(self.panels, self.tile[1], self.target, layouts, n, x, y, bias, code, threads)
+    def _in_blocks(self, layouts: tuple[str, str], n: int, threads: int) -> Call:
+        return blocks.prepared(self.panels, self.shape, self.tile[1], self.target, layouts, n, threads)
 
-    def _run_in_place(self, x: Array, n: int, bias: Array, code: int, y: Array) -> None:
-        k, lanes, fused = self.shape[1], self.target.lanes, self.target.fused
-        at, x, y = as_it_lies(n, lanes), x.ravel(), y.ravel()
+    def _in_place(self, n: int, threads: int) -> Call:
+        k, fused, at = self.shape[1], self.target.fused, as_it_lies(n, self.target.lanes)
         if isinstance(self.panels, SingleRows):
-            single.multiply_gathered(self.panels, fused, at, x, columns(k, n), y, bias, code)
-        else:
-            rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, k)
+            return single.prepared(self.panels, fused, at, columns(k, n), threads)
+        return rows.prepared(self.panels, self.tile[1], fused, at, k, threads)
 
-    def _run_packed(self, x: Array, n: int, bias: Array, code: int, y: Array, threads: int) -> None:
+    def _packed(self, n: int, threads: int) -> Call:
         (m, k), lanes, vectors = self.shape, self.target.lanes, self.tile[1]
         pack, unpack = transpose.kernels(lanes, self.layout == "token_major")
         at = in_tiles(n, vectors, lanes, k, m)
         size = -(-at.x_starts.size // vectors) * vectors * lanes
-        buffer = borrow(size * (k + m))
-        x_packed, y_packed = buffer[: size * k], buffer[size * k : size * (k + m)]
-        pack(x, x_packed, at.x_starts, at.x_stride, n, k, threads)
-        self._run_tiles(at, x_packed, y_packed, bias, code)
-        unpack(y, y_packed, at.y_starts, at.y_stride, n, m, threads)
-        give_back(buffer)
+        product = self._on_tiles(at, threads)
 
-    def _run_tiles(self, at: Vectors, x: Array, y: Array, bias: Array, code: int) -> None:
-        x, y, fused = x.ravel(), y.ravel(), self.target.fused
+        def call(x: int, y: int, bias: int, activation: int) -> bool:
+            buffer = borrow(size * (k + m))
+            x_packed = address(buffer)
+            y_packed = x_packed + 4 * size * k
+            pack(x, x_packed, at.x_starts, at.x_stride, n, k, threads)
+            product(x_packed, y_packed, bias, activation)
+            unpack(y, y_packed, at.y_starts, at.y_stride, n, m, threads)
+            give_back(buffer)
+            return True
+
+        return call
+
+    def _on_tiles(self, at: Vectors, threads: int) -> Call:
         if isinstance(self.panels, SingleRows):
-            single.multiply_packed(self.panels, fused, at, x, y, bias, code)
-        else:
-            rows.multiply(self.panels, self.tile[1], fused, at, x, y, bias, code, self.shape[1])
+            return single.prepared(self.panels, self.target.fused, at, None, threads)
+        return rows.prepared(self.panels, self.tile[1], self.target.fused, at, self.shape[1], threads)
 
 
 def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:
@@ -267,7 +243,7 @@ def build(
     check_weights(packed, weights)
     if choice.kernel == "amx":
         return MatrixPlan(
-            packed.shape, matrix.linear_panels(packed), packed.pattern.format, layout,
+            packed.shape, layout, matrix.linear_panels(packed), packed.pattern.format,
             lambda: build(packed, layout, n, by_vectors(packed, layout, n)),
         )  # fmt: skip
     target, narrow = host(), weights == "bfloat16"
@@ -280,14 +256,14 @@ def build(
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
         cut = cut.in_stages(tokens.stages(size, packed.shape[1], target), packed.shape[1])
-        return TokenPlan(packed.shape, cut, choice.tile, target.fused, name, layout, permuted(packed))
+        return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:
         laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes)
     else:
         laid_out = panels(groups(packed), size)
     name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
-    return RowPlan(packed.shape, laid_out, (size, vectors), target, name, layout, choice.way)
+    return RowPlan(packed.shape, layout, laid_out, (size, vectors), target, name, choice.way)
 
 
 def check_weights(packed: Packed, weights: str) -> None:

@@ -11,10 +11,9 @@ finite, or thirds overflowed where float32 does not, or another way. Then the pl
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
-import numba
 import numpy as np
 from numba import prange
 from numpy.typing import NDArray
@@ -30,15 +29,13 @@ from sparse_kernels.cpu.amx import (
     TILE_BYTES,
     TOKENS,
 )  # fmt: skip
-from sparse_kernels.cpu.call import linear_arguments
+from sparse_kernels.cpu.call import Call, LinearPlan
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.panels import Groups, group_height, groups
 from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
 from sparse_kernels.cpu.thirds import has_thirds, thirds
-from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, columns
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import Array, Plan
 
 # Bytes of the second-level cache of processors that have the unit, and those of x and y of a block that stay in it
 # while weights pass by.
@@ -184,20 +181,17 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPlan:
+class MatrixPlan(LinearPlan):
     """Any layout of x and y, split and put in place by the thread that multiplies.
 
     by_vectors: makes the plan that computes y where sums are not finite; it is kept from then on. So the plan holds
     on to the packed weight, 4 bytes a number that `nbytes` does not count.
     """
 
-    shape: tuple[int, int]
     panels: MatrixPanels
     format: str
-    layout: str
-    by_vectors: Callable[[], Plan]
+    by_vectors: Callable[[], LinearPlan]
     emulated: bool = False
-    _rooms: dict[tuple[int, int], Room] = field(default_factory=dict)
 
     @property
     def kernel(self) -> str:
@@ -209,45 +203,45 @@ class MatrixPlan:
         """Bytes of the weights as the kernel reads them."""
         return self.panels.nbytes
 
-    def __call__(
-        self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
-    ) -> Array:
-        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
+    @property
+    def _lanes(self) -> int:
+        return ROWS
+
+    def _prepared(self, n: int, threads: int) -> Call:
         m, k = self.shape
-        x, y, bias, code, n = linear_arguments(self.layout, m, k, TILE * ROWS, x, bias, activation, out)
-        if n == 0:
-            return y
-        threads = min(numba.get_num_threads(), -(-n // ROWS))
-        found = self._rooms.get((n, threads))
-        if found is None:
-            found = self._rooms[n, threads] = room(self.panels, k, n, threads)
-        scratch = borrow(threads * found.thread_bytes // 4)
+        parts = min(threads, -(-n // ROWS))
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
         run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
-        with exclusive():
-            finite = run(
-                self.panels.arrays, self.panels.places, x, y, n, k, m, bias, code,
-                scratch, found.tiles, found.x_bytes, found.y_bytes, found.thread_bytes, threads,
-            )  # fmt: skip
-        give_back(scratch)
-        return y if finite else self._vectors(x, bias, activation, y)
+        weights, places, needed = self.panels.arrays, self.panels.places, room(self.panels, k, n, parts)
+        sizes = needed.tiles, needed.x_bytes, needed.y_bytes, needed.thread_bytes
+
+        def call(x: int, y: int, bias: int, activation: int) -> bool:
+            scratch = borrow(parts * needed.thread_bytes // 4)
+            finite = run(weights, places, x, y, n, k, m, bias, activation, scratch, *sizes, parts)
+            give_back(scratch)
+            return finite
+
+        return call
+
+    def _otherwise(self) -> LinearPlan:
+        return self._vectors
 
     @cached_property
-    def _vectors(self) -> Plan:
+    def _vectors(self) -> LinearPlan:
         return self.by_vectors()
 
     def copy(self) -> MatrixPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy())
+        return replace(self, panels=self.panels.copy(), _calls={})
 
 
 @cache
 def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Callable[..., bool]:
     """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
 
-    Called with (panels.arrays, panels.places, x, y, n, k, m, bias (m), activation code, scratch float32 at a cache
-    line, and what `Room` says of it, parts, at most as many as there are vectors of 16 tokens). Returns whether all
-    sums were finite; else y means nothing.
+    Called with (panels.arrays, panels.places, addresses of x and y, n, k, m, address of bias (m), activation code,
+    scratch float32 at a cache line, and what `Room` says of it, parts, at most as many as there are vectors of 16
+    tokens). Returns whether all sums were finite; else y means nothing.
     """
     if not (emulated or amx.available()):
         raise RuntimeError("this process has no matrix unit")
@@ -260,11 +254,11 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, places, x, y, n, k, m, bias, activation, scratch, tiles, x_bytes, y_bytes, thread_bytes, parts
+        weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch,
+        tiles, x_bytes, y_bytes, thread_bytes, parts,
     ):  # fmt: skip
         values, columns, table = weights
         values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
-        x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
         panels = table.shape[0]
         units = (n + unit - 1) // unit
         flags = np.empty(parts, np.int32)

@@ -14,18 +14,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import numba
 import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx
 from sparse_kernels.cpu.amx import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
+from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.matrix import MatrixPanels
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.vectors import Vectors
-from sparse_kernels.plan import Array
 
 # Positions of a vector.
 LANES = TOKENS
@@ -100,43 +99,37 @@ def _whole_vectors(elements: int) -> int:
     return -(-elements // LANES) * LANES
 
 
-def multiply(
-    panels: MatrixPanels,
-    cut: Blocks,
-    at: Vectors,
-    x: Array,
-    y: Array,
-    bias: Array,
-    activation: int,
-    added: Array | None = None,
-    emulated: bool = False,
-) -> bool:
-    """activation(w @ x + added + bias) at these vectors of LANES positions; whether all sums were finite.
-
-    If not, y means nothing. x, y: flat. added: as of `rows.multiply`.
-    """
-    parts = min(numba.get_num_threads(), at.x_starts.size)
-    framed = at.keep is not None
-    scratch = borrow(parts * cut.thread_bytes // 4)
-    finite: bool = kernel(panels.row_tiles, framed, emulated)(
-        panels.arrays, panels.row_ids, x, at.x_starts, y, at.y_stride, at.y_starts,
-        at.y_starts if at.keep is None else at.keep, y if added is None else added, added is not None,
-        bias, activation, scratch,
+def prepared(
+    panels: MatrixPanels, cut: Blocks, at: Vectors, x_size: int, threads: int, emulated: bool = False
+) -> Product:
+    """The product at these vectors of LANES positions; false if not all sums were finite. x_size: elements of x."""
+    parts, framed = min(threads, at.x_starts.size), at.keep is not None
+    run = kernel(panels.row_tiles, framed, emulated)
+    weights, row_ids, keep = panels.arrays, panels.row_ids, at.y_starts if at.keep is None else at.keep
+    sizes = (
         (cut.per_image, cut.size, cut.images), (cut.planes, cut.plane_size, cut.before, cut.reach),
-        (cut.segment, cut.plane, cut.thread_bytes), parts,
+        (cut.segment, cut.plane, cut.thread_bytes),
     )  # fmt: skip
-    give_back(scratch)
-    return finite
+
+    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+        scratch = borrow(parts * cut.thread_bytes // 4)
+        places = x, x_size, at.x_starts, y, at.y_stride, at.y_starts, keep
+        finite = run(weights, row_ids, *places, added, bias, activation, scratch, *sizes, parts)
+        give_back(scratch)
+        return finite
+
+    return product
 
 
 @cache
 def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[..., bool]:
     """The compiled loops for panels of so many tiles.
 
-    Called with (panels.arrays, panels.row_ids, x, starts of vectors in x, y, elements of y a row step is, starts of
-    vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation code, scratch
-    at a cache line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
-    thread_bytes), and parts). Starts, lanes to keep: int64.
+    Called with (panels.arrays, panels.row_ids, x, its elements, starts of vectors in x, y, elements of y a row step
+    is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch at a
+    cache line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
+    thread_bytes), and parts). x, y, bias and what is added: addresses, the last one 0 for nothing. Starts, lanes to
+    keep: int64.
     """
     if not (emulated or amx.available()):
         raise RuntimeError("this process has no matrix unit")
@@ -144,15 +137,14 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, row_ids, x, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch,
-        cut, source, split, parts,
+        weights, row_ids, x_at, x_size, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        scratch, cut, source, split, parts,
     ):  # fmt: skip
         values, columns, table = weights
         per_image, size, images = cut
         planes, plane_size, before, reach = source
         segment, plane, thread_bytes = split
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
-        x_at, y_at, added_at, bias_at = x.ctypes.data, y.ctypes.data, added.ctypes.data, bias.ctypes.data
         panels, total = table.shape[0], x_starts.size
         distance = planes * plane * 2
         flags = np.empty(parts, np.int32)
@@ -180,7 +172,7 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
                     for p in range(planes):
                         here = start + p * plane_size
                         there = thirds + (p * plane + number * segment) * 2
-                        amx.split_run(x_at + here * 4, vectors, x.size - here, there, distance)
+                        amx.split_run(x_at + here * 4, vectors, x_size - here, there, distance)
                     for v in range(begin, behind):
                         places[v - first] = thirds + (number * segment + x_starts[v] - x_starts[begin]) * 2
                     begin = behind
@@ -204,7 +196,7 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
                         place = y_starts[v] * 4
                         amx.finish_positions(
                             frames, sums, rows, ids_at + panel * rows * 4, bias_at, activation, keep[v],
-                            added_at + place if adds else 0, y_at + place, y_stride, flag,
+                            added_at + place if added_at else 0, y_at + place, y_stride, flag,
                         )  # fmt: skip
                 first = stop
             amx.end(emulate, saved)

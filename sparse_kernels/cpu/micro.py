@@ -46,6 +46,17 @@ AHEAD = 1024
 
 
 @with_literals
+def floats_at(typing_context: Any, address: Any) -> Any:
+    """A pointer to float32 from an address, as `numba.carray` takes it."""
+    signature = types.CPointer(types.float32)(types.intp)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.inttoptr(args[0], F32.as_pointer())
+
+    return signature, generate
+
+
+@with_literals
 def token_tile(
     typing_context: Any,
     tokens: Any,

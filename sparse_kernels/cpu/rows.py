@@ -14,16 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numba
 from numba import prange
 
+from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import row_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, Vectors
-from sparse_kernels.plan import Array
 
 
 def tile(height: int, target: Target) -> tuple[int, int]:
@@ -72,29 +71,21 @@ def block(total: int, vectors: int, cached: int, threads: int) -> int:
     return -(-own // -(-own // limit)) * vectors
 
 
-def multiply(
-    panels: Panels,
-    vectors: int,
-    fused: bool,
-    at: Vectors,
-    x: Array,
-    y: Array,
-    bias: Array,
-    activation: int,
-    columns: int,
-    added: Array | None = None,
-) -> None:
-    """activation(w @ x + added + bias) at these vectors of positions, by tiles of up to `vectors` vectors.
+def prepared(panels: Panels, vectors: int, fused: bool, at: Vectors, columns: int, threads: int) -> Product:
+    """The product at these vectors of positions, by tiles of up to `vectors` vectors.
 
-    x, y: flat. activation: its code. columns: how many vectors of x a vector of positions may read. added: lies as y
-    does, where that is in frames.
+    columns: how many vectors of x a vector of positions may read.
     """
-    threads = numba.get_num_threads()
     size = block(at.x_starts.size, vectors, CACHED // (columns * at.lanes), threads)
     run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
-    result = y, at.y_stride, at.y_starts, at.y_starts if at.keep is None else at.keep
-    sums = y if added is None else added, added is not None
-    run(panels.arrays, x, at.x_stride, at.x_starts, *result, *sums, bias, activation, size, threads)
+    weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
+
+    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+        places = x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, keep
+        run(weights, *places, added, bias, activation, size, threads)
+        return True
+
+    return product
 
 
 @cache
@@ -102,24 +93,23 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
     """The compiled loop over blocks, panels and tiles for one tile size.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
-    is, starts of vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation
-    code, vectors in a block: whole tiles, parts). Starts, lanes to keep: int64. Lanes to keep and what is added are
-    looked at if `framed`. Vectors that do not fill a tile are computed one by one.
+    is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, vectors in a
+    block: whole tiles, parts). x, y, bias and what is added: addresses, the last one 0 for nothing. Starts, lanes to
+    keep: int64. Lanes to keep and what is added are looked at if `framed`. Vectors that do not fill a tile are
+    computed one by one.
     """
     fuse, frames = int(fused), int(framed)
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, x_scale, x_starts, y, y_stride, y_starts, keep, added, adds, bias, activation, block, parts
+        weights, x_at, x_scale, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation, block, parts
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         panels = table.shape[0]
         total = x_starts.size
         blocks = (total + block - 1) // block
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
-        x_at, y_at, bias_at = x.ctypes.data, y.ctypes.data, bias.ctypes.data
         x_starts_at, y_starts_at, keep_at = x_starts.ctypes.data, y_starts.ctypes.data, keep.ctypes.data
-        added_at = added.ctypes.data if adds else 0
         for part in prange(parts):
             for item in range(share(work, blocks, part, parts), share(work, blocks, part + 1, parts)):
                 panel = item % panels

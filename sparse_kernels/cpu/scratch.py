@@ -58,6 +58,12 @@ class Pool:
         self._free.append((key, buffer))
 
 
+def address(array: NDArray[Any]) -> int:
+    """Where an array begins, as kernels take it."""
+    at: int = array.__array_interface__["data"][0]
+    return at
+
+
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
     """A C-contiguous copy that starts at a cache line: else vectors lie in two each, and take two loads or stores.
 

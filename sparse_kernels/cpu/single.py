@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
@@ -34,7 +34,6 @@ from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
-from sparse_kernels.plan import Array
 
 # Columns that are worked on together: the floats in 128 bits.
 FOUR = 4
@@ -208,54 +207,27 @@ def pass_over(
     return signature, generate
 
 
-def multiply_packed(
-    rows: SingleRows, fused: bool, at: Vectors, x: Array, y: Array, bias: Array, activation: int
-) -> None:
-    """activation(w @ x + bias) from packed x to packed y (`vectors.in_tiles`), both flat. activation: its code."""
-    _run(rows, fused, False, at, x, np.empty(1, np.int32), y, bias, activation, np.empty((1, 1), np.float32))
+def prepared(rows: SingleRows, fused: bool, at: Vectors, offsets: NDArray[np.int32] | None, threads: int) -> Product:
+    """The product at these vectors of positions. Column c is offsets[c] behind the start of a vector in x.
 
-
-def multiply_gathered(
-    rows: SingleRows,
-    fused: bool,
-    at: Vectors,
-    x: Array,
-    offsets: NDArray[np.int32],
-    y: Array,
-    bias: Array,
-    activation: int,
-    added: Array | None = None,
-) -> None:
-    """activation(w @ x + added + bias) from flat x to flat y; added lies as y does, where that is in frames.
-
-    Column c is offsets[c] behind the start of a vector in x.
+    offsets None: x and y are packed (`vectors.in_tiles`).
     """
-    threads = numba.get_num_threads()
+    gathers = offsets is not None
+    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
+    weights, keep = rows.arrays, at.y_starts if at.keep is None else at.keep
+    offsets = np.empty(1, np.int32) if offsets is None else offsets
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
-    scratch = borrow(threads * elements)
-    here = scratch[: threads * elements].reshape(threads, elements)
-    _run(rows, fused, True, at, x, offsets, y, bias, activation, here, added)
-    give_back(scratch)
+    elements = elements if gathers else 0
 
+    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+        scratch = borrow(threads * elements)
+        places = x, at.x_starts, offsets, y, at.y_stride, at.y_starts, keep
+        run(weights, rows.m, *places, added, bias, activation, scratch, elements, threads)
+        give_back(scratch)
+        return True
 
-def _run(
-    rows: SingleRows,
-    fused: bool,
-    gathers: bool,
-    at: Vectors,
-    x: Array,
-    offsets: NDArray[np.int32],
-    y: Array,
-    bias: Array,
-    activation: int,
-    scratch: Array,
-    added: Array | None = None,
-) -> None:
-    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
-    where = x, at.x_starts, offsets, y, at.y_stride, at.y_starts, at.y_starts if at.keep is None else at.keep
-    sums = y if added is None else added, added is not None
-    run(rows.arrays, rows.m, *where, *sums, bias, activation, scratch, numba.get_num_threads())
+    return product
 
 
 def _bundles_at_a_time(stride: int) -> int:
@@ -268,11 +240,11 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
     """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
 
     Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
-    vectors in y, lanes of them to keep, what is added to y, whether anything is, bias (m), activation code, scratch,
-    parts). Starts, lanes to keep: int64. A kernel that gathers finds column c of a vector of x at its start plus
-    offsets[c] (int32), and packs x and y in scratch (parts, elements). One that does not gather takes them packed,
-    and reads neither offsets nor scratch. Lanes to keep and what is added are looked at if `framed`, by one that
-    gathers.
+    vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch, its elements for each
+    part, parts). x, y, bias and what is added: addresses, the last 0 for nothing. Starts, lanes to keep: int64. A
+    kernel that gathers finds column c of a vector of x at its start plus offsets[c] (int32), and packs x and y in
+    scratch. One that does not gather takes them packed, and reads neither offsets nor scratch. Lanes to keep and what
+    is added are looked at if `framed`, by one that gathers.
     """
     fuse = int(fused)
     unfinished, unchanged = PARTIAL, IDENTITY
@@ -282,14 +254,15 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        rows, m, x, x_starts, offsets, y, y_stride, y_starts, keep, added, adds, bias, activation, scratch, parts
+        rows, m, x_at, x_starts, offsets, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        scratch, elements, parts,
     ):  # fmt: skip
         stream, table, work, bounds = rows
         stages, bundles = table.shape
         total = x_starts.size
         tiles = (total + vectors - 1) // vectors
-        stream_at, x_at, y_at, bias_at = stream.ctypes.data, x.ctypes.data, y.ctypes.data, bias.ctypes.data
-        x_starts_at, offsets_at, scratch_at = x_starts.ctypes.data, offsets.ctypes.data, scratch.ctypes.data
+        stream_at, scratch_at = stream.ctypes.data, scratch.ctypes.data
+        x_starts_at, offsets_at = x_starts.ctypes.data, offsets.ctypes.data
         for part in prange(parts):
             begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
             while begin < end:
@@ -302,7 +275,7 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                 v, end_v = total * tile // tiles, total * (tile + 1) // tiles
                 if gathers:
                     # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
-                    y_here = scratch_at + (part * scratch.shape[1] - row * stride) * 4
+                    y_here = scratch_at + (part * elements - row * stride) * 4
                     x_here = y_here + (row + min(most * bundle, m)) * stride * 4
                 else:
                     y_here, x_here = y_at + y_starts[v] * 4, x_at + x_starts[v] * 4
@@ -345,7 +318,7 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                         y_stride,
                         y_starts.ctypes.data + v * 8,
                         keep.ctypes.data + v * 8,
-                        added.ctypes.data + row * y_stride * 4 if adds else 0,
+                        added_at + row * y_stride * 4 if added_at else 0,
                         activation,
                     )
                 elif gathers:

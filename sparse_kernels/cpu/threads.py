@@ -11,9 +11,11 @@ Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numba
+from numba.np.ufunc import parallel
 
 _MOST: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
@@ -21,10 +23,25 @@ _turn = threading.Lock()
 _free: AbstractContextManager[object] = nullcontext()
 
 
-def use(count: int) -> None:
+_ask: Callable[[], int] | None = None
+
+
+def count() -> int:
+    """How many threads kernels use now.
+
+    Numba's own function takes two locks at each call, half a microsecond, to see whether its threads have started.
+    """
+    global _ask
+    if _ask is None:
+        numba.get_num_threads()  # they have now
+        _ask = getattr(parallel, "_get_num_threads", numba.get_num_threads)
+    return _ask()
+
+
+def use(wanted: int) -> None:
     """Let kernels use so many threads, or as many as there are."""
-    wanted = min(count, _MOST)
-    if numba.get_num_threads() != wanted:
+    wanted = min(wanted, _MOST)
+    if count() != wanted:
         numba.set_num_threads(wanted)
 
 

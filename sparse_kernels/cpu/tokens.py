@@ -16,11 +16,11 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import njit, prange
+from numba import carray, njit, prange
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import token_tile
+from sparse_kernels.cpu.micro import floats_at, token_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
@@ -91,34 +91,32 @@ def kernel(
 
     close: weights are fetched ahead to the first-level cache, not only to the second.
 
-    Called with (panels.arrays, x (n, k), y (n, m), bias (m), activation code, tokens of a chunk, panels of a block,
-    parts, places, waiting). Where permuted, places are those of the panels and waiting is room for their rows,
-    (n, rows of all panels); else both are not looked at.
+    Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
+    tokens of a chunk, panels of a block, parts, places, waiting). Where permuted, places are those of the panels and
+    waiting is room for their rows, n times those of all panels; else both are not looked at.
     """
     fuse, near, unfinished, worth = int(fused), int(close), PARTIAL, WORTH_SHARING
     width = vectors * lanes
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x, y, bias, activation, chunk, block, parts, places, waiting
+        weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
-        n, k = x.shape
-        sums = waiting if permuted else y
-        features = sums.shape[1]
         panels = work.size - 1
+        sums_at, features = (waiting.ctypes.data, panels * width) if permuted else (y_at, m)
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
-        x_at, y_at = x.ctypes.data, sums.ctypes.data
         for part in prange(parts):
             item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
-            bias_at = bias.ctypes.data
+            biases_at = bias_at
             if permuted:
+                bias = carray(floats_at(bias_at), m)
                 sorted_bias = np.empty(panels * width, np.float32)
                 for row in range(panels * width):
                     sorted_bias[row] = bias[max(row_ids[row], 0)]
-                bias_at = sorted_bias.ctypes.data
+                biases_at = sorted_bias.ctypes.data
             while item < end:
                 # As many panels of this part as lie in one chunk and in one block.
                 chunk_begin = item // panels * chunk
@@ -142,32 +140,32 @@ def kernel(
                                 x_at + token * k * 4,
                                 k,
                                 n - token,
-                                y_at + (token * features + row) * 4,
+                                sums_at + (token * features + row) * 4,
                                 features,
                                 features - row,
                                 min(stage, 1),
-                                bias_at + row * 4,
+                                biases_at + row * 4,
                                 activation if stage == stages - 1 else unfinished,
                             )
         if permuted:
-            m = places.size
             if n * m < worth:
-                put(waiting, y, places, 0, n, 0, m)
+                put(sums_at, features, y_at, places, 0, n, 0, m)
             elif chunks < parts:
                 for part in prange(parts):
-                    put(waiting, y, places, 0, n, m * part // parts, m * (part + 1) // parts)
+                    put(sums_at, features, y_at, places, 0, n, m * part // parts, m * (part + 1) // parts)
             else:
                 for part in prange(parts):
                     begin, end = chunks * part // parts * chunk, chunks * (part + 1) // parts * chunk
-                    put(waiting, y, places, begin, min(n, end), 0, m)
+                    put(sums_at, features, y_at, places, begin, min(n, end), 0, m)
 
     return multiply
 
 
 @njit(inline="always")
-def put(waiting, y, places, first, last, begin, end):  # type: ignore[no-untyped-def]
-    """Copy rows `begin` to `end` from their places."""
+def put(sums_at, features, y_at, places, first, last, begin, end):  # type: ignore[no-untyped-def]
+    """Copy rows `begin` to `end` of some tokens from their places among `features` to y."""
     for token in range(first, last):
-        source, target = waiting[token], y[token]
+        source = carray(floats_at(sums_at + token * features * 4), features)
+        target = carray(floats_at(y_at + token * places.size * 4), places.size)
         for row in range(begin, end):
             target[row] = source[places[row]]

@@ -15,6 +15,7 @@ from numba import prange
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.scratch import address
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
@@ -35,7 +36,9 @@ def blocked(x: Array) -> Array:
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
         with exclusive():
-            kernels(lanes, True)[0](x, tiles, starts, at.x_stride, n, features, numba.get_num_threads())
+            kernels(lanes, True)[0](
+                address(x), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads()
+            )
         tiles[-1, :, n - (len(tiles) - 1) * tokens :] = 0
     return tiles
 
@@ -54,20 +57,21 @@ def unblocked(tiles: Array, n: int) -> Array:
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
         with exclusive():
-            kernels(lanes, True)[1](y, tiles, starts, at.x_stride, n, features, numba.get_num_threads())
+            kernels(lanes, True)[1](
+                address(y), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads()
+            )
     return y
 
 
 @cache
 def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callable[..., None]]:
-    """(pack, unpack), compiled, called with (matrix, buffer, starts, stride, n, features, parts).
+    """(pack, unpack), compiled, called with (addresses of matrix and buffer, starts, stride, n, features, parts).
 
     The matrix is (n, features) where token_major, else (features, n). Threads share vectors.
     """
 
     @compiled
-    def pack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
-        matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
+    def pack(matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
         for part in prange(parts):
             for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
                 token, here = v * lanes, buffer_at + starts[v] * 4
@@ -80,8 +84,7 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callabl
                         copy_vector(lanes, there, here + f * stride * 4, n - token)
 
     @compiled
-    def unpack(matrix, buffer, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
-        matrix_at, buffer_at = matrix.ctypes.data, buffer.ctypes.data
+    def unpack(matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
         for part in prange(parts):
             for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
                 token, here = v * lanes, buffer_at + starts[v] * 4

@@ -245,7 +245,7 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     x = Framed(Places(shape.batch, shape.c_in, shape.h, shape.w, margin))
     y = Framed(Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
-    copy(host().lanes, images.reshape(-1), Places(*images.shape), x.array, x.places)
+    copy(host().lanes, images.ctypes.data, Places(*images.shape), x.address, x.places)
     return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
 
 

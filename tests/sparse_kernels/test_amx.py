@@ -38,7 +38,7 @@ def plan_of(packed, layout, emulated=False):
         raise AssertionError("everything has thirds here")
 
     panels = matrix.linear_panels(packed)
-    return matrix.MatrixPlan(packed.shape, panels, packed.pattern.format, layout, refused, emulated)
+    return matrix.MatrixPlan(packed.shape, layout, panels, packed.pattern.format, refused, emulated)
 
 
 def run(plan, x, bias=None, activation=None):

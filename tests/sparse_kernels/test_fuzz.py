@@ -20,10 +20,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
-from sparse_kernels import oracle, parse, unpack
+from sparse_kernels import oracle, pack, parse, prepare, unpack
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.cpu import images
-from sparse_kernels.cpu.frames import Places
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix
 from sparse_kernels.plan import LAYOUTS
 
@@ -367,17 +365,17 @@ def test_any_kind_of_array_will_do(kind, pattern, layout):
 
 
 def test_bounds_are_checked_where_asked_for(rng):
-    """The indices of a kernel that is given a buffer too short; what it reads by address is what guards are for."""
+    """The indices of a kernel that is given a wrong place; what it reads by address is what guards are for."""
     if not numba.config.BOUNDSCHECK:
         pytest.skip("NUMBA_BOUNDSCHECK is not set")
-    layer = Conv2d(h=9, w=9, stride=(3, 3))  # two steps go by address
-    where = images.layout(layer.shape(1), 16)
-    x, short = np.ones(layer.x_shape(1), np.float32).reshape(-1), np.zeros(where.size // 4, np.float32)
-    x_at = Places(*layer.x_shape(1))
-    to = where.image, where.plane, where.pitch, x_at.channels * where.plane
+    pattern = parse("shflbw:16")
+    weight = rng.standard_normal((32, 16), np.float32)
+    plan = prepare(pack(weight, pattern.mask(weight**2, 0.5), pattern), "numba", "token_major", 1)
+    assert plan.kernel.startswith("numba.shflbw.tokens")
+    plan.panels.places[3] = 32  # as many rows as there are
     numba.set_num_threads(1)
     with pytest.raises((IndexError, SystemError)):
-        images.lay_out(16)(x, images.steps(x_at), short, to, where.phases, (0, 0), layer.x_shape(1), 1)
+        plan(np.ones((1, 16), np.float32))
 
 
 @pytest.mark.slow
