@@ -140,6 +140,7 @@ class _Ready:
 
     plan: Any
     bias: Tensor | None
+    rows: int  # of the weight
     _y_places: dict[tuple[Places, int | None], Places] = field(default_factory=dict)
 
     def y_places(self, x: Places, margin: int | None) -> Places:
@@ -152,8 +153,13 @@ class _Ready:
         return known
 
     @functools.cached_property
-    def bias_array(self) -> np.ndarray | None:
-        return None if self.bias is None else self.bias.numpy()
+    def bias_array(self) -> np.ndarray:
+        """The bias, or as many zeros."""
+        return np.zeros(self.rows, np.float32) if self.bias is None else self.bias.numpy()
+
+    @functools.cached_property
+    def bias_address(self) -> int:
+        return self.bias_array.ctypes.data
 
 
 class _Sparse(nn.Module):
@@ -171,6 +177,7 @@ class _Sparse(nn.Module):
         self.pattern: Pattern = packed.pattern
         self.activation = activation
         self.backend = backend
+        self._code = ACTIVATIONS.index(activation)
         self._format = type(packed)
         self._settings: dict[str, Any] = {}
         self._arrays: list[str] = []
@@ -215,6 +222,8 @@ class _Sparse(nn.Module):
 
         On a CPU dense layers under autocast give bfloat16 or float16, of which sparse ones make float32 again.
         """
+        if type(x) is Tensor and x.dtype is torch.float32 and x.is_cpu and not (x.requires_grad or self._on_gpu):
+            return x
         if not isinstance(x, Tensor):
             raise TypeError(f"a layer takes a tensor, not a {type(x).__name__}")
         if torch.is_grad_enabled() and x.requires_grad:
@@ -260,7 +269,7 @@ class _Sparse(nn.Module):
             bias = None if self.bias is None else self.bias.float()
             if bias is not None and bias.device != x.device:
                 raise TypeError(f"the layer lies on {bias.device}, its input on {x.device}")
-            ready = _Ready(self._plan(x, y_shape), bias)
+            ready = _Ready(self._plan(x, y_shape), bias, self.shape[0])
             latest = list(self._plans.items())
             self._plans = dict([*(latest if self._on_gpu else latest[1 - KEPT_PLANS :]), (key, ready)])
         if self._latest is not ready:  # a module takes microseconds to set what it has
@@ -433,16 +442,35 @@ class SparseLinear(_Sparse):
         x = self._accepted(x.values if isinstance(x, Tiles) else x)
         if x.ndim == 0:
             raise ValueError(f"this layer takes {k} features, the input is a single number")
-        features, lead = (x.shape[-1], x.shape[:-1]) if tiles is None else (x.shape[1], tiles.lead)
+        shape = x.shape
+        features, lead = (shape[-1], shape[:-1]) if tiles is None else (shape[1], tiles.lead)
         if features != k:
             raise ValueError(f"this layer takes {k} features, the input has {features}: {(*lead, features)}")
-        rows = x if tiles is not None or x.ndim == 2 else x.reshape(-1, k)
         n = lead.numel()
+        if self.backend == "numba" and not torch.compiler.is_compiling():
+            if keep and self.lays_out and worthwhile(n):
+                return Tiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
+            return self._by_address(x, tiles, n, (*lead, m), False)
+        rows = x if x.ndim == 2 else x.reshape(-1, k)
         if self._on_gpu:
             return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
-        if keep and not torch.compiler.is_compiling() and self.lays_out and worthwhile(n):
-            return Tiles(self._product(rows.contiguous(), tiles_shape(n, m)), lead)
         return self._product(rows.contiguous(), (n, m)).view(*lead, m)
+
+    def _by_address(self, x: Tensor, tiles: Tiles | None, n: int, y_shape: Sequence[int], into_tiles: bool) -> Tensor:
+        """The kernel's result for n tokens, past everything that checks them again or makes arrays of tensors."""
+        threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
+        x, y = x.contiguous(), x.new_empty(y_shape)
+        ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
+        if ready is None or ready is not self._latest:
+            m, k = self.shape
+            ready = self._prepared(x if tiles is not None else x.view(n, k), y_shape if into_tiles else (n, m))
+        if into_tiles and (filled := n % y_shape[-1]):
+            y[-1, :, filled:] = 0  # what reads them next computes on them
+        if into_tiles and tiles is not None:
+            n = y_shape[0] * y_shape[-1]
+        if n:
+            ready.plan.run(x.data_ptr(), y.data_ptr(), n, ready.bias_address, self._code)
+        return y
 
     @functools.cached_property
     def lays_out(self) -> bool:
@@ -452,9 +480,13 @@ class SparseLinear(_Sparse):
         return self.backend == "numba" and linear.lays_out(self.packed)
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        n = x.shape[0]
-        about = None if x.ndim == 3 or self._on_gpu else n.bit_length() if self.tune else n <= FEW_TOKENS
-        return x.device, x.dtype, x.ndim, len(y_shape), about
+        if self._on_gpu:
+            return x.device, x.dtype
+        return self._about(x.shape[0], x.ndim == 3, len(y_shape) == 3)
+
+    def _about(self, n: int, from_tiles: bool, into_tiles: bool) -> object:
+        """What a plan on a CPU is for: another input with the same answer runs on it."""
+        return from_tiles, into_tiles, None if from_tiles else n.bit_length() if self.tune else n <= FEW_TOKENS
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
@@ -526,7 +558,7 @@ class SparseConv2d(_Sparse):
         frames of this margin, for others that know them. See `framing`, which asks for them.
         """
         if isinstance(x, Framed) and self.backend == "numba":
-            return self._over_frames(x.array, x.places, margin, added, then)
+            return self._over_frames(x, x.places, margin, added, then)
         x = self._accepted(plain(x))
         if x.ndim == 3:
             return finished(plain(self.forward(x[None]))[0], added, then)
@@ -539,32 +571,39 @@ class SparseConv2d(_Sparse):
             return finished(y, added, then)
         x = x.contiguous()
         if margin is not None and self.backend == "numba" and framable(x):
-            return self._over_frames(x.detach().numpy().reshape(-1), Places(*x.shape), margin, added, then)
+            return self._over_frames(x, Places(*x.shape), margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 
     def _over_frames(
-        self, x: np.ndarray, x_places: Places, margin: int | None, added: Tensor | Framed | None, then: str | None
+        self,
+        x: Tensor | Framed,
+        x_places: Places,
+        margin: int | None,
+        added: Tensor | Framed | None,
+        then: str | None,
     ) -> Tensor | Framed:
-        """The result for flat x at these places: in frames of this margin, or as torch has it."""
+        """The result for contiguous x at these places: in frames of this margin, or as torch has it."""
         threads.use(torch.get_num_threads())
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
             self._shape(*x_places.shape)  # refuses what does not fit
             ready = self._prepared(torch.empty(1, dtype=torch.float32, device="cpu").expand(x_places.shape), ())
-        self._latest = ready
+        if self._latest is not ready:
+            self._latest = ready
         y_places = ready.y_places(x_places, margin)
         y: Tensor | Framed
         if margin is None:
             y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
         else:
             y = Framed(y_places)
-        to = y.array if isinstance(y, Framed) else y.numpy().reshape(-1)
+        source, to = (each.address if isinstance(each, Framed) else each.data_ptr() for each in (x, y))
         alike = isinstance(added, Framed) and added.places == y_places
         if alike and self.activation is None and ready.plan.adds(x_places, y_places):
             assert isinstance(added, Framed)
-            ready.plan.framed(x, x_places, ready.bias_array, then, to, y_places, added.array)
+            code = ACTIVATIONS.index(then)
+            ready.plan.run(source, x_places, ready.bias_address, code, to, y_places, added.address)
             return y
-        ready.plan.framed(x, x_places, ready.bias_array, self.activation, to, y_places)
+        ready.plan.run(source, x_places, ready.bias_address, self._code, to, y_places)
         return finished(y, added, then)
 
     def _shape(self, batch: int, c_in: int, h: int, w: int) -> Conv2dShape:

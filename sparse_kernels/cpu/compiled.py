@@ -30,12 +30,12 @@ T = TypeVar("T")
 _DIGEST = hashlib.sha256().digest_size
 
 
-def compiled(kernel: Callable[..., T]) -> Callable[..., T]:
+def compiled(kernel: Callable[..., T], parallel: bool = True) -> Callable[..., T]:
     """The kernel, to be compiled at its first call, or loaded where a process has done that before.
 
     Its free variables are constants in it. Where nothing can be kept, it says so once, and compiles every time.
     """
-    dispatcher: Any = numba.njit(parallel=True, nogil=True, error_model="numpy")(kernel)
+    dispatcher: Any = numba.njit(parallel=parallel, nogil=True, error_model="numpy")(kernel)
     try:
         dispatcher._cache = _Cache(kernel)
     except RuntimeError as error:  # no folder that could be written to
