@@ -355,24 +355,35 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     float32 on a CPU by `cpu.attention`, at the speed of the sparse layers around it; anything else by torch itself.
     The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
     """
-    ours = all(t.ndim == 4 and t.dtype == torch.float32 and t.device.type == "cpu" and t.numel() for t in (q, k, v))
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
-    if not ours or needs_grad or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+    all_three = q, k, v
+    ours = all(t.ndim == 4 and t.dtype is torch.float32 and t.is_cpu and t.numel() for t in all_three)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in all_three)
+    if not ours or needs_grad or not _fit(q.shape, k.shape, v.shape):
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
     return attend(q, k, v, scale) if torch.compiler.is_compiling() else _attend(q, k, v, scale)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    from sparse_kernels.cpu.attention import attention
+    from sparse_kernels.cpu.attention import run
 
     # A single element may have any stride: torch calls that contiguous, and `contiguous` would leave it.
     form = torch.contiguous_format
-    q, k, v = (t.detach() if t.stride(-1) == 1 else t.detach().clone(memory_format=form) for t in (q, k, v))
-    batch, heads, n, _ = q.shape
-    y = q.new_empty(batch, n, heads, v.shape[-1]).transpose(1, 2)
+    q, k, v = [t if t.stride(-1) == 1 else t.clone(memory_format=form) for t in (q, k, v)]
+    (batch, heads, n, d), keys, e = q.shape, k.shape[2], v.shape[3]
+    y = q.new_empty(batch, n, heads, e)
     threads.use(torch.get_num_threads())
-    attention(q.numpy(), k.numpy(), v.numpy(), y.numpy(), scale)
-    return y
+    out = y.data_ptr(), n * heads * e, e, heads * e
+    run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale)
+    return y.transpose(1, 2)
+
+
+def _place(x: Tensor) -> tuple[int, int, int, int]:
+    batch, head, token, _ = x.stride()
+    return x.data_ptr(), batch, head, token
+
+
+def _fit(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
+    return q[:2] == k[:2] == v[:2] and q[3] == k[3] and k[2] == v[2]
 
 
 @torch.library.custom_op("sparse_kernels::attention", mutates_args=())

@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import prange, types
+from numpy.typing import NDArray
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import copy_run, token_tile, tokens_to_lanes
-from sparse_kernels.cpu.scratch import ALIGNMENT
+from sparse_kernels.cpu.micro import copy_vector, token_tile, tokens_to_lanes
+from sparse_kernels.cpu.scratch import ALIGNMENT, borrow, give_back
 from sparse_kernels.cpu.target import host
-from sparse_kernels.cpu.threads import exclusive
+from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.plan import Array
+
+# Where an array lies: the address of its first element, and how many elements a batch, a head and a token are apart.
+Place = tuple[int, int, int, int]
+
+VECTORS = 2  # of a register tile
+LINE = ALIGNMENT // 4
 
 
 def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = None) -> Array:
@@ -53,18 +60,51 @@ def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = No
         return out
     if not keys:
         raise ValueError("attention needs at least one key")
-    target, threads = host(), numba.get_num_threads()
-    tokens = 8 if target.registers >= 32 else 4
-    # Heads are shared; where there are fewer than threads, so are their queries, in whole tiles.
-    splits = min(-(-threads // (batch * heads)), -(-n // tokens))
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    run = kernel(tokens, target.lanes, target.fused)
-    # One compiled kernel for all orders of memory: addresses, and strides in elements.
-    places = np.array([(a.__array_interface__["data"][0], *(s // 4 for s in a.strides[:3])) for a in (q, k, v, out)])
-    sizes = np.array((batch, heads, n, d, keys, e))
-    with exclusive():
-        run(places, sizes, np.float32(scale), np.arange(max(keys, d), dtype=np.int32), splits, threads)
+    run(_place(q), _place(k), _place(v), _place(out), (batch, heads, n, d, keys, e), scale)
     return out
+
+
+def _place(array: Array) -> Place:
+    batch, head, token, _ = (stride // array.itemsize for stride in array.strides)
+    return array.ctypes.data, batch, head, token
+
+
+def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None) -> None:
+    """The same for arrays at these places; nothing is checked. sizes: batch, heads, n, d, keys, e, all positive."""
+    threads = count()
+    work = prepared(sizes, threads)
+    scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
+    scratch = borrow(work.elements * threads)
+    with exclusive():
+        work.kernel(q, k, v, out, sizes, scale, work.columns, scratch, work.elements, work.splits, threads)
+    give_back(scratch)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is the same for all attention of one size.
+
+    columns: 0 1 2 ... up to the larger of d and keys, int32. elements: of scratch that each thread needs. splits:
+    shares of a head. Heads are shared; where there are fewer than threads, so are their queries, in whole tiles.
+    """
+
+    kernel: Callable[..., None]
+    columns: NDArray[np.int32]
+    elements: int
+    splits: int
+
+
+@lru_cache(maxsize=64)
+def prepared(sizes: tuple[int, ...], threads: int) -> Work:
+    """The work of this size (as of `run`) for so many threads."""
+    batch, heads, n, d, keys, e = sizes
+    target = host()
+    tokens, width = 8 if target.registers >= 32 else 4, VECTORS * target.lanes
+    key_panels, value_panels = -(-keys // width), -(-e // width)
+    elements = key_panels * d * width + value_panels * keys * width + tokens * key_panels * width
+    splits = min(-(-threads // (batch * heads)), -(-n // tokens))
+    columns = np.arange(max(keys, d), dtype=np.int32)
+    return Work(kernel(tokens, target.lanes, target.fused), columns, -(-elements // LINE) * LINE, splits)
 
 
 @with_literals
@@ -109,46 +149,50 @@ def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, s
 def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
     """The compiled loop over heads and tiles of `tokens` queries.
 
-    Called with (int64 (4, 4): address of q, k, v and out, and strides of batch, head and token in elements; int64
-    (batch, heads, n, d, keys, e); scale; 0 1 2 ... up to the larger of d and keys (int32); shares of a head; parts).
+    Called with (q, k, v, out: each a `Place`; (batch, heads, n, d, keys, e); scale; and what `Work` says: columns,
+    scratch, its elements for each part, shares of a head; parts).
     """
     fuse = int(fused)
     unfinished = PARTIAL
-    vectors = 2
+    vectors = VECTORS
     width = vectors * lanes
-    spare = ALIGNMENT // 4
 
     @compiled
-    def attend(places, sizes, scale, columns, splits, parts):  # type: ignore[no-untyped-def]
+    def attend(  # type: ignore[no-untyped-def]
+        q, k, v, out, sizes, scale, columns, scratch, elements, splits, parts
+    ):  # fmt: skip
         batch, heads, n, d, keys, e = sizes
-        q_step, k_step, v_step, out_step = places[0, 3], places[1, 3], places[2, 3], places[3, 3]
+        q_step, k_step, v_step, out_step = q[3], k[3], v[3], out[3]
+        scale = np.float32(scale)
         key_panels, value_panels = (keys + width - 1) // width, (e + width - 1) // width
         tiles = (n + tokens - 1) // tokens
         items = batch * heads * splits
-        all_keys, all_values, row = key_panels * d * width, value_panels * keys * width, key_panels * width
+        row, all_keys, all_values = key_panels * width, key_panels * d * width, value_panels * keys * width
         columns_at = columns.ctypes.data
         for part in prange(parts):
-            scratch = np.zeros(all_keys + all_values + tokens * row + spare, np.float32)
-            keys_at = (scratch.ctypes.data + 63) // 64 * 64
+            keys_at = scratch.ctypes.data + part * elements * 4
             values_at = keys_at + all_keys * 4
             scores_at = values_at + all_values * 4
             for item in range(items * part // parts, items * (part + 1) // parts):
                 b, h = item // splits // heads, item // splits % heads
                 share = item % splits
                 q_head, k_at, v_at, out_head = (
-                    places[0, 0] + (b * places[0, 1] + h * places[0, 2]) * 4,
-                    places[1, 0] + (b * places[1, 1] + h * places[1, 2]) * 4,
-                    places[2, 0] + (b * places[2, 1] + h * places[2, 2]) * 4,
-                    places[3, 0] + (b * places[3, 1] + h * places[3, 2]) * 4,
+                    q[0] + (b * q[1] + h * q[2]) * 4,
+                    k[0] + (b * k[1] + h * k[2]) * 4,
+                    v[0] + (b * v[1] + h * v[2]) * 4,
+                    out[0] + (b * out[1] + h * out[2]) * 4,
                 )
-                for key in range(0, keys, lanes):
+                # All of the panels is written: what an earlier call left there may be slow to multiply.
+                for key in range(0, row, lanes):
                     there = keys_at + (key // width * d * width + key % width) * 4
-                    tokens_to_lanes(lanes, k_at + key * k_step * 4, k_step, keys - key, d, there, width)
+                    source = min(key, keys - 1)
+                    tokens_to_lanes(lanes, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
                 for panel in range(value_panels):
                     for key in range(keys):
                         there = values_at + (panel * keys + key) * width * 4
                         source = v_at + (key * v_step + panel * width) * 4
-                        copy_run(lanes, source, there, min(width, e - panel * width))
+                        for first in range(0, width, lanes):
+                            copy_vector(lanes, source + first * 4, there + first * 4, e - panel * width - first)
                 for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
                     token = tile * tokens
                     q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4

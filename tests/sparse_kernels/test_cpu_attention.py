@@ -1,3 +1,5 @@
+from collections import deque
+
 import numpy as np
 import pytest
 import torch
@@ -6,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.cpu import scratch
 from sparse_kernels.cpu.attention import attention
 from sparse_kernels.patterns import VectorWise
 
@@ -58,6 +61,14 @@ def test_nan_and_infinity_spread_as_in_dense_code(rng, special):
     wrong = expected(q, k, v)
     np.testing.assert_array_equal(np.isfinite(out), np.isfinite(wrong))
     np.testing.assert_array_equal(np.isnan(out), np.isnan(wrong))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_what_an_earlier_call_left_in_the_shared_room_is_not_read(rng, monkeypatch, size):
+    q, k, v, out = drawn(rng, size)
+    wanted = attention(q, k, v, np.empty_like(out))
+    monkeypatch.setattr(scratch, "_free", deque([np.full(2**20, np.nan, np.float32)]))
+    np.testing.assert_array_equal(attention(q, k, v, out), wanted)
 
 
 def test_expanded_and_reversed_memory_is_read_as_it_lies(rng):
