@@ -573,11 +573,15 @@ def test_blocks_are_even_and_no_larger_than_the_cache():
         for tile in (1, 2, 4):
             for cached in (1, 5, 16):
                 for threads in (1, 2, 3):
-                    block = rows.block(total, tile, cached, threads)
-                    assert block % tile == 0
-                    assert tile <= block <= max(cached, tile)
-    assert rows.block(8, 2, 100, 2) == 4  # two threads, a block each
-    assert rows.block(6, 2, 100, 2) == 6  # three tiles do not come out even: threads share panels
+                    for long_x in (False, True):
+                        count, tiles = rows.blocks(total, tile, cached, threads, long_x), -(-total // tile)
+                        assert 1 <= -(-tiles // count) <= max(1, cached // tile)
+    assert rows.blocks(8, 2, 100, 2) == 2  # two threads, a block each
+    assert rows.blocks(6, 2, 100, 2) == 1  # three tiles do not come out even: threads share panels
+    assert rows.blocks(26, 2, 5, 2) == 8  # where blocks are many, each thread has as many
+    assert rows.blocks(13, 2, 100, 2) == 1
+    assert rows.blocks(13, 2, 100, 2, long_x=True) == 2  # four tiles and three
+    assert rows.blocks(6, 2, 100, 2, long_x=True) == 1  # two and one
 
 
 def test_tiles_are_even_and_cover_all_vectors():
