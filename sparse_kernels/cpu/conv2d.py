@@ -207,10 +207,17 @@ class Conv2dPlan:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""
         placed = self._known(x_at, y_at)
         where, at, batch, c_out = placed.where, placed.at, x_at.batch, self.shape.c_out
-        x_size = x_at.size if where is None else where.size
-        product = self._multiplied(placed, x_size, threads)
         if where is None and at.flat is None:
-            return product
+            return self._multiplied(placed, x_at.size, threads)
+        # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
+        begins, ends = images.even_rows(batch * self.shape.h, threads)
+        copies = 1
+        if where is not None and self._own_positions(placed, threads):
+            copies, shares = threads, rows.shares(at.x_starts.size, self.tile[1], threads)
+            begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
+        apart = 0 if where is None or copies == 1 else where.size
+        product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
+        collected = images.even_rows(batch * self.shape.out_h, threads)
         lay_out, pool = images.lay_out(self.target.lanes), self._pool
         x_steps, y_steps = images.steps(x_at), (*images.steps(y_at), 0)
         x_first, y_first = 4 * x_at.first, 4 * y_at.first
@@ -218,18 +225,18 @@ class Conv2dPlan:
         def call(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
             source, result = x, y
             if where is not None:
-                laid = pool.take(where.size, batch)
+                laid = pool.take(where.size * copies, batch)
                 source = address(laid)
                 steps = where.image, where.plane, where.pitch, self.shape.c_in * where.plane
                 padding = self.shape.padding
-                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_at.shape, threads)
+                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_at.shape, begins, ends, apart)
             if at.flat is not None:
                 flat = borrow(c_out * at.y_stride)
                 result = address(flat)
             finite = product(source, result, bias, activation, added)
             if at.flat is not None:
                 flat_steps = at.flat[0], at.y_stride, at.flat[1]
-                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_at.shape, threads)
+                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_at.shape, *collected, 0)
                 give_back(flat)
             if where is not None:
                 pool.give_back(laid, batch)
@@ -237,14 +244,20 @@ class Conv2dPlan:
 
         return call
 
-    def _multiplied(self, placed: Placed, x_size: int, threads: int) -> Product:
+    def _own_positions(self, placed: Placed, threads: int) -> bool:
+        total = placed.at.x_starts.size
+        return isinstance(placed.weights, Panels) and rows.own_blocks(
+            placed.weights, self.tile[1], total, placed.columns, threads
+        )
+
+    def _multiplied(self, placed: Placed, x_size: int, threads: int, apart: int = 0) -> Product:
         weights, at, fused = placed.weights, placed.at, self.target.fused
         if isinstance(weights, SingleRows):
             return single.prepared(weights, fused, at, placed.offsets, threads)
         if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
             return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads)
+        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, apart)
 
     @cached_property
     def _vectors(self) -> Conv2dPlan:

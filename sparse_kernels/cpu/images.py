@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numba import carray, prange
@@ -95,19 +96,19 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 def lay_out(lanes: int) -> Callable[..., None]:
     """The compiled copy of images from one layout to another, vectors of `lanes` at a time.
 
-    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), parts): x and y addresses; x_steps:
-    from an image, a channel, a row to the next; y_steps: these and from a phase to the next; phases (stride_h,
-    stride_w).
+    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), begins, ends, apart): x and y
+    addresses; x_steps: from an image, a channel, a row to the next; y_steps: these and from a phase to the next;
+    phases (stride_h, stride_w); begins, ends: int64, the rows of all images that each part copies, to a y that begins
+    `apart` elements behind that of the part before.
     Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
     """
 
     @compiled
-    def copy(x_at, x_steps, y_at, y_steps, phases, padding, shape, parts):  # type: ignore[no-untyped-def]
-        batch, channels, h, w = shape
+    def copy(x_at, x_steps, y_at, y_steps, phases, padding, shape, begins, ends, apart):  # type: ignore[no-untyped-def]
+        _, channels, h, w = shape
         stride_h, stride_w = phases.shape
-        for part in prange(parts):
-            # Rows of all images are shared, as the positions are when they are computed.
-            begin, end = batch * h * part // parts, batch * h * (part + 1) // parts
+        for part in prange(begins.size):
+            begin, end, y_here = begins[part], ends[part], y_at + part * apart * 4
             for b in range(begin // h, (end + h - 1) // h):
                 first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
                 for c in range(channels):
@@ -125,12 +126,12 @@ def lay_out(lanes: int) -> Callable[..., None]:
                             there = target + number * y_steps[3] + row * y_steps[2] + column
                             for _ in range(start, stop_row, stride_h):
                                 if stride_w == 1:
-                                    copy_run(lanes, x_at + here * 4, y_at + there * 4, count)
+                                    copy_run(lanes, x_at + here * 4, y_here + there * 4, count)
                                 elif stride_w == 2:
-                                    copy_every_other(lanes, x_at + here * 4, y_at + there * 4, count)
+                                    copy_every_other(lanes, x_at + here * 4, y_here + there * 4, count)
                                 else:
                                     x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
-                                    y = carray(floats_at(y_at + there * 4), count)
+                                    y = carray(floats_at(y_here + there * 4), count)
                                     for j in range(count):
                                         y[j] = x[j * stride_w]
                                 here += stride_h * x_steps[2]
@@ -145,8 +146,33 @@ def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None
     with exclusive():
         run(
             x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
-            ONE_PHASE, (0, 0), x_places.shape, count(),
+            ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, count()), 0,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def even_rows(rows: int, parts: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(begins, ends) of rows shared evenly."""
+    bounds = rows * np.arange(parts + 1) // parts
+    return bounds[:-1].copy(), bounds[1:].copy()
+
+
+def rows_read(
+    shape: Conv2dShape, where: Layout, x_starts: NDArray[np.int64], lanes: int, shares: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(begins, ends) of the rows of all images that each part reads: it has vectors from one of `shares` to the next.
+
+    x_starts: where vectors of `lanes` positions start in x as it is laid out here, as many for each image.
+    """
+    image = np.arange(x_starts.size) // (x_starts.size // shape.batch)
+    inside = x_starts - image * where.image
+    down = (shape.kh - 1) * shape.dilation[0] // shape.stride[0]
+    first = inside // where.pitch * shape.stride[0] - shape.padding[0]
+    stop = ((inside + lanes - 1) // where.pitch + down + 1) * shape.stride[0] - shape.padding[0]
+    first, stop = (image * shape.h + np.clip(rows, 0, shape.h) for rows in (first, stop))
+    parts = [(first[a], stop[b - 1]) if a < b else (0, 0) for a, b in pairwise(shares)]
+    begins, ends = np.array(parts, np.int64).T.copy()
+    return begins, ends
 
 
 def steps(places: Places) -> tuple[int, int, int]:

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
+import numpy as np
 from numba import prange
+from numpy.typing import NDArray
 
 from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.compiled import compiled
@@ -59,33 +61,50 @@ def even(tile: tuple[int, int], together: int, target: Target) -> int:
     return min(fitting, key=cost, default=vectors)
 
 
-def blocks(total: int, vectors: int, cached: int, threads: int, long_x: bool = False) -> int:
-    """How many blocks of whole tiles there are, in even shares: at most `cached` vectors, whose x fits the cache.
+def own_blocks(panels: Panels, vectors: int, total: int, columns: int, threads: int) -> bool:
+    """Whether each thread gets blocks of positions of its own, `total` vectors in tiles of `vectors`; else they share
+    panels.
 
-    Each thread gets blocks of its own where they come out even, so that it reads the x that it has laid out itself;
-    a line that another core has just written takes longer than one from memory near by. Else threads share panels,
-    and each reads all of x. Where that has far more rows than y (`long_x`), it costs more than a quarter of uneven
-    blocks: those of 7 tiles take 1.1 to 1.2 times the speed then, and 0.75 to 0.95 times otherwise.
+    It does where they come out even, so that it reads the x that it has laid out itself; a line that another core has
+    just written takes longer than one from memory near by. Threads that share panels each read all of x. Where that
+    has far more rows than y, it costs more than a quarter of uneven blocks: those of 7 tiles take 1.1 to 1.2 times
+    the speed then, and 0.75 to 0.95 times otherwise.
     """
     tiles = -(-total // vectors)
-    limit, each = max(1, cached // vectors), -(-tiles // threads)
-    even = tiles % threads == 0 or tiles >= 4 * threads or (long_x and 4 * each * threads <= 5 * tiles)
-    return threads * -(-each // limit) if even else -(-tiles // limit)
+    if tiles % threads == 0 or tiles >= 4 * threads:
+        return True
+    return columns >= 2 * panels.row_ids.size and 4 * -(-tiles // threads) * threads <= 5 * tiles
 
 
-def prepared(panels: Panels, vectors: int, fused: bool, at: Vectors, columns: int, threads: int) -> Product:
+def blocks(total: int, vectors: int, cached: int, threads: int, own: bool) -> int:
+    """How many blocks of whole tiles there are, in even shares: at most `cached` vectors, whose x fits the cache."""
+    tiles, limit = -(-total // vectors), max(1, cached // vectors)
+    return threads * -(-tiles // (threads * limit)) if own else -(-tiles // limit)
+
+
+def shares(total: int, vectors: int, threads: int) -> NDArray[np.int64]:
+    """The first vector of each thread that has blocks of its own, and the end."""
+    tiles = -(-total // vectors)
+    return np.minimum(tiles * np.arange(threads + 1) // threads * vectors, total)
+
+
+def prepared(
+    panels: Panels, vectors: int, fused: bool, at: Vectors, columns: int, threads: int, apart: int = 0
+) -> Product:
     """The product at these vectors of positions, by tiles of up to `vectors` vectors.
 
-    columns: how many vectors of x a vector of positions may read.
+    columns: how many vectors of x a vector of positions may read. apart: where each thread has blocks of its own and
+    an x of its own, elements from one x to the next.
     """
-    long_x = columns >= 2 * panels.row_ids.size
-    parts = blocks(at.x_starts.size, vectors, CACHED // (columns * at.lanes), threads, long_x)
+    total = at.x_starts.size
+    own = own_blocks(panels, vectors, total, columns, threads)
+    parts = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
     run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
     weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
 
     def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
         places = x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, keep
-        run(weights, *places, added, bias, activation, parts, threads)
+        run(weights, *places, added, bias, activation, parts, threads, apart)
         return True
 
     return product
@@ -96,15 +115,17 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
     """The compiled loop over blocks, panels and tiles for one tile size.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
-    is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, blocks, parts).
-    x, y, bias and what is added: addresses, the last one 0 for nothing. Starts, lanes to keep: int64. Lanes to keep
-    and what is added are looked at if `framed`. Vectors that do not fill a tile are computed one by one.
+    is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, blocks, parts,
+    elements from the x of a part to that of the next). x, y, bias and what is added: addresses, the last one 0 for
+    nothing. Starts, lanes to keep: int64. Lanes to keep and what is added are looked at if `framed`. Vectors that do
+    not fill a tile are computed one by one.
     """
     fuse, frames = int(fused), int(framed)
 
     @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x_at, x_scale, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation, blocks, parts
+        weights, x_at, x_scale, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        blocks, parts, apart,
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         panels = table.shape[0]
@@ -129,7 +150,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                         values_at + table[panel, 0] * 4,
                         columns_at + table[panel, 1] * 4,
                         table[panel, 2],
-                        x_at,
+                        x_at + part * apart * 4,
                         x_scale,
                         x_starts_at + v * 8,
                         y_at,

@@ -252,6 +252,34 @@ def test_a_tap_at_the_wrong_place_is_caught(rng):
         oracle.check_conv2d(plan(x), packed, shape, x)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Conv2dShape(3, 2, 9, 8, 3, 3, 3, (2, 2), (1, 1)),
+        Conv2dShape(2, 2, 20, 33, 3, 5, 1, (3, 1), (2, 0), (2, 1)),
+        Conv2dShape(2, 2, 5, 5, 3, 3, 3, (1, 1), (4, 3)),  # images end before their outputs do
+        Conv2dShape(1, 2, 4, 4, 3, 1, 1, (2, 2), (0, 0)),
+    ],
+    ids=str,
+)
+def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
+    at, where = conv2d.positions(shape, host()), images.layout(shape, host().lanes)
+    shares = at.x_starts.size * np.arange(parts + 1) // parts
+    begins, ends = images.rows_read(shape, where, at.x_starts, at.lanes, shares)
+    per_image = at.x_starts.size // shape.batch
+    for part in range(parts):
+        read = set()
+        for v in range(shares[part], shares[part + 1]):
+            b = v // per_image
+            row, column = np.divmod(at.x_starts[v] - b * where.image + np.arange(at.lanes), where.pitch)
+            for i in row[(row < shape.out_h) & (column < shape.out_w)]:
+                taps = i * shape.stride[0] + np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
+                read.update(b * shape.h + taps[(taps >= 0) & (taps < shape.h)])
+        assert read <= set(range(begins[part], ends[part]))
+    assert begins.min() >= 0 and ends.max() <= shape.batch * shape.h
+
+
 def test_rows_share_their_zeros():
     shape = Conv2dShape(1, 1, 8, 8, 1, 3, 3, padding=(1, 1))
     where = images.layout(shape, 0)

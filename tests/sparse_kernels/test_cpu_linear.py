@@ -573,15 +573,24 @@ def test_blocks_are_even_and_no_larger_than_the_cache():
         for tile in (1, 2, 4):
             for cached in (1, 5, 16):
                 for threads in (1, 2, 3):
-                    for long_x in (False, True):
-                        count, tiles = rows.blocks(total, tile, cached, threads, long_x), -(-total // tile)
+                    for own in (False, True):
+                        count, tiles = rows.blocks(total, tile, cached, threads, own), -(-total // tile)
                         assert 1 <= -(-tiles // count) <= max(1, cached // tile)
-    assert rows.blocks(8, 2, 100, 2) == 2  # two threads, a block each
-    assert rows.blocks(6, 2, 100, 2) == 1  # three tiles do not come out even: threads share panels
-    assert rows.blocks(26, 2, 5, 2) == 8  # where blocks are many, each thread has as many
-    assert rows.blocks(13, 2, 100, 2) == 1
-    assert rows.blocks(13, 2, 100, 2, long_x=True) == 2  # four tiles and three
-    assert rows.blocks(6, 2, 100, 2, long_x=True) == 1  # two and one
+    assert rows.blocks(8, 2, 100, 2, True) == 2  # two threads, a block each
+    assert rows.blocks(26, 2, 5, 2, True) == 8  # where blocks are many, each thread has as many
+    assert rows.shares(13, 2, 2).tolist() == [0, 6, 13]
+
+
+def test_threads_have_blocks_of_their_own_where_these_come_out_even_or_x_is_long(rng):
+    packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
+    cut = panels.panels(panels.groups(packed), 8)
+
+    def own(tiles, columns):
+        return rows.own_blocks(cut, 2, 2 * tiles, columns, 2)
+
+    assert own(4, 64) and own(9, 64)
+    assert not own(3, 64) and not own(7, 127)  # threads share panels
+    assert own(7, 128) and not own(3, 128)  # four tiles and three; two and one
 
 
 def test_tiles_are_even_and_cover_all_vectors():
