@@ -171,6 +171,8 @@ def layers_free(reference: str, threads: int, choices: Choices) -> Run:
     for layer in converted.modules():
         if isinstance(layer, SparseLinear | SparseConv2d):
             layer._multiply = _once(layer._multiply, tuple)  # type: ignore[method-assign]
+        if isinstance(layer, SparseLinear):
+            layer._by_address = _once(layer._by_address, lambda *of: of[1:])  # type: ignore[method-assign]
         if isinstance(layer, SparseConv2d):
             layer._over_frames = _once(layer._over_frames, lambda *of: of[:2])  # type: ignore[method-assign]
     return _inference(converted, inputs, threads)
