@@ -18,12 +18,20 @@ from sparse_kernels.cpu.target import host
 
 Images = Tensor | Framed
 
+# What has numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong address).
+PLAIN = (Tensor, nn.Parameter)
+
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu}
 
 
 def framable(x: Images) -> bool:
     """Whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
-    if not isinstance(x, Tensor) or torch.compiler.is_compiling() or (torch.is_grad_enabled() and x.requires_grad):
+    if (
+        not isinstance(x, Tensor)
+        or type(x) not in PLAIN
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and x.requires_grad)
+    ):
         return False
     return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
 
@@ -34,7 +42,7 @@ def frame(x: Images, margin: int) -> Images:
         return x
     batch, channels, h, w = x.shape
     framed = Framed(Places(batch, channels, h, w, margin))
-    source = x.contiguous()
+    source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
     images.copy(host().lanes, source.data_ptr(), Places(batch, channels, h, w), framed.address, framed.places)
     return framed

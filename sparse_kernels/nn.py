@@ -42,7 +42,7 @@ from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.cpu import threads
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.framed import finished, framable, plain
+from sparse_kernels.framed import PLAIN, finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
@@ -155,7 +155,7 @@ class _Ready:
     @functools.cached_property
     def bias_array(self) -> np.ndarray:
         """The bias, or as many zeros."""
-        return np.zeros(self.rows, np.float32) if self.bias is None else self.bias.numpy()
+        return np.zeros(self.rows, np.float32) if self.bias is None else np.ascontiguousarray(self.bias.numpy())
 
     @functools.cached_property
     def bias_address(self) -> int:
@@ -257,7 +257,7 @@ class _Sparse(nn.Module):
             return result
         y = x.new_empty(tuple(y_shape))
         x = x.detach() if x.requires_grad else x
-        ready.plan(x.numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
+        ready.plan(x.resolve_neg().numpy(), bias=ready.bias_array, activation=self.activation, out=y.numpy())
         return y
 
     def _prepared(self, x: Tensor, y_shape: Sequence[int]) -> _Ready:
@@ -356,7 +356,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
     """
     all_three = q, k, v
-    ours = all(t.ndim == 4 and t.dtype is torch.float32 and t.is_cpu and t.numel() for t in all_three)
+    ours = all(
+        type(t) in PLAIN and t.ndim == 4 and t.dtype is torch.float32 and t.is_cpu and t.numel() and not t.is_neg()
+        for t in all_three
+    )
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in all_three)
     if not ours or needs_grad or not _fit(q.shape, k.shape, v.shape):
         return F.scaled_dot_product_attention(q, k, v, scale=scale)
@@ -458,11 +461,11 @@ class SparseLinear(_Sparse):
         if features != k:
             raise ValueError(f"this layer takes {k} features, the input has {features}: {(*lead, features)}")
         n = lead.numel()
-        if self.backend == "numba" and not torch.compiler.is_compiling():
+        if self.backend == "numba" and type(x) in PLAIN and not torch.compiler.is_compiling():
             if keep and self.lays_out and worthwhile(n):
                 return Tiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
             return self._by_address(x, tiles, n, (*lead, m), False)
-        rows = x if x.ndim == 2 else x.reshape(-1, k)
+        rows = x if tiles is not None or x.ndim == 2 else x.reshape(-1, k)
         if self._on_gpu:
             return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
         return self._product(rows.contiguous(), (n, m)).view(*lead, m)
@@ -470,7 +473,7 @@ class SparseLinear(_Sparse):
     def _by_address(self, x: Tensor, tiles: Tiles | None, n: int, y_shape: Sequence[int], into_tiles: bool) -> Tensor:
         """The kernel's result for n tokens, past everything that checks them again or makes arrays of tensors."""
         threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
-        x, y = x.contiguous(), x.new_empty(y_shape)
+        x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
         ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
         if ready is None or ready is not self._latest:
             m, k = self.shape
@@ -582,7 +585,7 @@ class SparseConv2d(_Sparse):
             return finished(y, added, then)
         x = x.contiguous()
         if margin is not None and self.backend == "numba" and framable(x):
-            return self._over_frames(x, Places(*x.shape), margin, added, then)
+            return self._over_frames(x.resolve_neg(), Places(*x.shape), margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 
     def _over_frames(

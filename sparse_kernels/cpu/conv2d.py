@@ -52,6 +52,10 @@ IMAGES_CACHED = 500_000
 # gathered is used by half as many. Measured on Granite Rapids.
 SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 / 200, 2, 0.3
 
+# Elements of all copies of x that threads lay out for themselves, each as large as all of it: 256 MB, of which they
+# touch no more than they need. Larger ones are laid out once for all.
+MOST_COPIED = 2**26
+
 # Batches whose places a plan remembers.
 REMEMBERED = 8
 
@@ -212,7 +216,7 @@ class Conv2dPlan:
         # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
         begins, ends = images.even_rows(batch * self.shape.h, threads)
         copies = 1
-        if where is not None and self._own_positions(placed, threads):
+        if where is not None and where.size * threads <= MOST_COPIED and self._own_positions(placed, threads):
             copies, shares = threads, rows.shares(at.x_starts.size, self.tile[1], threads)
             begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
         apart = 0 if where is None or copies == 1 else where.size

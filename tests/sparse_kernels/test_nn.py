@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_kernels import prepare
-from sparse_kernels.nn import SparseConv2d, SparseLinear, refuses, set_weight_matrix, weight_matrix
+from sparse_kernels.framed import plain
+from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, VectorWise, parse
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
@@ -159,6 +161,41 @@ def test_gradients_other_types_and_other_widths_are_refused_in_a_sentence() -> N
         sparse(torch.randn(2, 7))
     with pytest.raises(ValueError, match="activation 'tanh'"):
         SparseLinear.from_dense(nn.Linear(8, 4), Dense(), None, activation="tanh")
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@torch.no_grad()
+def test_views_that_are_negated_or_strided_are_what_they_say(strided: bool) -> None:
+    """Kernels get addresses: what lies there must be what the tensor means."""
+    linear = nn.Linear(64, 32)
+    layer = SparseLinear.from_dense(linear, VectorWise(16), _mask(linear, "vector:16"))
+    conv = nn.Conv2d(4, 16, 3, padding=1)
+    sparse_conv = SparseConv2d.from_dense(conv, Dense(), None)
+    x, image = torch.randn(5, 128), torch.randn(2, 4, 6, 14)
+    x, image = (each[..., ::2] if strided else each[..., : each.shape[-1] // 2].contiguous() for each in (x, image))
+    expected = layer(x.clone().neg()), sparse_conv(image.clone().neg())
+    negated = torch._neg_view(x), torch._neg_view(image)
+    assert all(each.is_neg() for each in negated)
+    assert torch.equal(layer(negated[0]), expected[0])
+    assert torch.equal(sparse_conv(negated[1]), expected[1])
+    assert torch.equal(plain(sparse_conv(negated[1], margin=1)), expected[1])
+    q = torch._neg_view(torch.randn(1, 2, 5, 8))
+    torch.testing.assert_close(attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
+
+
+@torch.no_grad()
+def test_tensors_without_numbers_are_refused() -> None:
+    linear = nn.Linear(64, 32)
+    layer = SparseLinear.from_dense(linear, Dense(), None)
+    layer(torch.randn(2, 64))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises((RuntimeError, TypeError)):
+        layer(mode.from_tensor(torch.randn(2, 64)))
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.vmap(layer)(torch.randn(3, 2, 64))
+    with pytest.raises((RuntimeError, TypeError)):
+        layer(torch.randn(2, 64).to_sparse())
+    with pytest.raises(TypeError, match="on the CPU"):
+        layer(torch.randn(2, 64, device="meta"))
 
 
 def test_what_has_no_kernel_says_why() -> None:
