@@ -38,6 +38,7 @@ from latbench.places import Place
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 from latbench.runners.lock import WAIT_SECONDS, device_lock
+from sparse_kernels.shapes import Conv2dShape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -840,11 +841,14 @@ class _Engines:
 
 def _needed_bytes(point: Point) -> float:
     """About what a point takes: its weight, and copies of it until they pass the caches or are as many as there may
-    be; an engine may hold each of them twice, as it was given and as it is multiplied.
+    be; an engine may hold each of them twice, as it was given and as it is multiplied. A convolution's go with its
+    images, laid out.
     """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
     packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
+    if isinstance(shape, Conv2dShape):
+        packed += 4 * shape.batch * shape.c_in * shape.h * shape.w
     copies = min(backends.cold_bytes() + packed, backends.MOST_COPIES * packed)
     return 3 * weight + 2 * copies + 2 * activations
 

@@ -67,7 +67,8 @@ class Layer:
 @dataclass(frozen=True)
 class Engine:
     """A layer built into an engine: `calls` do the same work with weights of their own, `output` makes a NumPy array
-    of what they return. rest_seconds: how long threads go on spinning after a call, see `measure.WallClock`.
+    of what they return. room_bytes: what each call has for itself besides, and writes and reads. rest_seconds: how
+    long threads go on spinning after a call, see `measure.WallClock`.
     """
 
     kernel: str
@@ -75,6 +76,7 @@ class Engine:
     calls: Sequence[Callable[[], Any]]
     output: Callable[[Any], np.ndarray] = np.asarray
     rest_seconds: float = 0.0
+    room_bytes: int = 0
 
 
 class Rotation:
@@ -100,9 +102,9 @@ def version(name: str) -> str | None:
     return versions[0] if all(versions) else None
 
 
-def copies_for(weight_bytes: int, most: int = MOST_COPIES) -> int:
-    """How many copies of a weight together pass this machine's caches, at most `most`."""
-    return max(1, min(most, -(-cold_bytes() // max(1, weight_bytes))))
+def copies_for(each_bytes: int, most: int = MOST_COPIES) -> int:
+    """How many copies of a weight, with what each has for itself, pass this machine's caches, at most `most`."""
+    return max(1, min(most, -(-cold_bytes() // max(1, each_bytes))))
 
 
 def cold_bytes() -> int:
@@ -135,6 +137,7 @@ def prepare(point: Point) -> Rotation:
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
     inputs = inputs_read(point.shape, layer.weight != 0)
+    passed = len(engine.calls) * (engine.weight_bytes + engine.room_bytes)
     facts = {
         "kernel_used": engine.kernel,
         "sparsity_actual": 1 - nnz / (m * k),
@@ -144,7 +147,7 @@ def prepare(point: Point) -> Rotation:
         "bytes_min": engine.weight_bytes + layer.bias.nbytes + 4 * inputs + 4 * m * n,
         "max_rel_err": error,
         "weight_copies": len(engine.calls),
-        "flags": IN_CACHE if len(engine.calls) * engine.weight_bytes < rotated_bytes() else "",
+        "flags": IN_CACHE if passed < rotated_bytes() else "",
     }
     return Rotation(engine.calls, facts, engine.rest_seconds)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 def prepare(point: Point, layer: Layer) -> Engine:
     """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying, `bf16` rounds the weights."""
-    plan: Plan
+    plan: Any
     if isinstance(point.shape, LinearShape):
         try:
             check_weights(layer.packed, point.dtype_w)
@@ -32,8 +33,9 @@ def prepare(point: Point, layer: Layer) -> Engine:
             )  # fmt: skip
     except sparse_kernels.UnknownKernel as error:
         raise Unsupported(str(error)) from error
-    plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes) - 1))]
-    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans])
+    room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
+    plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes + room) - 1))]
+    return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans], room_bytes=room)
 
 
 def _call(plan: Plan, layer: Layer) -> Callable[[], np.ndarray]:

@@ -112,6 +112,13 @@ class Conv2dPlan:
         """Bytes of the weights as the kernel reads them."""
         return self.panels.nbytes
 
+    def room_bytes(self, batch: int) -> int:
+        """Bytes of images laid out that the plan keeps for so many images; 0 where x is read in place."""
+        x_at, y_at = self.x_places(batch), self.y_places(batch)
+        some = min(self._at_a_time(x_at, y_at, count()), batch)
+        where = self._known(x_at.of_batch(some), y_at.of_batch(some)).where
+        return 0 if where is None else 4 * where.size
+
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
@@ -182,16 +189,8 @@ class Conv2dPlan:
         return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
 
     def _prepared(self, x_at: Places, y_at: Places, threads: int) -> Callable[..., None]:
-        """What runs images that lie so, with so many threads.
-
-        A few images at a time, so that what one step writes is in the cache when the next one reads it.
-        """
-        batch = x_at.batch
-        rounds = -(-batch * (x_at.image + y_at.image) // IMAGES_CACHED)
-        step = -(-batch // (rounds * threads)) * threads
-        by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
-        if reads_frames(self.shape, x_at.margin) or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
-            step = batch
+        """What runs images that lie so, with so many threads."""
+        batch, step = x_at.batch, self._at_a_time(x_at, y_at, threads)
         images = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
         products = {
             some: self._product(x_at.of_batch(some), y_at.of_batch(some), threads) for some in map(len, images)
@@ -206,6 +205,14 @@ class Conv2dPlan:
                     self._vectors._call(x_some, y_some, threads)(x_here, y + y_here, bias, activation, added_here)
 
         return call
+
+    def _at_a_time(self, x_at: Places, y_at: Places, threads: int) -> int:
+        """A few images, so that what one step writes is in the cache when the next one reads it."""
+        by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
+        if reads_frames(self.shape, x_at.margin) or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
+            return x_at.batch
+        rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
+        return -(-x_at.batch // (rounds * threads)) * threads
 
     def _product(self, x_at: Places, y_at: Places, threads: int) -> Product:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""

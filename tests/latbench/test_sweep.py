@@ -22,7 +22,7 @@ from latbench.plan import Point
 from latbench.runners.local import TaskFailed, WorkerDied
 from latbench.sweep import Progress, Settings
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.shapes import LinearShape
+from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 TASKS = Path(__file__).with_name("worker_tasks.py")
 does = SimpleNamespace(**runpy.run_path(str(TASKS)))
@@ -370,6 +370,9 @@ def test_layers_whose_copies_stay_small_share_a_block_however_large_the_caches_a
     assert [len(part) for part in sweep._fitting([large] * 24, 6e9)] == [3] * 8
     dense, sparse = (replace(point(m=512), sparsity=sparsity) for sparsity in (0.0, 0.9))
     assert sweep._needed_bytes(sparse) < sweep._needed_bytes(dense) / 4
+    # A few weights, but each copy of them has its images laid out: only a few such points fit.
+    stem = replace(point(), shape=Conv2dShape(1, 3, 640, 640, 32, 6, 6, (2, 2), (2, 2)))
+    assert max(len(part) for part in sweep._fitting([stem] * 24, 6e9)) <= 4
 
 
 def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
