@@ -18,7 +18,7 @@ from sparse_kernels.cpu.target import host
 
 Images = Tensor | Framed
 
-# What has numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong address).
+# What may have numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong one).
 PLAIN = (Tensor, nn.Parameter)
 
 _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "relu": F.relu, "gelu": F.gelu}
@@ -36,6 +36,16 @@ def framable(x: Images) -> bool:
     return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
 
 
+def where(x: Tensor) -> int:
+    """The address of a tensor's numbers; TypeError where it has none, as what stands for one inside of torch."""
+    address = x.data_ptr() if type(x) in PLAIN else 0
+    if not address:
+        raise TypeError(
+            "a sparse layer computes with numbers: this tensor, or one made here, has none (fake or wrapped)"
+        )
+    return address
+
+
 def frame(x: Images, margin: int) -> Images:
     """The images in frames of this margin, where they can be."""
     if isinstance(x, Framed) or not framable(x):
@@ -44,7 +54,7 @@ def frame(x: Images, margin: int) -> Images:
     framed = Framed(Places(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, source.data_ptr(), Places(batch, channels, h, w), framed.address, framed.places)
+    images.copy(host().lanes, where(source), Places(batch, channels, h, w), framed.address, framed.places)
     return framed
 
 
@@ -54,7 +64,7 @@ def plain(x: Images) -> Tensor:
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.address, x.places, result.data_ptr(), Places(*x.places.shape))
+    images.copy(host().lanes, x.address, x.places, where(result), Places(*x.places.shape))
     return result
 
 

@@ -42,7 +42,7 @@ from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.cpu import threads
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.framed import PLAIN, finished, framable, plain
+from sparse_kernels.framed import PLAIN, finished, framable, plain, where
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
@@ -177,7 +177,6 @@ class _Sparse(nn.Module):
         self.pattern: Pattern = packed.pattern
         self.activation = activation
         self.backend = backend
-        self._code = ACTIVATIONS.index(activation)
         self._format = type(packed)
         self._settings: dict[str, Any] = {}
         self._arrays: list[str] = []
@@ -212,6 +211,11 @@ class _Sparse(nn.Module):
         """Shown by print(model)."""
         m, k = self.shape
         return f"{m}x{k}, {self.pattern}, activation={self.activation}, backend={self.backend}"
+
+    @property
+    def _code(self) -> int:
+        """The activation as kernels know it."""
+        return ACTIVATIONS.index(self.activation)
 
     @property
     def _on_gpu(self) -> bool:
@@ -357,8 +361,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """
     all_three = q, k, v
     ours = all(
-        type(t) in PLAIN and t.ndim == 4 and t.dtype is torch.float32 and t.is_cpu and t.numel() and not t.is_neg()
-        for t in all_three
+        type(t) in PLAIN and t.ndim == 4 and t.dtype is torch.float32 and t.is_cpu and t.numel() for t in all_three
     )
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in all_three)
     if not ours or needs_grad or not _fit(q.shape, k.shape, v.shape):
@@ -371,18 +374,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
 
     # A single element may have any stride: torch calls that contiguous, and `contiguous` would leave it.
     form = torch.contiguous_format
-    q, k, v = [t if t.stride(-1) == 1 else t.clone(memory_format=form) for t in (q, k, v)]
+    q, k, v = [t if t.stride(-1) == 1 else t.clone(memory_format=form) for t in map(Tensor.resolve_neg, (q, k, v))]
     (batch, heads, n, d), keys, e = q.shape, k.shape[2], v.shape[3]
     y = q.new_empty(batch, n, heads, e)
     threads.use(torch.get_num_threads())
-    out = y.data_ptr(), n * heads * e, e, heads * e
+    out = where(y), n * heads * e, e, heads * e
     run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale)
     return y.transpose(1, 2)
 
 
 def _place(x: Tensor) -> tuple[int, int, int, int]:
     batch, head, token, _ = x.stride()
-    return x.data_ptr(), batch, head, token
+    return where(x), batch, head, token
 
 
 def _fit(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
@@ -461,6 +464,8 @@ class SparseLinear(_Sparse):
         if features != k:
             raise ValueError(f"this layer takes {k} features, the input has {features}: {(*lead, features)}")
         n = lead.numel()
+        if tiles is not None and shape != tiles_shape(n, k):
+            raise ValueError(f"tiles of {tuple(shape)} do not hold {n} tokens of {k} features")
         if self.backend == "numba" and type(x) in PLAIN and not torch.compiler.is_compiling():
             if keep and self.lays_out and worthwhile(n):
                 return Tiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
@@ -483,7 +488,7 @@ class SparseLinear(_Sparse):
         if into_tiles and tiles is not None:
             n = y_shape[0] * y_shape[-1]
         if n:
-            ready.plan.run(x.data_ptr(), y.data_ptr(), n, ready.bias_address, self._code)
+            ready.plan.run(where(x), where(y), n, ready.bias_address, self._code)
         return y
 
     @functools.cached_property
@@ -610,7 +615,7 @@ class SparseConv2d(_Sparse):
             y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
         else:
             y = Framed(y_places)
-        source, to = (each.address if isinstance(each, Framed) else each.data_ptr() for each in (x, y))
+        source, to = (each.address if isinstance(each, Framed) else where(each) for each in (x, y))
         alike = isinstance(added, Framed) and added.places == y_places
         if alike and self.activation is None and ready.plan.adds(x_places, y_places):
             assert isinstance(added, Framed)

@@ -88,6 +88,9 @@ class LinearPlan:
         if not right:
             self._otherwise().run(x, y, n, bias, activation)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_calls": {}}  # compiled kernels, which copies and pickles find again
+
     @property
     def _tile_tokens(self) -> int:
         """Tokens of a tile, of layouts that are blocked."""

@@ -52,8 +52,8 @@ IMAGES_CACHED = 500_000
 # gathered is used by half as many. Measured on Granite Rapids.
 SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 / 200, 2, 0.3
 
-# Elements of all copies of x that threads lay out for themselves, each as large as all of it: 256 MB, of which they
-# touch no more than they need. Larger ones are laid out once for all.
+# Elements of all copies of x that threads lay out for themselves, each as large as all of it: 256 MB. They touch
+# little more of them than they need where a channel is larger than a page. Larger ones are laid out once for all.
 MOST_COPIED = 2**26
 
 # Batches whose places a plan remembers.
@@ -105,7 +105,7 @@ class Conv2dPlan:
     emulated: bool = False
     _pool: Pool = field(default_factory=Pool)
     _placed: dict[tuple[int, int | None, int | None], Placed] = field(default_factory=dict)
-    _calls: dict[tuple[int, int | None, int | None, int], Callable[..., None]] = field(default_factory=dict)
+    _calls: dict[tuple[int, int | None, int | None, int], list[tuple[range, Product]]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -113,11 +113,14 @@ class Conv2dPlan:
         return self.panels.nbytes
 
     def room_bytes(self, batch: int) -> int:
-        """Bytes of images laid out that the plan keeps for so many images; 0 where x is read in place."""
-        x_at, y_at = self.x_places(batch), self.y_places(batch)
-        some = min(self._at_a_time(x_at, y_at, count()), batch)
-        where = self._known(x_at.of_batch(some), y_at.of_batch(some)).where
-        return 0 if where is None else 4 * where.size
+        """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
+        x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count()
+        some = min(self._at_a_time(x_at, y_at, threads), batch)
+        placed = self._known(x_at.of_batch(some), y_at.of_batch(some))
+        return 0 if placed.where is None else 4 * placed.where.size * self._copies(placed, threads)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_calls": {}}  # compiled kernels, which copies and pickles find again
 
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
@@ -172,39 +175,39 @@ class Conv2dPlan:
     def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
         """The same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
         with exclusive():
-            self._call(x_at, y_at, count())(x, y, bias, activation, added)
+            self._run(x, x_at, bias, activation, y, y_at, added, count())
 
-    def _call(self, x_at: Places, y_at: Places, threads: int) -> Callable[..., None]:
-        """How images that lie so are run: worked out once."""
+    def _run(
+        self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int, threads: int
+    ) -> None:
         key = x_at.batch, x_at.margin, y_at.margin, threads
-        call = self._calls.get(key)
-        if call is None:
+        steps = self._calls.get(key)
+        if steps is None:
             for oldest in list(self._calls)[: 1 - REMEMBERED]:
                 self._calls.pop(oldest, None)
-            call = self._calls[key] = self._prepared(x_at, y_at, threads)
-        return call
+            steps = self._calls[key] = self._prepared(x_at, y_at, threads)
+        for some, product in steps:
+            x_here, behind = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
+            added_here = added and added + behind
+            if not product(x_here, y + behind, bias, activation, added_here):
+                places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
+                self._vectors._run(x_here, places[0], bias, activation, y + behind, places[1], added_here, threads)
 
     def copy(self) -> Conv2dPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
 
-    def _prepared(self, x_at: Places, y_at: Places, threads: int) -> Callable[..., None]:
-        """What runs images that lie so, with so many threads."""
+    def _prepared(self, x_at: Places, y_at: Places, threads: int) -> list[tuple[range, Product]]:
+        """Which images that lie so are run together by so many threads, and how.
+
+        Products know nothing of the plan: one that knew it would keep it, and gigabytes with it, until Python looks
+        for circles.
+        """
         batch, step = x_at.batch, self._at_a_time(x_at, y_at, threads)
-        images = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
-        products = {
-            some: self._product(x_at.of_batch(some), y_at.of_batch(some), threads) for some in map(len, images)
-        }
-
-        def call(x: int, y: int, bias: int, activation: int, added: int) -> None:
-            for some in images:
-                x_here, y_here = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
-                added_here = added and added + y_here
-                if not products[len(some)](x_here, y + y_here, bias, activation, added_here):
-                    x_some, y_some = x_at.of_batch(len(some)), y_at.of_batch(len(some))
-                    self._vectors._call(x_some, y_some, threads)(x_here, y + y_here, bias, activation, added_here)
-
-        return call
+        together = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
+        sizes = {len(some) for some in together}
+        products = {size: self._product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
+        return [(some, products[len(some)]) for some in together]
 
     def _at_a_time(self, x_at: Places, y_at: Places, threads: int) -> int:
         """A few images, so that what one step writes is in the cache when the next one reads it."""
@@ -222,32 +225,32 @@ class Conv2dPlan:
             return self._multiplied(placed, x_at.size, threads)
         # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
         begins, ends = images.even_rows(batch * self.shape.h, threads)
-        copies = 1
-        if where is not None and where.size * threads <= MOST_COPIED and self._own_positions(placed, threads):
-            copies, shares = threads, rows.shares(at.x_starts.size, self.tile[1], threads)
+        copies = self._copies(placed, threads)
+        if where is not None and copies == threads:
+            shares = rows.shares(at.x_starts.size, self.tile[1], threads)
             begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
         apart = 0 if where is None or copies == 1 else where.size
         product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
         collected = images.even_rows(batch * self.shape.out_h, threads)
         lay_out, pool = images.lay_out(self.target.lanes), self._pool
         x_steps, y_steps = images.steps(x_at), (*images.steps(y_at), 0)
-        x_first, y_first = 4 * x_at.first, 4 * y_at.first
+        x_first, y_first, x_shape, y_shape = 4 * x_at.first, 4 * y_at.first, x_at.shape, y_at.shape
+        c_in, padding = self.shape.c_in, self.shape.padding
 
         def call(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
             source, result = x, y
             if where is not None:
                 laid = pool.take(where.size * copies, batch)
                 source = address(laid)
-                steps = where.image, where.plane, where.pitch, self.shape.c_in * where.plane
-                padding = self.shape.padding
-                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_at.shape, begins, ends, apart)
+                steps = where.image, where.plane, where.pitch, c_in * where.plane
+                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_shape, begins, ends, apart)
             if at.flat is not None:
                 flat = borrow(c_out * at.y_stride)
                 result = address(flat)
             finite = product(source, result, bias, activation, added)
             if at.flat is not None:
                 flat_steps = at.flat[0], at.y_stride, at.flat[1]
-                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_at.shape, *collected, 0)
+                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_shape, *collected, 0)
                 give_back(flat)
             if where is not None:
                 pool.give_back(laid, batch)
@@ -255,11 +258,13 @@ class Conv2dPlan:
 
         return call
 
-    def _own_positions(self, placed: Placed, threads: int) -> bool:
+    def _copies(self, placed: Placed, threads: int) -> int:
+        """How many of the threads lay out images for themselves: all, or one for all."""
+        where, weights = placed.where, placed.weights
+        if where is None or where.size * threads > MOST_COPIED or not isinstance(weights, Panels):
+            return 1
         total = placed.at.x_starts.size
-        return isinstance(placed.weights, Panels) and rows.own_blocks(
-            placed.weights, self.tile[1], total, placed.columns, threads
-        )
+        return threads if rows.own_blocks(weights, self.tile[1], total, placed.columns, threads) else 1
 
     def _multiplied(self, placed: Placed, x_size: int, threads: int, apart: int = 0) -> Product:
         weights, at, fused = placed.weights, placed.at, self.target.fused

@@ -122,6 +122,14 @@ class Framed:
         self.array, self.places = _spare.take(places), places
         self.address = address(self.array)
 
+    def __getstate__(self) -> tuple[Places, Array]:
+        return self.places, self.array
+
+    def __setstate__(self, state: tuple[Places, Array]) -> None:
+        places, array = state
+        self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
+        self.array[:] = array
+
     def __del__(self, give_back: Callable[[Places, Array], None] = _spare.give_back) -> None:
         # Bound above: when Python ends, what the module names may be gone before this object is.
         if hasattr(self, "places"):

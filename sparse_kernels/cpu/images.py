@@ -6,8 +6,8 @@ at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w), so a step in j 
 the output. Rows of a phase follow each other with a pitch, images with a pitch of rows; zeros at the end of one row
 (image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
 
-The buffer is (phases, c_in, plane), plane = all images of one channel in one phase. The zeros are written once, when
-the buffer is made: laying out writes only what x holds.
+The buffer is (phases, c_in, plane), plane = all images of one channel in one phase; threads may have one each. The
+zeros are written once, when the buffer is made: laying out writes only what x holds.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from sparse_kernels.plan import BLOCKED_LAYOUTS
 WEIGHTS = ("float32", "bfloat16")
 
 # Share of weights from which on the matrix unit is the faster one; tokens from which on also for long rows of y where
-# that share is kept and tokens are not blocked; tokens from which on in any case.
+# that share is kept and tokens are not blocked; tokens from which on as for other rows.
 LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
 

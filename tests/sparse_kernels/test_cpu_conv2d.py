@@ -1,4 +1,8 @@
+import copy
+import gc
 import itertools
+import pickle
+import weakref
 from dataclasses import replace
 
 import numba
@@ -241,6 +245,24 @@ def test_a_copy_has_weights_of_its_own(rng):
     np.testing.assert_array_equal(copy(x), expected)
     assert copy.kernel == plan.kernel
     assert "conv2d" in plan.kernel
+
+
+@pytest.mark.parametrize("pattern", [VectorWise(8), Unstructured()], ids=str)
+def test_a_plan_that_was_called_goes_with_its_last_name_and_can_be_copied(rng, pattern):
+    shape = Conv2dShape(2, 4, 9, 8, 8, 3, 3, (2, 2), (1, 1))
+    packed, x = operands(rng, shape, pattern)
+    plan = prepare_conv2d(packed, shape, "numba")
+    expected = plan(x)
+    for copied in (plan.copy(), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        np.testing.assert_array_equal(copied(x), expected)
+        assert not np.shares_memory(copied.panels.arrays[0], plan.panels.arrays[0])
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert gone() is None  # a sweep makes thousands, and counts on their memory
+    finally:
+        gc.enable()
 
 
 def test_a_tap_at_the_wrong_place_is_caught(rng):

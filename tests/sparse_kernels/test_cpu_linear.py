@@ -1,4 +1,6 @@
+import copy
 import os
+import pickle
 import platform
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from sparse_kernels import oracle
 from sparse_kernels.cpu import blocks, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
 from sparse_kernels.formats import pack, rounded, unpack
-from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
 
 ALL_LAYOUTS = (*LAYOUTS, *BLOCKED_LAYOUTS)
@@ -591,6 +593,19 @@ def test_threads_have_blocks_of_their_own_where_these_come_out_even_or_x_is_long
     assert own(4, 64) and own(9, 64)
     assert not own(3, 64) and not own(7, 127)  # threads share panels
     assert own(7, 128) and not own(3, 128)  # four tiles and three; two and one
+
+
+@pytest.mark.parametrize("spec", ["vector:32", "shflbw:32", "vector:4", "unstructured"])
+def test_a_plan_that_was_called_can_be_copied(rng, spec):
+    pattern = parse(spec)
+    weight = rng.standard_normal((64, 48), np.float32)
+    packed = pack(weight, pattern.mask(weight**2, 0.5), pattern)
+    plan = linear.build(packed, "token_major", 5, linear.by_vectors(packed, "token_major", 5))
+    x = rng.standard_normal((5, 48), np.float32)
+    expected = plan(x)
+    for copied in (plan.copy(), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        np.testing.assert_array_equal(copied(x), expected)
+        assert not np.shares_memory(copied.panels.arrays[0], plan.panels.arrays[0])
 
 
 def test_tiles_are_even_and_cover_all_vectors():

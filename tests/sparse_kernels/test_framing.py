@@ -208,6 +208,15 @@ def test_images_come_out_of_a_frame_as_they_went_in(rng: np.random.Generator) ->
             assert y.array.ctypes.data % 64 == 0
 
 
+def test_copies_of_a_frame_are_images_of_their_own() -> None:
+    y = frame(torch.ones(2, 3, 5, 7), 1)
+    copies = copy.deepcopy(y), pickle.loads(pickle.dumps(y))
+    y.array[:] = 7
+    for each in copies:
+        assert torch.equal(plain(each), torch.ones(2, 3, 5, 7))
+        assert each.array.ctypes.data == each.address
+
+
 def test_what_cannot_be_framed_stays_as_it_is() -> None:
     x = torch.randn(2, 3, 5, 7)
     for images in (x.double(), x[0], x[:0], x.clone().requires_grad_()):

@@ -15,6 +15,7 @@ from sparse_kernels import prepare
 from sparse_kernels.framed import plain
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, VectorWise, parse
+from sparse_kernels.tiles import Tiles
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
 
@@ -196,6 +197,17 @@ def test_tensors_without_numbers_are_refused() -> None:
         layer(torch.randn(2, 64).to_sparse())
     with pytest.raises(TypeError, match="on the CPU"):
         layer(torch.randn(2, 64, device="meta"))
+    x, image = torch.randn(2, 64), torch.randn(1, 4, 6, 7)
+    conv = SparseConv2d.from_dense(nn.Conv2d(4, 4, 3, padding=1), Dense(), None)
+    framed = conv(image, margin=1)
+    q = torch.randn(1, 2, 5, 8)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.func.functionalize(layer)(x)
+    for call in (lambda: layer(x), lambda: attention(q, q, q), lambda: conv(framed), lambda: plain(framed)):
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, TypeError)):
+            call()
+    with pytest.raises(ValueError, match="do not hold 1000 tokens"):
+        layer(Tiles(torch.zeros(1, 64, 16), torch.Size([1000])))
 
 
 def test_what_has_no_kernel_says_why() -> None:
