@@ -842,13 +842,13 @@ class _Engines:
 def _needed_bytes(point: Point) -> float:
     """About what a point takes: its weight, and copies of it until they pass the caches or are as many as there may
     be; an engine may hold each of them twice, as it was given and as it is multiplied. A convolution's go with its
-    images, laid out.
+    images, which each thread may lay out.
     """
     shape = point.shape
     weight, activations = 4 * shape.m * shape.k, 4 * shape.n * (shape.m + shape.k)
     packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
     if isinstance(shape, Conv2dShape):
-        packed += 4 * shape.batch * shape.c_in * shape.h * shape.w
+        packed += 4 * shape.batch * shape.c_in * shape.h * shape.w * point.threads
     copies = min(backends.cold_bytes() + packed, backends.MOST_COPIES * packed)
     return 3 * weight + 2 * copies + 2 * activations
 
