@@ -36,7 +36,7 @@ def framable(x: Images) -> bool:
     return x.ndim == 4 and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
 
 
-def where(x: Tensor) -> int:
+def address_of(x: Tensor) -> int:
     """The address of a tensor's numbers; TypeError where it has none, as what stands for one inside of torch."""
     address = x.data_ptr() if type(x) in PLAIN else 0
     if not address:
@@ -54,7 +54,7 @@ def frame(x: Images, margin: int) -> Images:
     framed = Framed(Places(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, where(source), Places(batch, channels, h, w), framed.address, framed.places)
+    images.copy(host().lanes, address_of(source), Places(batch, channels, h, w), framed.address, framed.places)
     return framed
 
 
@@ -64,7 +64,7 @@ def plain(x: Images) -> Tensor:
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.address, x.places, where(result), Places(*x.places.shape))
+    images.copy(host().lanes, x.address, x.places, address_of(result), Places(*x.places.shape))
     return result
 
 

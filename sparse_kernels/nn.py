@@ -42,7 +42,7 @@ from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.cpu import threads
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.framed import PLAIN, finished, framable, plain, where
+from sparse_kernels.framed import PLAIN, address_of, finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
@@ -378,14 +378,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     (batch, heads, n, d), keys, e = q.shape, k.shape[2], v.shape[3]
     y = q.new_empty(batch, n, heads, e)
     threads.use(torch.get_num_threads())
-    out = where(y), n * heads * e, e, heads * e
+    out = address_of(y), n * heads * e, e, heads * e
     run(_place(q), _place(k), _place(v), out, (batch, heads, n, d, keys, e), scale)
     return y.transpose(1, 2)
 
 
 def _place(x: Tensor) -> tuple[int, int, int, int]:
     batch, head, token, _ = x.stride()
-    return where(x), batch, head, token
+    return address_of(x), batch, head, token
 
 
 def _fit(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
@@ -488,7 +488,7 @@ class SparseLinear(_Sparse):
         if into_tiles and tiles is not None:
             n = y_shape[0] * y_shape[-1]
         if n:
-            ready.plan.run(where(x), where(y), n, ready.bias_address, self._code)
+            ready.plan.run(address_of(x), address_of(y), n, ready.bias_address, self._code)
         return y
 
     @functools.cached_property
@@ -615,7 +615,7 @@ class SparseConv2d(_Sparse):
             y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
         else:
             y = Framed(y_places)
-        source, to = (each.address if isinstance(each, Framed) else where(each) for each in (x, y))
+        source, to = (each.address if isinstance(each, Framed) else address_of(each) for each in (x, y))
         alike = isinstance(added, Framed) and added.places == y_places
         if alike and self.activation is None and ready.plan.adds(x_places, y_places):
             assert isinstance(added, Framed)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import copy_vector, token_tile, tokens_to_lanes
-from sparse_kernels.cpu.scratch import ALIGNMENT, borrow, give_back
+from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.plan import Array
@@ -30,7 +30,6 @@ from sparse_kernels.plan import Array
 Place = tuple[int, int, int, int]
 
 VECTORS = 2  # of a register tile
-LINE = ALIGNMENT // 4
 
 
 def attention(q: Array, k: Array, v: Array, out: Array, scale: float | None = None) -> Array:

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sparse_kernels.cpu.scratch import address, aligned
+from sparse_kernels.cpu.scratch import LINE, address, aligned
 from sparse_kernels.plan import Array
-
-LINE = 16  # elements of a cache line, and of the widest vector; longer ones (`amx`) are read and written by halves
 
 # Bytes of frames that nobody uses and that are kept for the next call.
 KEPT = 512 * 2**20

@@ -62,8 +62,7 @@ def even(tile: tuple[int, int], together: int, target: Target) -> int:
 
 
 def own_blocks(panels: Panels, vectors: int, total: int, columns: int, threads: int) -> bool:
-    """Whether each thread gets blocks of positions of its own, `total` vectors in tiles of `vectors`; else they share
-    panels.
+    """Whether each thread gets blocks of its own of `total` vectors in tiles of `vectors`; else they share panels.
 
     It does where they come out even, so that it reads the x that it has laid out itself; a line that another core has
     just written takes longer than one from memory near by. Threads that share panels each read all of x. Where that
@@ -98,13 +97,13 @@ def prepared(
     """
     total = at.x_starts.size
     own = own_blocks(panels, vectors, total, columns, threads)
-    parts = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
+    count = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
     run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
     weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
 
     def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
         places = x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, keep
-        run(weights, *places, added, bias, activation, parts, threads, apart)
+        run(weights, *places, added, bias, activation, count, threads, apart)
         return True
 
     return product

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.compiled import compiled
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
