@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import copy_vector, token_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import count, exclusive
@@ -152,7 +152,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
     scratch, its elements for each part, shares of a head; parts).
     """
     fuse = int(fused)
-    unfinished = PARTIAL
+    unfinished, ahead = PARTIAL, AHEAD
     vectors = VECTORS
     width = vectors * lanes
 
@@ -202,6 +202,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             lanes,
                             fuse,
                             4,
+                            ahead,
                             0,
                             keys_at + panel * d * width * 4,
                             columns_at,
@@ -225,6 +226,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
                             lanes,
                             fuse,
                             4,
+                            ahead,
                             0,
                             values_at + panel * keys * width * 4,
                             columns_at,

@@ -19,9 +19,9 @@ from numba import njit, prange
 from sparse_kernels.cpu.call import Call
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
-from sparse_kernels.cpu.scratch import borrow, give_back
+from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
@@ -187,6 +187,10 @@ def kernel(
                     table, values, columns, _, row_ids = weights
                     panels, done = table.shape[0], 0
                     for panel in range(panels):
+                        if y_by_token and panel * rows % LINE < rows:
+                            # Lines of y are to be at hand when the block is put there, not fetched one by one then.
+                            for token in range(first * lanes, (first + width) * lanes):
+                                fetch(y_at + (token * m + panel * rows) * 4)
                         v = 0
                         while v < width:
                             step = vectors if v + vectors <= width else 1

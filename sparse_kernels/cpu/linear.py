@@ -70,8 +70,8 @@ class TokenPlan(LinearPlan):
     def _prepared(self, n: int, threads: int) -> Call:
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
-        close, order = tokens.close(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
-        run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, close)
+        fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
+        run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
         weights, places = panels.arrays, panels.places
         needed = n * panels.row_ids.size if permuted else 0
 
@@ -207,8 +207,9 @@ def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> boo
     """Whether blocks of tokens beat this tile of kernel tokens."""
     (_, vectors, lanes), (m, k) = tile, packed.shape
     # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are
-    # put in their places one by one, which from a block costs nothing, but there x has to be laid out.
-    slow = vectors == 1 or (permuted(packed) and k < 2 * m)
+    # put in their places one by one, which from a block costs nothing, but there x has to be laid out: Intel's second
+    # level takes longer for that.
+    slow = vectors == 1 or (permuted(packed) and (k < 2 * m or not host().shared))
     total, threads = -(-n // lanes), numba.get_num_threads()
     return slow and total >= 2 * threads and blocks.enough(n, lanes, threads)
 

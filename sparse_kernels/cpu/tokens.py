@@ -20,7 +20,7 @@ from numba import carray, njit, prange
 
 from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import floats_at, token_tile
+from sparse_kernels.cpu.micro import AHEAD, floats_at, token_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
@@ -60,36 +60,50 @@ def stages(tokens: int, k: int, target: Target) -> int:
 def order(tokens: int, k: int, n: int, weights: Panels, parts: int, permuted: bool) -> tuple[int, int]:
     """(tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
-    In stages each of the `parts` threads has tokens of its own, of which only a stage has to stay in its second-level
-    cache, beside the weights of as many panels as fit. So it is where rows are permuted: a thread finds in its own
-    caches what it puts in their places.
+    Chunks are as many for each of the `parts` threads, because pairs of a chunk and a panel count alike, also those
+    of a last chunk with fewer tokens. One chunk that fits is shared by panels. In stages each thread has tokens of
+    its own, of which only a stage has to stay in its second-level cache, beside the weights of as many panels as fit.
+    So it is where rows are permuted: a thread finds in its own caches what it puts in their places.
     """
     panel = max(1, weights.values.size // len(weights.table))
     most = max(1, CACHED * weights.stages // (k * tokens))
-    if weights.stages == 1 and not permuted:
-        return most * tokens, max(1, CACHED // 2 // panel)
     tiles = -(-n // tokens)
-    chunks = max(-(-tiles // most), min(parts, tiles))
-    return -(-tiles // chunks) * tokens, max(1, 3 * CACHED // panel)
+    own = weights.stages > 1 or permuted
+    chunks = -(-tiles // most)
+    if own or chunks > 1:
+        chunks = min(-(-chunks // parts) * parts, tiles)
+    return -(-tiles // chunks) * tokens, max(1, (3 * CACHED if own else CACHED // 2) // panel)
 
 
-def close(n: int, tokens: int, target: Target) -> bool:
-    """Whether n tokens, `tokens` at a time, are enough for the weights to be fetched to the first-level cache.
+def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool]:
+    """How far ahead weights are fetched for n tokens, `tokens` at a time, in floats, and whether to the first level.
 
     A tile reads whole cache lines of them for each column. Where they are passed over often they lie in the second
-    level, which Intel's units wait for: 3% to 9% less time for 128 tokens. Where they come from memory, or where x
-    of few tokens needs the first level for itself, it takes 2% to 6% longer (8 and 32 tokens).
+    level, which Intel's units wait for: with the first level 3% to 9% less time for 128 tokens. Where they come from
+    memory, or where x of few tokens needs the first level for itself, it takes 2% to 6% longer (8 and 32 tokens).
+
+    One or two tokens AMD's units compute so fast that they read ahead themselves as far as memory gives: fetching
+    takes a tenth longer then.
     """
-    return target.shared and n >= 8 * tokens
+    if target.shared:
+        return AHEAD, n >= 8 * tokens
+    return (AHEAD if n > 2 else 0), False
 
 
 @cache
 def kernel(
-    tokens: int, vectors: int, lanes: int, fused: bool, permuted: bool, size: int = 4, close: bool = False
+    tokens: int,
+    vectors: int,
+    lanes: int,
+    fused: bool,
+    permuted: bool,
+    size: int = 4,
+    ahead: int = AHEAD,
+    close: bool = False,
 ) -> Callable[..., None]:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
-    close: weights are fetched ahead to the first-level cache, not only to the second.
+    ahead, close: how weights are fetched, as `fetched` says it.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
     tokens of a chunk, panels of a block, parts, places, waiting). Where permuted, places are those of the panels and
@@ -133,6 +147,7 @@ def kernel(
                                 lanes,
                                 fuse,
                                 size,
+                                ahead,
                                 near,
                                 values_at + table[here, 0] * size,
                                 columns_at + table[here, 1] * 4,
@@ -150,9 +165,12 @@ def kernel(
         if permuted:
             if n * m < worth:
                 put(sums_at, features, y_at, places, 0, n, 0, m)
-            elif chunks < parts:
+            elif n < parts:
                 for part in prange(parts):
                     put(sums_at, features, y_at, places, 0, n, m * part // parts, m * (part + 1) // parts)
+            elif chunks < parts:  # each in lines of y that no other writes
+                for part in prange(parts):
+                    put(sums_at, features, y_at, places, n * part // parts, n * (part + 1) // parts, 0, m)
             else:
                 for part in prange(parts):
                     begin, end = chunks * part // parts * chunk, chunks * (part + 1) // parts * chunk

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numba
 import numpy as np
-from cpu_kernels import Key, Measured, engines, measure, share_of_reading
+from cpu_kernels import Key, Measured, engines, measure
 
 from latbench import workloads
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
@@ -116,7 +116,7 @@ def main() -> None:
                 print(f"{tokens} tokens, {threads} threads: share of the speed of reading", flush=True)
                 found = [measure(s, pipes, ["shflbw:32", "shflbw:64"], cold) for s in linear_shapes(tokens)]
                 for key in found[0].ours:
-                    shares = [share_of_reading(one, key, threads)[0] for one in found]
+                    shares = [one.share_of_reading(key) for one in found]
                     line(f"{key[0]} {key[1]:.0%}", shares, OF_READING, each=True)
             for workload in ("resnet50", "resnet50-batch16") if "resnet50" in given.only else ():
                 print(f"{workload}, 1x1 and 3x3, {threads} threads", flush=True)

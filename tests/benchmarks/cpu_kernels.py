@@ -11,7 +11,7 @@ other people's load falls out. Printed are medians of the rounds, of times and o
 busy all the time use one thread: then the clock is that of the process, which stands still while others run.
 
 Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
-sparse and dense ones alike, and what is read a second is compared with a sum over an array as large.
+sparse and dense ones alike, and in each round a sum over arrays as large takes its turn: what the memory allows.
 
 --frames: convolutions read and write images in frames, as they lie between the layers of a converted model.
 
@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -224,19 +224,23 @@ def engines(threads: int, bf16: bool = False) -> Iterator[dict[str, Connection]]
             pipe.send(None)
 
 
-def read_seconds(size: int, threads: int) -> float:
-    """Seconds that summing up `size` bytes takes, out of as many as pass the caches."""
+@cache
+def total() -> Callable[[np.ndarray], object]:
+    """The compiled sum of an array."""
 
     @numba.njit(parallel=True, fastmath=True)
-    def total(array):  # type: ignore[no-untyped-def]
+    def of(array):  # type: ignore[no-untyped-def]
         result = np.float32(0)
         for i in numba.prange(array.size):
             result += array[i]
         return result
 
-    copies = copies_for(size)
-    arrays = [np.ones(max(1, size // 4), np.float32) for _ in range(copies)]
-    return least([lambda array=array: total(array) for array in arrays], 0.1, threads)
+    return of
+
+
+def reading(size: int, copies: int) -> Calls:
+    """Calls that sum up `size` bytes, each out of its own memory."""
+    return [partial(total(), np.ones(max(1, size // 4), np.float32)) for _ in range(copies)]
 
 
 def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[Conv2dPlan], object]:
@@ -300,6 +304,8 @@ class Measured:
     plans: dict[Key, tuple[Plan, int]]
     """With the number of kept weights."""
     first_calls_seconds: float
+    reads: dict[Key, list[float]]
+    """Of summing up as many bytes as each of ours reads; of cold weights only."""
 
     @property
     def fastest(self) -> str:
@@ -309,6 +315,10 @@ class Measured:
     def speedup(self, key: Key, peer: str | None = None) -> float:
         """Over a peer, by default the fastest dense one: the median of the rounds' ratios."""
         return float(np.median(np.divide(self.peers[peer or self.fastest], self.ours[key])))
+
+    def share_of_reading(self, key: Key) -> float:
+        """How fast a call is beside summing up the bytes that it reads: the median of the rounds' ratios."""
+        return float(np.median(np.divide(self.reads[key], self.ours[key])))
 
 
 def measure(shape: Shape, pipes: dict[str, Connection], specs: Sequence[str], how: argparse.Namespace) -> Measured:
@@ -326,21 +336,24 @@ def measure(shape: Shape, pipes: dict[str, Connection], specs: Sequence[str], ho
         pipe.send((shape, copies_for(4 * shape.m * shape.k) if how.cold else 1))
     peers: dict[str, list[float]] = {engine: [] for engine in pipes}
     ours: dict[Key, list[float]] = {key: [] for key in cases}
+    sums = {key: reading(read_bytes(plan, shape), len(calls)) for key, (plan, calls, _) in cases.items() if how.cold}
+    reads: dict[Key, list[float]] = {key: [] for key in sums}
     for _ in range(how.rounds):
         for engine, pipe in pipes.items():
             pipe.send(BLOCK_SECONDS)
             peers[engine].append(pipe.recv())
         for key, (_, calls, _) in cases.items():
             ours[key].append(least(calls, BLOCK_SECONDS, how.threads))
+            if how.cold:
+                reads[key].append(least(sums[key], BLOCK_SECONDS, how.threads))
     for pipe in pipes.values():
         pipe.send(0.0)
-    return Measured(shape, peers, ours, {key: (plan, nnz) for key, (plan, _, nnz) in cases.items()}, first)
+    return Measured(shape, peers, ours, {key: (plan, nnz) for key, (plan, _, nnz) in cases.items()}, first, reads)
 
 
-def share_of_reading(found: Measured, key: Key, threads: int) -> tuple[float, int]:
-    """How fast a call is beside summing up the bytes of weights and activations, and how many those are."""
-    size = found.plans[key][0].nbytes + 4 * found.shape.k * found.shape.n
-    return read_seconds(size, threads) / float(np.median(found.ours[key])), size
+def read_bytes(plan: Plan, shape: Shape) -> int:
+    """Bytes of the weights and the activations that a call reads."""
+    return plan.nbytes + 4 * shape.k * shape.n
 
 
 def show(found: Measured, how: argparse.Namespace) -> None:
@@ -356,7 +369,7 @@ def show(found: Measured, how: argparse.Namespace) -> None:
         plan, nnz = found.plans[key]
         seconds = float(np.median(times))
         rate = shape.flop * nnz / (shape.m * shape.k) / seconds / 1e9
-        read = " {:4.0%} of reading {} bytes ".format(*share_of_reading(found, key, how.threads)) if how.cold else ""
+        read = f" {found.share_of_reading(key):4.0%} of reading {read_bytes(plan, shape)} bytes " if how.cold else ""
         print(
             f"  {key[0]:17} {key[1]:4.0%} {seconds * 1e6:8.1f} us {found.speedup(key):6.2f}x"
             f" {rate:5.0f} GFLOP/s on non-zeros {read} {plan.kernel}",

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import blocks, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
+from sparse_kernels.cpu.micro import AHEAD
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
@@ -255,10 +256,25 @@ def test_the_kernel_says_what_runs(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(("n", "k", "parts"), [(128, 2048, 2), (128, 3072, 3), (2048, 2048, 2), (40, 4096, 2)])
+def test_threads_share_tokens_evenly_where_one_chunk_is_not_enough(n, k, parts):
+    width, tile = 32, 8
+    packed = pack(np.ones((64, k), np.float32), np.ones((64, k), bool), VectorWise(width))
+    chunk, _ = tokens.order(tile, k, n, panels.panels(panels.groups(packed), width), parts, permuted=False)
+    most = -(-n // chunk) / parts * chunk  # of chunks that count alike
+    assert most <= 1.02 * tile * -(-n // tile // parts)
+
+
 def test_weights_come_to_the_first_level_for_many_tokens_on_intel_alone():
-    intel, other = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
-    assert [tokens.close(n, 8, intel) for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
-    assert not tokens.close(128, 8, other)
+    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
+    assert [tokens.fetched(n, 8, intel)[1] for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
+    assert not tokens.fetched(128, 8, amd)[1]
+
+
+def test_amd_reads_the_weights_of_one_or_two_tokens_without_being_told():
+    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
+    assert [tokens.fetched(n, 8, amd)[0] for n in (1, 2, 3, 128)] == [0, 0, AHEAD, AHEAD]
+    assert [tokens.fetched(n, 8, intel)[0] for n in (1, 2, 3, 128)] == [AHEAD] * 4
 
 
 def test_calls_share_room_one_after_the_other_and_never_at_once():
