@@ -76,7 +76,7 @@ class Placed:
 
     weights: panels with offsets for columns; single rows as they are. offsets: int32 (k,), how far behind a vector of
     positions each column lies. where is None if x is read in place. columns: how many vectors of x a vector may read.
-    blocks: for the matrix unit.
+    fetched: for panels, as `rows.prepared` takes it. blocks: for the matrix unit.
     """
 
     weights: Panels | SingleRows | MatrixPanels
@@ -84,6 +84,7 @@ class Placed:
     where: images.Layout | None
     at: Positions
     columns: int
+    fetched: NDArray[np.int64] | None = None
     blocks: matrix_conv2d.Blocks | None = None
 
 
@@ -273,7 +274,8 @@ class Conv2dPlan:
         if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
             return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, apart)
+        assert placed.fetched is not None
+        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, placed.fetched, apart)
 
     @cached_property
     def _vectors(self) -> Conv2dPlan:
@@ -303,8 +305,10 @@ class Conv2dPlan:
             return Placed(self.panels, lie.offsets, lie.where, at, lie.count)
         if isinstance(self.panels, MatrixPanels):
             cut = matrix_conv2d.blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
-            return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, cut)
-        return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count)
+            return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, blocks=cut)
+        # What the last tap of a plane reads, those before it have not read.
+        fetched = np.unique(lie.planes[self.panels.columns]) * lie.plane_size + lie.taps.max(initial=0)
+        return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count, fetched)
 
 
 def prepare(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:

@@ -132,7 +132,7 @@ class RowPlan(LinearPlan):
         k, fused, at = self.shape[1], self.target.fused, as_it_lies(n, self.target.lanes)
         if isinstance(self.panels, SingleRows):
             return single.prepared(self.panels, fused, at, columns(k, n), threads)
-        return rows.prepared(self.panels, self.tile[1], fused, at, k, threads)
+        return rows.prepared(self.panels, self.tile[1], fused, at, k, threads, self.panels.used * at.x_stride)
 
     def _packed(self, n: int, threads: int) -> Call:
         (m, k), lanes, vectors = self.shape, self.target.lanes, self.tile[1]
@@ -156,7 +156,8 @@ class RowPlan(LinearPlan):
     def _on_tiles(self, at: Vectors, threads: int) -> Call:
         if isinstance(self.panels, SingleRows):
             return single.prepared(self.panels, self.target.fused, at, None, threads)
-        return rows.prepared(self.panels, self.tile[1], self.target.fused, at, self.shape[1], threads)
+        fetched = self.panels.used * at.x_stride
+        return rows.prepared(self.panels, self.tile[1], self.target.fused, at, self.shape[1], threads, fetched)
 
 
 def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:

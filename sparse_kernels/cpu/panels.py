@@ -77,6 +77,11 @@ class Panels:
         found[self.row_ids[exist]] = exist
         return found
 
+    @cached_property
+    def used(self) -> NDArray[np.int64]:
+        """The columns that any panel has, rising."""
+        return np.unique(self.columns).astype(np.int64)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
