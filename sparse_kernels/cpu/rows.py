@@ -134,9 +134,9 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
     is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, blocks, parts,
-    what is `fetched`, elements from the x of a part to that of the next). x, y, bias and what is added: addresses, the
-    last one 0 for nothing. Starts, lanes to keep, what is fetched: int64. Lanes to keep and what is added are looked
-    at if `framed`. Vectors that do not fill a tile are computed one by one.
+    what is `fetched`, elements from the x of a part to that of the next). x, y, bias and what is added: addresses,
+    the last one 0 for nothing. Starts, lanes to keep, what is fetched: int64. Lanes to keep and what is added are
+    looked at if `framed`. Vectors that do not fill a tile are computed one by one.
     """
     fuse, frames = int(fused), int(framed)
 

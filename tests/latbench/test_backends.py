@@ -361,7 +361,7 @@ def test_copies_fit_into_the_memory_however_large_a_cache_a_virtual_machine_show
     assert backends.copies_for(4 * 2**20) == copies
 
 
-@pytest.mark.parametrize(("told", "mebibytes"), [("32768K", 48), ("1024K\n", 1.5), ("", 64), ("32M", 64), (None, 64)])
+@pytest.mark.parametrize(("told", "mebibytes"), [("32768K", 96), ("1024K\n", 3), ("", 64), ("32M", 64), (None, 64)])
 def test_weights_rotate_past_the_last_cache(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, told: str | None, mebibytes: float
 ) -> None:

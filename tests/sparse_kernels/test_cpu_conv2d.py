@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, images, single
+from sparse_kernels.cpu import conv2d, images, rows, single
 from sparse_kernels.cpu.target import host
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
@@ -216,6 +216,25 @@ def test_columns_in_several_stages(rng, monkeypatch, shape, pattern):
     assert len(plan.panels.table) > 1
     np.testing.assert_array_equal(plan(x), by_torch(packed, shape, x))
     np.testing.assert_array_equal(plan(x[:1]), by_torch(packed, shape, x[:1]))
+
+
+def test_fetching_ahead_is_of_the_channels_that_are_read_and_changes_nothing(rng, monkeypatch):
+    shape = Conv2dShape(3, 6, 20, 20, 8, 3, 3, padding=(1, 1))
+    weight, x = oracle.exact_operands(rng, shape.m, shape.k, shape.batch * shape.c_in * shape.h * shape.w)
+    x = x[0].reshape(shape.batch, shape.c_in, shape.h, shape.w).copy()
+    mask = np.zeros((shape.m, shape.k), bool)
+    mask[:, [4, 1, 1 + 2 * 6, 4 + 8 * 6]] = True  # taps of channels 1 and 4: columns are by tap, then channel
+    packed = pack(weight, mask, VectorWise(8))
+    monkeypatch.setattr(rows, "CACHED", 6 * host().lanes * 8)  # several blocks for each thread
+    plan = prepare_conv2d(packed, shape, "numba")
+    usual = plan(x)
+    monkeypatch.setattr(rows, "LARGE", 0)
+    again = plan.copy()
+    np.testing.assert_array_equal(again(x), usual)
+    places = again.x_places(shape.batch), again.y_places(shape.batch)
+    placed = again._known(*places)
+    last_tap = 2 * placed.where.pitch + 2
+    assert placed.fetched.tolist() == [channel * placed.where.plane + last_tap for channel in (1, 4)]
 
 
 def test_many_images_go_a_few_at_a_time(rng, monkeypatch):
