@@ -24,7 +24,7 @@ from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
-from sparse_kernels.cpu.vectors import CACHED, TILE, in_tiles, whole_tiles
+from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, in_tiles, whole_tiles
 
 # Rows of y whose order is kept that are put in their places together. All of them would displace weights and x in the
 # second-level cache; a quarter of these would go through the pages of y too often (2048 outputs: a tenth slower).
@@ -126,7 +126,7 @@ def kernel(
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
-    x_copied, x_tile = x_layout == COPIED, TILE * lanes
+    x_copied, x_tile, large = x_layout == COPIED, TILE * lanes, LARGE
     # Vectors that blocks are shared by: single rows take whole tiles.
     unit = TILE if single and (x_blocked or y_blocked) else 1
     # A thread's blocks end at whole tiles, except for the last.
@@ -139,6 +139,7 @@ def kernel(
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
+        fetches = y_by_token and n * m >= large
         scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         for part in prange(parts):
@@ -187,7 +188,7 @@ def kernel(
                     table, values, columns, _, row_ids = weights
                     panels, done = table.shape[0], 0
                     for panel in range(panels):
-                        if y_by_token and panel * rows % LINE < rows:
+                        if fetches and panel * rows % LINE < rows:
                             # Lines of y are to be at hand when the block is put there, not fetched one by one then.
                             for token in range(first * lanes, (first + width) * lanes):
                                 fetch(y_at + (token * m + panel * rows) * 4)

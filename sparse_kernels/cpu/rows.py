@@ -28,11 +28,7 @@ from sparse_kernels.cpu.micro import fetch, row_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
-from sparse_kernels.cpu.vectors import CACHED, TILE, Vectors
-
-# Elements of x from which on it is fetched ahead: 4 MB. What a convolution reads of a single image has just been
-# written, and lies in the caches: then fetching costs 2% to 12%, and where x is larger it saves up to half.
-LARGE = 2**20
+from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, Vectors
 
 NOTHING = np.empty(0, np.int64)
 
