@@ -31,6 +31,9 @@ from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, in_tiles, whole_tile
 # Where rows are permuted, all of them have to be there first.
 RUN = 256
 
+# How many columns ahead x is fetched that is copied out of tiles, where each has only some lines.
+COLUMNS_AHEAD = 32
+
 COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks
 
 
@@ -139,7 +142,7 @@ def kernel(
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
-        fetches = y_by_token and n * m >= large
+        fetches = n * m >= large
         scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         for part in prange(parts):
@@ -162,6 +165,7 @@ def kernel(
                         elif x_copied:
                             for c in range(k):
                                 source = x_at + (x_from[first + v] + c * x_tile) * 4
+                                fetch(source + COLUMNS_AHEAD * x_tile * 4)
                                 copy_run(lanes, source, there + c * x_stride * 4, lanes)
                         else:
                             for c in range(k):
@@ -188,8 +192,12 @@ def kernel(
                     table, values, columns, _, row_ids = weights
                     panels, done = table.shape[0], 0
                     for panel in range(panels):
-                        if fetches and panel * rows % LINE < rows:
-                            # Lines of y are to be at hand when the block is put there, not fetched one by one then.
+                        # Lines of y are to be at hand when they are written, not fetched one by one then.
+                        if fetches and y_blocked and panel + 1 < panels:
+                            for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
+                                for u in range(y_first, y_first + width):
+                                    fetch(y_at + (y_starts[u] + row * y_stride) * 4)
+                        elif fetches and y_by_token and panel * rows % LINE < rows:
                             for token in range(first * lanes, (first + width) * lanes):
                                 fetch(y_at + (token * m + panel * rows) * 4)
                         v = 0
