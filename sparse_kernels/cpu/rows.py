@@ -157,7 +157,8 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                 stop = min(tiles * (block + 1) // blocks * vectors, total)
                 # Of the next block, as many vectors of x for each tile of this one as are all fetched in time.
                 behind = min(tiles * (block + 2) // blocks * vectors, total) if (block + 1) * panels < end else stop
-                each = ((behind - stop) * fetched.size * vectors + panels * (stop - v) - 1) // (panels * (stop - v))
+                steps = panels * max(stop - v, 1)
+                each = ((behind - stop) * fetched.size * vectors + steps - 1) // steps
                 if panel == 0 or item == begin:
                     column, ahead = 0, stop
                 while v < stop:
