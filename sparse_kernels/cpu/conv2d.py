@@ -84,7 +84,7 @@ class Placed:
     where: images.Layout | None
     at: Positions
     columns: int
-    fetched: NDArray[np.int64] | None = None
+    fetched: NDArray[np.int64] = rows.NOTHING
     blocks: matrix_conv2d.Blocks | None = None
 
 
@@ -274,7 +274,6 @@ class Conv2dPlan:
         if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
             return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        assert placed.fetched is not None
         return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, placed.fetched, apart)
 
     @cached_property

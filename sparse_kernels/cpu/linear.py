@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numba
+import numpy as np
+from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import Call, LinearPlan
@@ -114,7 +116,7 @@ class RowPlan(LinearPlan):
     def _prepared(self, n: int, threads: int) -> Call:
         (m, k), lanes, layout = self.shape, self.target.lanes, self.layout
         if layout == "token_blocked" and not blocks.enough(n, self._tile_tokens, threads):
-            return self._on_tiles(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
+            return self._multiplied(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
         if layout in BLOCKED_LAYOUTS:
             x_layout = "token_major" if layout == "into_blocks" else "token_blocked"
             y_layout = "token_major" if layout == "out_of_blocks" else "token_blocked"
@@ -129,17 +131,14 @@ class RowPlan(LinearPlan):
         return blocks.prepared(self.panels, self.shape, self.tile[1], self.target, layouts, n, threads)
 
     def _in_place(self, n: int, threads: int) -> Call:
-        k, fused, at = self.shape[1], self.target.fused, as_it_lies(n, self.target.lanes)
-        if isinstance(self.panels, SingleRows):
-            return single.prepared(self.panels, fused, at, columns(k, n), threads)
-        return rows.prepared(self.panels, self.tile[1], fused, at, k, threads, self.panels.used * at.x_stride)
+        return self._multiplied(as_it_lies(n, self.target.lanes), threads, columns(self.shape[1], n))
 
     def _packed(self, n: int, threads: int) -> Call:
         (m, k), lanes, vectors = self.shape, self.target.lanes, self.tile[1]
         pack, unpack = transpose.kernels(lanes, self.layout == "token_major")
         at = in_tiles(n, vectors, lanes, k, m)
         size = -(-at.x_starts.size // vectors) * vectors * lanes
-        product = self._on_tiles(at, threads)
+        product = self._multiplied(at, threads)
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             buffer = borrow(size * (k + m))
@@ -153,11 +152,13 @@ class RowPlan(LinearPlan):
 
         return call
 
-    def _on_tiles(self, at: Vectors, threads: int) -> Call:
+    def _multiplied(self, at: Vectors, threads: int, offsets: NDArray[np.int32] | None = None) -> Call:
+        """The product of laid out x, or of x as it lies, whose columns have these offsets."""
+        fused = self.target.fused
         if isinstance(self.panels, SingleRows):
-            return single.prepared(self.panels, self.target.fused, at, None, threads)
+            return single.prepared(self.panels, fused, at, offsets, threads)
         fetched = self.panels.used * at.x_stride
-        return rows.prepared(self.panels, self.tile[1], self.target.fused, at, self.shape[1], threads, fetched)
+        return rows.prepared(self.panels, self.tile[1], fused, at, self.shape[1], threads, fetched)
 
 
 def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:

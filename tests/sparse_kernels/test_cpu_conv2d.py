@@ -226,7 +226,7 @@ def test_fetching_ahead_is_of_the_channels_that_are_read_and_changes_nothing(rng
     mask[:, [4, 1, 1 + 2 * 6, 4 + 8 * 6]] = True  # taps of channels 1 and 4: columns are by tap, then channel
     packed = pack(weight, mask, VectorWise(8))
     monkeypatch.setattr(rows, "CACHED", 6 * host().lanes * 8)  # several blocks for each thread
-    plan = prepare_conv2d(packed, shape, "numba")
+    plan = conv2d.by_vectors(packed, shape, "nchw")
     usual = plan(x)
     monkeypatch.setattr(rows, "LARGE", 0)
     again = plan.copy()
