@@ -84,7 +84,7 @@ class Placed:
     where: images.Layout | None
     at: Positions
     columns: int
-    fetched: NDArray[np.int64] = rows.NOTHING
+    fetched: NDArray[np.int64] = field(default_factory=lambda: rows.NOTHING)
     blocks: matrix_conv2d.Blocks | None = None
 
 
