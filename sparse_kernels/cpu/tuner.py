@@ -20,7 +20,7 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from time import perf_counter
@@ -52,9 +52,6 @@ BLOCK_SECONDS = 5e-4
 # How long all choices are tried, and then the best of them against the default; rounds at least and at most.
 TRIAL_SECONDS, TRIAL_ROUNDS = 0.02, (3, 9)
 FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
-
-# Lanes of the narrowest vectors: 128 bits.
-NARROWEST = 4
 
 # Copies of the weights that take turns, so that they come from memory, as in latbench's tables.
 MOST_COPIES = 256
@@ -107,7 +104,7 @@ def candidates(packed: Packed, layout: str, n: int, weights: str = "float32") ->
         return [default, vectors]
     if layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * host().lanes):
         others += _by_tokens(packed, n)
-    if vectors.kernel == "rows" or 2 * n > host().lanes:
+    if vectors.kernel == "rows" or vectors.tile[2] < host().lanes or 2 * n > host().lanes:
         others += _by_rows(packed, layout, n)
     if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, weights)) is not None:
         others.append(matrix)
@@ -116,20 +113,14 @@ def candidates(packed: Packed, layout: str, n: int, weights: str = "float32") ->
 
 def _by_tokens(packed: Packed, n: int) -> list[Choice]:
     """Fewer tokens at a time where fewer are computed in vain; narrow vectors for few tokens and low groups."""
-    wide = host().lanes
-    for lanes in (wide, wide // 2, wide // 4):
-        tile = linear.token_tile(packed, replace(host(), lanes=lanes)) if lanes >= NARROWEST else None
-        if tile is not None:
-            break
-    else:
-        return []
-    if lanes < wide < n:
+    tile = linear.narrow_tile(packed)
+    if tile is None or tile[2] < host().lanes < n:
         return []
 
     def computed(size: int) -> int:
         return -(-n // size) * size
 
-    most, vectors, _ = tile
+    most, vectors, lanes = tile
     fewer = min(most * 3 // 4, most // 2, key=computed)
     # A smaller tile costs more, unless it saves a tenth of the tokens; two of them have a tile of their own.
     sizes = (most, fewer) if n > 2 and 10 * computed(fewer) <= 9 * computed(most) else (most,)

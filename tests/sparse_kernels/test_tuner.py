@@ -112,6 +112,9 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     assert names(ShflBW(32), "token_major", 32) == ["rows8x2", "tokens8x2"]
     assert names(ShflBW(32), "token_major", 128) == ["rows8x2"]
     assert names(VectorWise(4), "token_major", 4) == ["rows4x4", "tokens8x1of4", "tokens4x1of4"]
+    assert names(VectorWise(4), "token_major", 2) == ["tokens2x1of4", "rows4x4"]
+    assert names(VectorWise(8), "token_major", 8) == ["tokens8x1of8", "rows8x2"]
+    assert names(VectorWise(8), "token_major", 9)[0] == "rows8x2"
     assert names(VectorWise(4), "token_major", 48) == ["rows4x3"]
     assert names(VectorWise(4), "feature_major", 128) == ["rows4x4", "rows4x4.blocks"]
     assert names(Unstructured(), "token_major", 4) == ["rows1x1"]
