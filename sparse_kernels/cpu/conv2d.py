@@ -274,7 +274,7 @@ class Conv2dPlan:
         if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
             return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, placed.fetched, apart)
+        return rows.prepared(weights, self.tile[1], fused, at, placed.columns, threads, lambda: placed.fetched, apart)
 
     @cached_property
     def _vectors(self) -> Conv2dPlan:

@@ -14,6 +14,7 @@ bytes would be no faster there. Activations, sums and results are float32 either
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numba
 import numpy as np
@@ -161,8 +162,8 @@ class RowPlan(LinearPlan):
         fused = self.target.fused
         if isinstance(self.panels, SingleRows):
             return single.prepared(self.panels, fused, at, offsets, threads)
-        fetched = self.panels.used * at.x_stride
-        return rows.prepared(self.panels, self.tile[1], fused, at, self.shape[1], threads, fetched)
+        used = partial(self.panels.used, at.x_stride)
+        return rows.prepared(self.panels, self.tile[1], fused, at, self.shape[1], threads, used)
 
 
 def prepare(packed: Packed, layout: str, n: int, weights: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:
@@ -254,7 +255,7 @@ def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
 
 
 def narrow_tile(packed: Packed) -> tuple[int, int, int] | None:
-    """As `token_tile`, of narrower vectors where rows of a group do not fill a whole one: a half or a quarter of it."""
+    """As `token_tile`, of halves or quarters of vectors where rows of a group fill no whole one."""
     wide = host().lanes
     tiles = (token_tile(packed, replace(host(), lanes=lanes)) for lanes in (wide, wide // 2, wide // 4))
     return next((tile for tile in tiles if tile is not None and tile[2] >= NARROWEST), None)

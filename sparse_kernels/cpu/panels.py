@@ -77,10 +77,9 @@ class Panels:
         found[self.row_ids[exist]] = exist
         return found
 
-    @cached_property
-    def used(self) -> NDArray[np.int64]:
-        """The columns that any panel has, rising."""
-        return np.unique(self.columns).astype(np.int64)
+    def used(self, stride: int) -> NDArray[np.int64]:
+        """Where the columns start that any panel has, `stride` elements apart; rising."""
+        return np.unique(self.columns).astype(np.int64) * stride
 
     @property
     def nbytes(self) -> int:

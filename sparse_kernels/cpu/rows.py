@@ -100,25 +100,25 @@ def prepared(
     at: Vectors,
     columns: int,
     threads: int,
-    fetched: NDArray[np.int64],
+    fetched: Callable[[], NDArray[np.int64]],
     apart: int = 0,
 ) -> Product:
     """The product at these vectors of positions, by tiles of up to `vectors` vectors.
 
-    columns: how many vectors of x a vector of positions may read. fetched: int64, how far behind each vector of
-    positions the vectors of x lie that no vector before it has read. apart: where each thread has blocks of its own
-    and an x of its own, elements from one x to the next.
+    columns: how many vectors of x a vector of positions may read. fetched: gives (int64) how far behind each vector
+    of positions the vectors of x lie that no vector before it has read; asked only where x is large. apart: where
+    each thread has blocks of its own and an x of its own, elements from one x to the next.
     """
     total = at.x_starts.size
     own = own_blocks(panels, vectors, total, columns, threads)
     count = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
     run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
-    fetched = fetched if columns * total * at.lanes >= LARGE else NOTHING
+    ahead = fetched() if columns * total * at.lanes >= LARGE else NOTHING
     weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
 
     def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
         places = x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, keep
-        run(weights, *places, added, bias, activation, count, threads, fetched, apart)
+        run(weights, *places, added, bias, activation, count, threads, ahead, apart)
         return True
 
     return product

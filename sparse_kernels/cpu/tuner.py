@@ -154,8 +154,6 @@ def fastest(calls: Sequence[Call], clock: Clock = perf_counter) -> int:
     pairs of blocks, because the best of several was also the luckiest. It wins if it is faster by FASTER in three
     quarters of the pairs.
     """
-    for call in calls:
-        call()  # what has to be compiled is compiled here
     once = min(_seconds(calls[0], 1, clock) for _ in range(3))
     loops = max(1, round(BLOCK_SECONDS / max(once, 1e-7)))
     times = _in_turn(calls, loops, _rounds(TRIAL_SECONDS, loops * once * len(calls), *TRIAL_ROUNDS), clock)
@@ -201,7 +199,10 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], weigh
     def call(choice: Choice) -> Call:
         plan = linear.build(packed, layout, n, choice, weights)
         copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
-        turn = itertools.cycle([plan, *(plan.copy() for _ in range(copies - 1))])
+        plans = [plan, *(plan.copy() for _ in range(copies - 1))]
+        for each in plans:
+            each(x, bias, None, y)  # what is compiled, and worked out once for so many tokens, is so here
+        turn = itertools.cycle(plans)
         return lambda: next(turn)(x, bias, None, y)
 
     return [call(choice) for choice in choices]
