@@ -83,7 +83,8 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     """Whether each row of X, (rows,), is a linear layer with its outputs along the vector, of token-major x and y.
 
     As `sparse_kernels.cpu.linear.default` chooses: groups of rows must fill vectors, and where they fill but one, or
-    are permuted and x has no long rows, many tokens are better along the vector.
+    are permuted and x has no long rows, many tokens are better along the vector. Of few tokens they need to fill but
+    a half or a quarter of one.
     """
     X = with_structure(X)
     n, height, dense = X["n"].to_numpy(np.float64), _height(X), X["format"].eq("dense").to_numpy()
@@ -93,7 +94,9 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     shared = 4 * threads * np.ceil(total / threads) <= 5 * total
     few = ~shared | (total < 2 * threads)
     better = few | np.where(X["format"].eq("shflbw"), long, two)
-    found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & (two | (height % _LANES == 0)) & better
+    part = ((height % (_LANES // 2) == 0) & (n <= 8)) | ((height % (_LANES // 4) == 0) & (n <= 2))
+    filled = two | (height % _LANES == 0) | part
+    found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & filled & better
     return found
 
 

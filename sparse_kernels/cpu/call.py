@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sparse_kernels.cpu.scratch import address, aligned
+from sparse_kernels.cpu.scratch import addresses, aligned
 from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.cpu.vectors import TILE
 from sparse_kernels.plan import ACTIVATIONS, Array, check_call
@@ -69,7 +69,8 @@ class LinearPlan:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
         x, y, bias, code, n = linear_arguments(self.layout, *self.shape, self._tile_tokens, x, bias, activation, out)
         if n:
-            self.run(address(x), address(y), n, address(bias), code)
+            x_at, y_at, bias_at = addresses(x, y, bias)
+            self.run(x_at, y_at, n, bias_at, code)
         return y
 
     def run(self, x: int, y: int, n: int, bias: int, activation: int) -> None:

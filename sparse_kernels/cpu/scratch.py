@@ -69,6 +69,14 @@ def _address(array: NDArray[Any]) -> int:
 address = compiled(_address, parallel=False)
 
 
+def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[int, int, int]:
+    return x.ctypes.data, y.ctypes.data, bias.ctypes.data
+
+
+# The same of three, in half the time.
+addresses = compiled(_addresses, parallel=False)
+
+
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
     """A C-contiguous copy that starts at a cache line: else vectors lie in two each, and take two loads or stores.
 

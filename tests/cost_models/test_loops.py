@@ -46,8 +46,10 @@ def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(s
         assert counted.written[0] == pytest.approx(where.size, rel=2 / where.pitch)
 
 
-@pytest.mark.parametrize("pattern", ["dense", "vector:32", "vector:16", "vector:8", "block:32x32", "shflbw:32"])
-@pytest.mark.parametrize("n", [1, 16, 128])
+@pytest.mark.parametrize(
+    "pattern", ["dense", "vector:32", "vector:16", "vector:8", "vector:4", "block:32x32", "shflbw:32"]
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 16, 128])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     pattern: str, n: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
