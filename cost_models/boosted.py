@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from sklearn.ensemble import HistGradientBoostingRegressor
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 from cost_models import roofline
 from cost_models.features import Encoder
@@ -94,5 +95,11 @@ class Boosted(Learned):
 
 def _one_thread() -> AbstractContextManager[Any]:
     """A table is small: one thread is as fast, and OpenMP's spinning ones are 15 times slower on a busy machine."""
-    limits: AbstractContextManager[Any] = threadpool_limits(1, user_api="openmp")
+    limits: AbstractContextManager[Any] = _pools().limit(limits=1, user_api="openmp")
     return limits
+
+
+@cache
+def _pools() -> ThreadpoolController:
+    """The pools of the libraries that are loaded, scikit-learn's among them; to look for them takes 4 ms."""
+    return ThreadpoolController()

@@ -290,21 +290,24 @@ class Emitter:
         biases: Callable[[], list[ir.Value]],
         store: Callable[[list[ir.Value]], None],
     ) -> None:
-        """Store the sums as `activation` (one of the codes above) says."""
-
-        def finished(function: Callable[[ir.Value], ir.Value] | None) -> None:
-            totals = [self.builder.fadd(total, bias) for total, bias in zip(sums, biases(), strict=True)]
-            store(totals if function is None else [function(total) for total in totals])
-
-        self.choose(
-            activation,
-            {
-                PARTIAL: lambda: store(sums),
-                IDENTITY: lambda: finished(None),
-                RELU: lambda: finished(self.relu),
-                GELU: lambda: finished(self.gelu),
-            },
-        )
+        """Store the sums as `activation` (one of the codes above) says, by one piece of code for all of them."""
+        builder = self.builder
+        done = builder.append_basic_block("finished")
+        ways = [(builder.block, sums)]  # PARTIAL
+        choice = builder.switch(activation, done)
+        for code, function in ((IDENTITY, None), (RELU, self.relu), (GELU, self.gelu)):
+            block = builder.append_basic_block("activation")
+            choice.add_case(self.integer(code), block)
+            builder.position_at_end(block)
+            totals = [builder.fadd(total, bias) for total, bias in zip(sums, biases(), strict=True)]
+            ways.append((builder.block, totals if function is None else [function(total) for total in totals]))
+            builder.branch(done)
+        builder.position_at_end(done)
+        finished = [builder.phi(self.vector) for _ in sums]
+        for block, totals in ways:
+            for phi, total in zip(finished, totals, strict=True):
+                phi.add_incoming(total, block)
+        store(finished)
 
     def relu(self, x: ir.Value) -> ir.Value:
         """max(x, 0), NaN for NaN: a comparison with NaN is false."""

@@ -165,16 +165,16 @@ def kernel(
         if permuted:
             if n * m < worth:
                 put(sums_at, features, y_at, places, 0, n, 0, m)
-            elif n < parts:
-                for part in prange(parts):
-                    put(sums_at, features, y_at, places, 0, n, m * part // parts, m * (part + 1) // parts)
-            elif chunks < parts:  # each in lines of y that no other writes
-                for part in prange(parts):
-                    put(sums_at, features, y_at, places, n * part // parts, n * (part + 1) // parts, 0, m)
             else:
+                # Shared by chunks where there are enough, else by tokens, whose lines of y no other writes, or rows.
+                by_rows, grain = n < parts, chunk if chunks >= parts else 1
+                shared = m if by_rows else (n + grain - 1) // grain
                 for part in prange(parts):
-                    begin, end = chunks * part // parts * chunk, chunks * (part + 1) // parts * chunk
-                    put(sums_at, features, y_at, places, begin, min(n, end), 0, m)
+                    begin, end = shared * part // parts * grain, shared * (part + 1) // parts * grain
+                    if by_rows:
+                        put(sums_at, features, y_at, places, 0, n, begin, min(m, end))
+                    else:
+                        put(sums_at, features, y_at, places, begin, min(n, end), 0, m)
 
     return multiply
 
