@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_lanes
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import count, exclusive
@@ -87,7 +87,7 @@ class Work:
     shares of a head. Heads are shared; where there are fewer than threads, so are their queries, in whole tiles.
     """
 
-    kernel: Callable[..., None]
+    kernel: Callable[..., bool]
     columns: NDArray[np.int32]
     elements: int
     splits: int
@@ -145,7 +145,7 @@ def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, s
 
 
 @cache
-def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
+def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
     """The compiled loop over heads and tiles of `tokens` queries.
 
     Called with (q, k, v, out: each a `Place`; (batch, heads, n, d, keys, e); scale; and what `Work` says: columns,
@@ -156,9 +156,9 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
     vectors = VECTORS
     width = vectors * lanes
 
-    @compiled
+    @in_parts
     def attend(  # type: ignore[no-untyped-def]
-        q, k, v, out, sizes, scale, columns, scratch, elements, splits, parts
+        part, q, k, v, out, sizes, scale, columns, scratch, elements, splits, parts
     ):  # fmt: skip
         batch, heads, n, d, keys, e = sizes
         q_step, k_step, v_step, out_step = q[3], k[3], v[3], out[3]
@@ -168,78 +168,77 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., None]:
         items = batch * heads * splits
         row, all_keys, all_values = key_panels * width, key_panels * d * width, value_panels * keys * width
         columns_at = columns.ctypes.data
-        for part in prange(parts):
-            keys_at = scratch.ctypes.data + part * elements * 4
-            values_at = keys_at + all_keys * 4
-            scores_at = values_at + all_values * 4
-            for item in range(items * part // parts, items * (part + 1) // parts):
-                b, h = item // splits // heads, item // splits % heads
-                share = item % splits
-                q_head, k_at, v_at, out_head = (
-                    q[0] + (b * q[1] + h * q[2]) * 4,
-                    k[0] + (b * k[1] + h * k[2]) * 4,
-                    v[0] + (b * v[1] + h * v[2]) * 4,
-                    out[0] + (b * out[1] + h * out[2]) * 4,
-                )
-                # All of the panels is written: what an earlier call left there may be slow to multiply.
-                for key in range(0, row, lanes):
-                    there = keys_at + (key // width * d * width + key % width) * 4
-                    source = min(key, keys - 1)
-                    tokens_to_lanes(lanes, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
+        keys_at = scratch.ctypes.data + part * elements * 4
+        values_at = keys_at + all_keys * 4
+        scores_at = values_at + all_values * 4
+        for item in range(items * part // parts, items * (part + 1) // parts):
+            b, h = item // splits // heads, item // splits % heads
+            share = item % splits
+            q_head, k_at, v_at, out_head = (
+                q[0] + (b * q[1] + h * q[2]) * 4,
+                k[0] + (b * k[1] + h * k[2]) * 4,
+                v[0] + (b * v[1] + h * v[2]) * 4,
+                out[0] + (b * out[1] + h * out[2]) * 4,
+            )
+            # All of the panels is written: what an earlier call left there may be slow to multiply.
+            for key in range(0, row, lanes):
+                there = keys_at + (key // width * d * width + key % width) * 4
+                source = min(key, keys - 1)
+                tokens_to_lanes(lanes, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
+            for panel in range(value_panels):
+                for key in range(keys):
+                    there = values_at + (panel * keys + key) * width * 4
+                    source = v_at + (key * v_step + panel * width) * 4
+                    for first in range(0, width, lanes):
+                        copy_vector(lanes, source + first * 4, there + first * 4, e - panel * width - first)
+            for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
+                token = tile * tokens
+                q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4
+                for panel in range(key_panels):
+                    token_tile(
+                        tokens,
+                        vectors,
+                        lanes,
+                        fuse,
+                        4,
+                        ahead,
+                        0,
+                        keys_at + panel * d * width * 4,
+                        columns_at,
+                        d,
+                        q_at,
+                        q_step,
+                        n - token,
+                        scores_at + panel * width * 4,
+                        row,
+                        width,
+                        0,
+                        keys_at,
+                        unfinished,
+                    )
+                for t in range(min(tokens, n - token)):
+                    softmax(lanes, fuse, scores_at + t * row * 4, keys, scale)
                 for panel in range(value_panels):
-                    for key in range(keys):
-                        there = values_at + (panel * keys + key) * width * 4
-                        source = v_at + (key * v_step + panel * width) * 4
-                        for first in range(0, width, lanes):
-                            copy_vector(lanes, source + first * 4, there + first * 4, e - panel * width - first)
-                for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
-                    token = tile * tokens
-                    q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4
-                    for panel in range(key_panels):
-                        token_tile(
-                            tokens,
-                            vectors,
-                            lanes,
-                            fuse,
-                            4,
-                            ahead,
-                            0,
-                            keys_at + panel * d * width * 4,
-                            columns_at,
-                            d,
-                            q_at,
-                            q_step,
-                            n - token,
-                            scores_at + panel * width * 4,
-                            row,
-                            width,
-                            0,
-                            keys_at,
-                            unfinished,
-                        )
-                    for t in range(min(tokens, n - token)):
-                        softmax(lanes, fuse, scores_at + t * row * 4, keys, scale)
-                    for panel in range(value_panels):
-                        token_tile(
-                            tokens,
-                            vectors,
-                            lanes,
-                            fuse,
-                            4,
-                            ahead,
-                            0,
-                            values_at + panel * keys * width * 4,
-                            columns_at,
-                            keys,
-                            scores_at,
-                            row,
-                            n - token,
-                            out_at + panel * width * 4,
-                            out_step,
-                            e - panel * width,
-                            0,
-                            values_at,
-                            unfinished,
-                        )
+                    token_tile(
+                        tokens,
+                        vectors,
+                        lanes,
+                        fuse,
+                        4,
+                        ahead,
+                        0,
+                        values_at + panel * keys * width * 4,
+                        columns_at,
+                        keys,
+                        scores_at,
+                        row,
+                        n - token,
+                        out_at + panel * width * 4,
+                        out_step,
+                        e - panel * width,
+                        0,
+                        values_at,
+                        unfinished,
+                    )
 
     return attend

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import njit, prange
+from numba import njit
 
 from sparse_kernels.cpu.call import Call
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
@@ -116,7 +116,7 @@ def put_back(  # type: ignore[no-untyped-def]
 @cache
 def kernel(
     single: bool, rows: int, vectors: int, lanes: int, fused: bool, x_layout: str, y_layout: str
-) -> Callable[..., None]:
+) -> Callable[..., bool]:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
 
     Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, scratch, its
@@ -135,9 +135,9 @@ def kernel(
     # A thread's blocks end at whole tiles, except for the last.
     grain = unit if single else vectors
 
-    @compiled
+    @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x_at, y_at, n, k, m, bias_at, activation, scratch, elements, x_starts, y_starts, x_from,
+        part, weights, x_at, y_at, n, k, m, bias_at, activation, scratch, elements, x_starts, y_starts, x_from,
         most, tokens, run, x_stride, y_stride, parts
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
@@ -145,95 +145,94 @@ def kernel(
         fetches = n * m >= large
         scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
-        for part in prange(parts):
-            begin, end = units * part // parts, units * (part + 1) // parts
-            here = scratch_at + part * elements * 4
-            x_here = x_at if x_blocked else here
-            y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
-            begin, each = begin * unit, min(end * unit, total) - begin * unit
-            blocks, grains = (each + most - 1) // most, (each + grain - 1) // grain
-            for block in range(blocks):
-                first = begin + grains * block // blocks * grain
-                width = begin + min(grains * (block + 1) // blocks * grain, each) - first
-                x_first, y_first = first if x_blocked else 0, first if y_blocked else 0
-                if not x_blocked:
-                    for v in range(width):
-                        token, there = (first + v) * lanes, x_here + x_starts[v] * 4
-                        if x_by_token:
-                            source = x_at + token * k * 4
-                            tokens_to_lanes(lanes, source, k, n - token, k, there, x_stride)
-                        elif x_copied:
-                            for c in range(k):
-                                source = x_at + (x_from[first + v] + c * x_tile) * 4
-                                fetch(source + COLUMNS_AHEAD * x_tile * 4)
-                                copy_run(lanes, source, there + c * x_stride * 4, lanes)
-                        else:
-                            for c in range(k):
-                                source = x_at + (c * n + token) * 4
-                                copy_vector(lanes, source, there + c * x_stride * 4, n - token)
-                if single:
-                    stream, table, _, bounds = weights
-                    stages = table.shape[0]
-                    for stage in range(stages):
-                        pass_over(
+        begin, end = units * part // parts, units * (part + 1) // parts
+        here = scratch_at + part * elements * 4
+        x_here = x_at if x_blocked else here
+        y_here = y_at if y_blocked else here if x_blocked else here + tokens * k * 4
+        begin, each = begin * unit, min(end * unit, total) - begin * unit
+        blocks, grains = (each + most - 1) // most, (each + grain - 1) // grain
+        for block in range(blocks):
+            first = begin + grains * block // blocks * grain
+            width = begin + min(grains * (block + 1) // blocks * grain, each) - first
+            x_first, y_first = first if x_blocked else 0, first if y_blocked else 0
+            if not x_blocked:
+                for v in range(width):
+                    token, there = (first + v) * lanes, x_here + x_starts[v] * 4
+                    if x_by_token:
+                        source = x_at + token * k * 4
+                        tokens_to_lanes(lanes, source, k, n - token, k, there, x_stride)
+                    elif x_copied:
+                        for c in range(k):
+                            source = x_at + (x_from[first + v] + c * x_tile) * 4
+                            fetch(source + COLUMNS_AHEAD * x_tile * 4)
+                            copy_run(lanes, source, there + c * x_stride * 4, lanes)
+                    else:
+                        for c in range(k):
+                            source = x_at + (c * n + token) * 4
+                            copy_vector(lanes, source, there + c * x_stride * 4, n - token)
+            if single:
+                stream, table, _, bounds = weights
+                stages = table.shape[0]
+                for stage in range(stages):
+                    pass_over(
+                        vectors,
+                        lanes,
+                        fuse,
+                        width,
+                        stream.ctypes.data + table[stage, 0] * 4,
+                        m,
+                        x_here + (x_starts[x_first] + bounds[stage] * x_stride) * 4,
+                        y_here + y_starts[y_first] * 4,
+                        bias_at,
+                        min(stage, 1),
+                        activation if stage == stages - 1 else unfinished,
+                    )
+            else:
+                table, values, columns, _, row_ids = weights
+                panels, done = table.shape[0], 0
+                for panel in range(panels):
+                    # Lines of y are to be at hand when they are written, not fetched one by one then.
+                    if fetches and y_blocked and panel + 1 < panels:
+                        for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
+                            for u in range(y_first, y_first + width):
+                                fetch(y_at + (y_starts[u] + row * y_stride) * 4)
+                    elif fetches and y_by_token and panel * rows % LINE < rows:
+                        for token in range(first * lanes, (first + width) * lanes):
+                            fetch(y_at + (token * m + panel * rows) * 4)
+                    v = 0
+                    while v < width:
+                        step = vectors if v + vectors <= width else 1
+                        row_tile(
+                            rows,
                             vectors,
                             lanes,
                             fuse,
-                            width,
-                            stream.ctypes.data + table[stage, 0] * 4,
-                            m,
-                            x_here + (x_starts[x_first] + bounds[stage] * x_stride) * 4,
-                            y_here + y_starts[y_first] * 4,
+                            unframed,
+                            step,
+                            values.ctypes.data + table[panel, 0] * 4,
+                            columns.ctypes.data + table[panel, 1] * 4,
+                            table[panel, 2],
+                            x_here,
+                            x_stride,
+                            x_starts_at + (x_first + v) * 8,
+                            y_here - done * y_stride * 4,
+                            y_stride,
+                            y_starts_at + (y_first + v) * 8,
+                            unframed,
+                            unframed,
+                            row_ids.ctypes.data + panel * rows * 4,
                             bias_at,
-                            min(stage, 1),
-                            activation if stage == stages - 1 else unfinished,
+                            activation,
                         )
-                else:
-                    table, values, columns, _, row_ids = weights
-                    panels, done = table.shape[0], 0
-                    for panel in range(panels):
-                        # Lines of y are to be at hand when they are written, not fetched one by one then.
-                        if fetches and y_blocked and panel + 1 < panels:
-                            for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
-                                for u in range(y_first, y_first + width):
-                                    fetch(y_at + (y_starts[u] + row * y_stride) * 4)
-                        elif fetches and y_by_token and panel * rows % LINE < rows:
-                            for token in range(first * lanes, (first + width) * lanes):
-                                fetch(y_at + (token * m + panel * rows) * 4)
-                        v = 0
-                        while v < width:
-                            step = vectors if v + vectors <= width else 1
-                            row_tile(
-                                rows,
-                                vectors,
-                                lanes,
-                                fuse,
-                                unframed,
-                                step,
-                                values.ctypes.data + table[panel, 0] * 4,
-                                columns.ctypes.data + table[panel, 1] * 4,
-                                table[panel, 2],
-                                x_here,
-                                x_stride,
-                                x_starts_at + (x_first + v) * 8,
-                                y_here - done * y_stride * 4,
-                                y_stride,
-                                y_starts_at + (y_first + v) * 8,
-                                unframed,
-                                unframed,
-                                row_ids.ctypes.data + panel * rows * 4,
-                                bias_at,
-                                activation,
-                            )
-                            v += step
-                        behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
-                        if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
-                            put_back(
-                                lanes, y_by_token, y_here, y_starts, y_stride, y_at,
-                                first * lanes, width, n, m, done, behind,
-                            )  # fmt: skip
-                            done = behind
-                if single and not y_blocked:
-                    put_back(lanes, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
+                        v += step
+                    behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
+                    if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
+                        put_back(
+                            lanes, y_by_token, y_here, y_starts, y_stride, y_at,
+                            first * lanes, width, n, m, done, behind,
+                        )  # fmt: skip
+                        done = behind
+            if single and not y_blocked:
+                put_back(lanes, y_by_token, y_here, y_starts, y_stride, y_at, first * lanes, width, n, m, 0, m)
 
     return multiply

@@ -30,14 +30,22 @@ T = TypeVar("T")
 _DIGEST = hashlib.sha256().digest_size
 
 
-def compiled(kernel: Callable[..., T], parallel: bool = True) -> Callable[..., T]:
-    """The kernel, to be compiled at its first call, or loaded where a process has done that before.
+# How all of our functions are compiled: without the interpreter's lock, division by 0 as NumPy has it.
+FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+
+
+def compiled(function: Callable[..., T], parallel: bool = False) -> Callable[..., T]:
+    """The function, to be compiled at its first call, or loaded where a process has done that before.
 
     Its free variables are constants in it. Where nothing can be kept, it says so once, and compiles every time.
     """
-    dispatcher: Any = numba.njit(parallel=parallel, nogil=True, error_model="numpy")(kernel)
+    return kept(numba.njit(parallel=parallel, **FLAGS)(function), function)
+
+
+def kept(dispatcher: Any, *functions: Callable[..., Any]) -> Any:
+    """What Numba compiles, kept on disk by the names of these functions, the first one's code and free variables."""
     try:
-        dispatcher._cache = _Cache(kernel)
+        dispatcher._cache = _Cache(*functions)
     except RuntimeError as error:  # no folder that could be written to
         _warn(error)
     return dispatcher
@@ -46,9 +54,10 @@ def compiled(kernel: Callable[..., T], parallel: bool = True) -> Callable[..., T
 class _Cache(FunctionCache):
     """As Numba's `cache=True`, but for the files and for disks that take nothing."""
 
-    def __init__(self, kernel: Callable[..., Any]) -> None:
-        super().__init__(kernel)
-        self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)  # type: ignore[assignment]
+    def __init__(self, function: Callable[..., Any], *others: Callable[..., Any]) -> None:
+        super().__init__(function)
+        name = ".".join([self._impl.filename_base, *(each.__name__ for each in others)])
+        self._cache_file = _Files(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

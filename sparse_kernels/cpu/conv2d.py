@@ -244,14 +244,27 @@ class Conv2dPlan:
                 laid = pool.take(where.size * copies, batch)
                 source = address(laid)
                 steps = where.image, where.plane, where.pitch, c_in * where.plane
-                lay_out(x + x_first, x_steps, source, steps, where.phases, padding, x_shape, begins, ends, apart)
+                lay_out(
+                    x + x_first, x_steps, source, steps, where.phases, padding, x_shape, begins, ends, apart, threads
+                )
             if at.flat is not None:
                 flat = borrow(c_out * at.y_stride)
                 result = address(flat)
             finite = product(source, result, bias, activation, added)
             if at.flat is not None:
                 flat_steps = at.flat[0], at.y_stride, at.flat[1]
-                lay_out(result, flat_steps, y + y_first, y_steps, images.ONE_PHASE, (0, 0), y_shape, *collected, 0)
+                lay_out(
+                    result,
+                    flat_steps,
+                    y + y_first,
+                    y_steps,
+                    images.ONE_PHASE,
+                    (0, 0),
+                    y_shape,
+                    *collected,
+                    0,
+                    threads,
+                )
                 give_back(flat)
             if where is not None:
                 pool.give_back(laid, batch)

@@ -18,12 +18,12 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
-from numba import carray, prange
+from numba import carray
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, floats_at
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.threads import count, exclusive
 from sparse_kernels.shapes import Conv2dShape
 
@@ -93,60 +93,59 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 
 
 @cache
-def lay_out(lanes: int) -> Callable[..., None]:
+def lay_out(lanes: int) -> Callable[..., bool]:
     """The compiled copy of images from one layout to another, vectors of `lanes` at a time.
 
-    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), begins, ends, apart): x and y
-    addresses; x_steps: from an image, a channel, a row to the next; y_steps: these and from a phase to the next;
+    Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), begins, ends, apart, parts): x and
+    y addresses; x_steps: from an image, a channel, a row to the next; y_steps: these and from a phase to the next;
     phases (stride_h, stride_w); begins, ends: int64, the rows of all images that each part copies, to a y that begins
     `apart` elements behind that of the part before.
     Position (i, j) of x goes where (i + padding[0], j + padding[1]) lies in y. Nothing else of y is touched.
     """
 
-    @compiled
-    def copy(x_at, x_steps, y_at, y_steps, phases, padding, shape, begins, ends, apart):  # type: ignore[no-untyped-def]
+    @in_parts
+    def copy(part, x_at, x_steps, y_at, y_steps, phases, padding, shape, begins, ends, apart, parts):  # type: ignore[no-untyped-def]
         _, channels, h, w = shape
         stride_h, stride_w = phases.shape
-        for part in prange(begins.size):
-            begin, end, y_here = begins[part], ends[part], y_at + part * apart * 4
-            for b in range(begin // h, (end + h - 1) // h):
-                first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
-                for c in range(channels):
-                    source, target = b * x_steps[0] + c * x_steps[1], b * y_steps[0] + c * y_steps[1]
-                    for phase_w in range(stride_w):
-                        first = (phase_w - padding[1]) % stride_w
-                        column, count = (first + padding[1]) // stride_w, (w - first + stride_w - 1) // stride_w
-                        for phase_h in range(stride_h):
-                            number = phases[phase_h, phase_w]
-                            if number < 0:
-                                continue
-                            start = first_row + (phase_h - padding[0] - first_row) % stride_h
-                            row = (start + padding[0]) // stride_h
-                            here = source + start * x_steps[2] + first
-                            there = target + number * y_steps[3] + row * y_steps[2] + column
-                            for _ in range(start, stop_row, stride_h):
-                                if stride_w == 1:
-                                    copy_run(lanes, x_at + here * 4, y_here + there * 4, count)
-                                elif stride_w == 2:
-                                    copy_every_other(lanes, x_at + here * 4, y_here + there * 4, count)
-                                else:
-                                    x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
-                                    y = carray(floats_at(y_here + there * 4), count)
-                                    for j in range(count):
-                                        y[j] = x[j * stride_w]
-                                here += stride_h * x_steps[2]
-                                there += y_steps[2]
+        begin, end, y_here = begins[part], ends[part], y_at + part * apart * 4
+        for b in range(begin // h, (end + h - 1) // h):
+            first_row, stop_row = max(begin - b * h, 0), min(end - b * h, h)
+            for c in range(channels):
+                source, target = b * x_steps[0] + c * x_steps[1], b * y_steps[0] + c * y_steps[1]
+                for phase_w in range(stride_w):
+                    first = (phase_w - padding[1]) % stride_w
+                    column, count = (first + padding[1]) // stride_w, (w - first + stride_w - 1) // stride_w
+                    for phase_h in range(stride_h):
+                        number = phases[phase_h, phase_w]
+                        if number < 0:
+                            continue
+                        start = first_row + (phase_h - padding[0] - first_row) % stride_h
+                        row = (start + padding[0]) // stride_h
+                        here = source + start * x_steps[2] + first
+                        there = target + number * y_steps[3] + row * y_steps[2] + column
+                        for _ in range(start, stop_row, stride_h):
+                            if stride_w == 1:
+                                copy_run(lanes, x_at + here * 4, y_here + there * 4, count)
+                            elif stride_w == 2:
+                                copy_every_other(lanes, x_at + here * 4, y_here + there * 4, count)
+                            else:
+                                x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
+                                y = carray(floats_at(y_here + there * 4), count)
+                                for j in range(count):
+                                    y[j] = x[j * stride_w]
+                            here += stride_h * x_steps[2]
+                            there += y_steps[2]
 
     return copy
 
 
 def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
-    run, to = lay_out(lanes), (*steps(y_places), 0)
+    run, to, parts = lay_out(lanes), (*steps(y_places), 0), count()
     with exclusive():
         run(
             x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
-            ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, count()), 0,
+            ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, parts), 0, parts,
         )  # fmt: skip
 
 

@@ -81,10 +81,11 @@ class TokenPlan(LinearPlan):
         run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
         weights, places = panels.arrays, panels.places
         needed = n * panels.row_ids.size if permuted else 0
+        shares = threads if n * m >= tokens.WORTH_SHARING else 1
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             waiting = borrow(needed)
-            run(weights, x, y, n, k, m, bias, activation, *order, threads, places, waiting)
+            run(weights, x, y, n, k, m, bias, activation, *order, threads, places, waiting, shares)
             give_back(waiting)
             return True
 

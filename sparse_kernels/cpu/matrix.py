@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx
@@ -30,8 +29,8 @@ from sparse_kernels.cpu.amx import (
     TOKENS,
 )  # fmt: skip
 from sparse_kernels.cpu.call import Call, LinearPlan
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.panels import Groups, group_height, groups
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
 from sparse_kernels.cpu.thirds import has_thirds, thirds
 from sparse_kernels.cpu.vectors import TILE, columns
@@ -252,83 +251,78 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
     # Tokens that parts share: a tile must not lie in two blocks.
     unit = TOKENS if x_blocked or y_blocked else ROWS
 
-    @compiled
+    @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch,
+        part, weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch,
         tiles, x_bytes, y_bytes, thread_bytes, parts,
     ):  # fmt: skip
         values, columns, table = weights
         values_at, columns_at, places_at = values.ctypes.data, columns.ctypes.data, places.ctypes.data
         panels = table.shape[0]
         units = (n + unit - 1) // unit
-        flags = np.empty(parts, np.int32)
-        for part in prange(parts):
-            saved = scratch.ctypes.data + part * thread_bytes
-            gathered = saved + amx.SAVED_BYTES
-            x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
-            y_here = x_here + tiles * x_bytes
-            flag = flags.ctypes.data + part * 4
-            flags[part] = 0
-            begin, end = units * part // parts * unit, min(units * (part + 1) // parts * unit, n)
-            amx.begin(emulate, saved)
-            first = begin
-            while first < end:
-                stop = min(first + tiles * TOKENS, end)
-                here = x_here
+        flags = np.zeros(1, np.int32)
+        saved = scratch.ctypes.data + part * thread_bytes
+        gathered = saved + amx.SAVED_BYTES
+        x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
+        y_here = x_here + tiles * x_bytes
+        flag = flags.ctypes.data
+        begin, end = units * part // parts * unit, min(units * (part + 1) // parts * unit, n)
+        amx.begin(emulate, saved)
+        first = begin
+        while first < end:
+            stop = min(first + tiles * TOKENS, end)
+            here = x_here
+            for token in range(first, stop, TOKENS):
+                if x_by_token:
+                    amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here)
+                elif x_blocked:
+                    there = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
+                    amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here)
+                else:
+                    amx.split_features(x_at + token * 4, n, stop - token, k, here)
+                here += x_bytes
+            phase = 0
+            amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, ROW_BYTES, gathered)
+            for panel in range(panels):
+                weight, column = values_at + table[panel, 0], columns_at + table[panel, 1] * 4
+                steps, all_steps = table[panel, 2], table[panel, 3]
+                x_tile, y_tile = x_here, y_here + panel * panel_bytes
+                behind = min(panel + 1, panels - 1)
                 for token in range(first, stop, TOKENS):
-                    if x_by_token:
-                        amx.split_tokens(x_at + token * k * 4, k, stop - token, k, here)
-                    elif x_blocked:
-                        there = token // BLOCK_TOKENS * k * BLOCK_TOKENS + token % BLOCK_TOKENS
-                        amx.split_features(x_at + there * 4, BLOCK_TOKENS, stop - token, k, here)
+                    if token + TOKENS < stop:
+                        then, next_x = panel, x_tile + x_bytes
                     else:
-                        amx.split_features(x_at + token * 4, n, stop - token, k, here)
-                    here += x_bytes
-                phase = 0
-                amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, x_here, ROW_BYTES, gathered)
-                for panel in range(panels):
-                    weight, column = values_at + table[panel, 0], columns_at + table[panel, 1] * 4
-                    steps, all_steps = table[panel, 2], table[panel, 3]
-                    x_tile, y_tile = x_here, y_here + panel * panel_bytes
-                    behind = min(panel + 1, panels - 1)
-                    for token in range(first, stop, TOKENS):
-                        if token + TOKENS < stop:
-                            then, next_x = panel, x_tile + x_bytes
-                        else:
-                            then, next_x = behind, x_here
-                        next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
-                        halves = 2 if stop - token > ROWS else 1
-                        amx.matrix_tile(
-                            emulate, row_tiles, halves, weight, column, steps, all_steps, x_tile, ROW_BYTES,
-                            next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
-                        )  # fmt: skip
-                        phase += all_steps
-                        x_tile = next_x
-                        y_tile += y_bytes
-                y_tile = y_here
-                for token in range(first, stop, TOKENS):
-                    if y_by_token:
-                        for half in range(token, min(token + TOKENS, stop), ROWS):
-                            amx.finish_tokens(
-                                y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
-                                y_at + half * m * 4, m, flag,
-                            )  # fmt: skip
-                    elif y_blocked:
-                        there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
-                        amx.finish_features(
-                            y_tile, places_at, bias_at, activation, stop - token, m,
-                            y_at + there * 4, BLOCK_TOKENS, flag,
-                        )  # fmt: skip
-                    else:
-                        amx.finish_features(
-                            y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
-                        )
+                        then, next_x = behind, x_here
+                    next_weight, next_column = values_at + table[then, 0], columns_at + table[then, 1] * 4
+                    halves = 2 if stop - token > ROWS else 1
+                    amx.matrix_tile(
+                        emulate, row_tiles, halves, weight, column, steps, all_steps, x_tile, ROW_BYTES,
+                        next_weight, next_column, table[then, 2] == 0, next_x, gathered, phase, y_tile,
+                    )  # fmt: skip
+                    phase += all_steps
+                    x_tile = next_x
                     y_tile += y_bytes
-                first = stop
-            amx.end(emulate, saved)
-        told = 0  # not flags.any(): Numba would start all threads once more
-        for part in range(parts):
-            told += flags[part]
-        return told == 0
+            y_tile = y_here
+            for token in range(first, stop, TOKENS):
+                if y_by_token:
+                    for half in range(token, min(token + TOKENS, stop), ROWS):
+                        amx.finish_tokens(
+                            y_tile + (half - token) * 4, places_at, bias_at, activation, stop - half, m,
+                            y_at + half * m * 4, m, flag,
+                        )  # fmt: skip
+                elif y_blocked:
+                    there = token // BLOCK_TOKENS * m * BLOCK_TOKENS + token % BLOCK_TOKENS
+                    amx.finish_features(
+                        y_tile, places_at, bias_at, activation, stop - token, m,
+                        y_at + there * 4, BLOCK_TOKENS, flag,
+                    )  # fmt: skip
+                else:
+                    amx.finish_features(
+                        y_tile, places_at, bias_at, activation, stop - token, m, y_at + token * 4, n, flag
+                    )
+                y_tile += y_bytes
+            first = stop
+        amx.end(emulate, saved)
+        return flags[0]
 
     return multiply

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx
 from sparse_kernels.cpu.amx import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
 from sparse_kernels.cpu.call import Product
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.matrix import MatrixPanels
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.vectors import Vectors
 
@@ -135,9 +134,9 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
         raise RuntimeError("this process has no matrix unit")
     emulate, frames, rows = int(emulated), int(framed), row_tiles * ROWS
 
-    @compiled
+    @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        weights, row_ids, x_at, x_size, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        part, weights, row_ids, x_at, x_size, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
         scratch, cut, source, split, parts,
     ):  # fmt: skip
         values, columns, table = weights
@@ -147,62 +146,56 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
         panels, total = table.shape[0], x_starts.size
         distance = planes * plane * 2
-        flags = np.empty(parts, np.int32)
-        every_place = np.empty((parts, images * per_image), np.int64)  # where each vector of a block lies
-        for part in prange(parts):
-            saved = scratch.ctypes.data + part * thread_bytes
-            gathered = saved + amx.SAVED_BYTES
-            sums = gathered + 2 * GATHERED_BYTES + TILE_BYTES
-            thirds = sums + 4 * TILE_BYTES
-            places = every_place[part]
-            flag = flags.ctypes.data + part * 4
-            flags[part] = 0
-            first, end = total * part // parts, total * (part + 1) // parts
-            amx.begin(emulate, saved)
-            while first < end:
-                # Images that are not cut, or what the thread has of them; or what is left of one, in even blocks.
-                stop = min((first // per_image + images) * per_image, end)
-                count = 1 if images > 1 else (stop - first + size - 1) // size
-                stop = first + (stop - first + count - 1) // count
-                begin, number = first, 0
-                while begin < stop:
-                    behind = min((begin // per_image + 1) * per_image, stop)
-                    start = x_starts[begin] + before
-                    vectors = (x_starts[behind - 1] + TOKENS + reach - x_starts[begin] + TOKENS - 1) // TOKENS
-                    for p in range(planes):
-                        here = start + p * plane_size
-                        there = thirds + (p * plane + number * segment) * 2
-                        amx.split_run(x_at + here * 4, vectors, x_size - here, there, distance)
-                    for v in range(begin, behind):
-                        places[v - first] = thirds + (number * segment + x_starts[v] - x_starts[begin]) * 2
-                    begin = behind
-                    number += 1
-                phase = 0
-                amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, places[0], distance, gathered)
-                for panel in range(panels):
-                    steps, all_steps = table[panel, 2], table[panel, 3]
-                    for v in range(first, stop):
-                        # What comes after this tile: the next vector, or the first one with the next panel.
-                        next_v, then = v + 1 - first, panel
-                        if v + 1 == stop:
-                            next_v, then = 0, min(panel + 1, panels - 1)
-                        amx.matrix_tile(
-                            emulate, row_tiles, 2, values_at + table[panel, 0], columns_at + table[panel, 1] * 4,
-                            steps, all_steps, places[v - first], distance,
-                            values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0,
-                            places[next_v], gathered, phase, sums,
-                        )  # fmt: skip
-                        phase += all_steps
-                        place = y_starts[v] * 4
-                        amx.finish_positions(
-                            frames, sums, rows, ids_at + panel * rows * 4, bias_at, activation, keep[v],
-                            added_at + place if added_at else 0, y_at + place, y_stride, flag,
-                        )  # fmt: skip
-                first = stop
-            amx.end(emulate, saved)
-        told = 0  # not flags.any(): Numba would start all threads once more
-        for part in range(parts):
-            told += flags[part]
-        return told == 0
+        flags = np.zeros(1, np.int32)
+        places = np.empty(images * per_image, np.int64)  # where each vector of a block lies
+        saved = scratch.ctypes.data + part * thread_bytes
+        gathered = saved + amx.SAVED_BYTES
+        sums = gathered + 2 * GATHERED_BYTES + TILE_BYTES
+        thirds = sums + 4 * TILE_BYTES
+        flag = flags.ctypes.data
+        first, end = total * part // parts, total * (part + 1) // parts
+        amx.begin(emulate, saved)
+        while first < end:
+            # Images that are not cut, or what the thread has of them; or what is left of one, in even blocks.
+            stop = min((first // per_image + images) * per_image, end)
+            count = 1 if images > 1 else (stop - first + size - 1) // size
+            stop = first + (stop - first + count - 1) // count
+            begin, number = first, 0
+            while begin < stop:
+                behind = min((begin // per_image + 1) * per_image, stop)
+                start = x_starts[begin] + before
+                vectors = (x_starts[behind - 1] + TOKENS + reach - x_starts[begin] + TOKENS - 1) // TOKENS
+                for p in range(planes):
+                    here = start + p * plane_size
+                    there = thirds + (p * plane + number * segment) * 2
+                    amx.split_run(x_at + here * 4, vectors, x_size - here, there, distance)
+                for v in range(begin, behind):
+                    places[v - first] = thirds + (number * segment + x_starts[v] - x_starts[begin]) * 2
+                begin = behind
+                number += 1
+            phase = 0
+            amx.gather(columns_at + table[0, 1] * 4, table[0, 2] == 0, places[0], distance, gathered)
+            for panel in range(panels):
+                steps, all_steps = table[panel, 2], table[panel, 3]
+                for v in range(first, stop):
+                    # What comes after this tile: the next vector, or the first one with the next panel.
+                    next_v, then = v + 1 - first, panel
+                    if v + 1 == stop:
+                        next_v, then = 0, min(panel + 1, panels - 1)
+                    amx.matrix_tile(
+                        emulate, row_tiles, 2, values_at + table[panel, 0], columns_at + table[panel, 1] * 4,
+                        steps, all_steps, places[v - first], distance,
+                        values_at + table[then, 0], columns_at + table[then, 1] * 4, table[then, 2] == 0,
+                        places[next_v], gathered, phase, sums,
+                    )  # fmt: skip
+                    phase += all_steps
+                    place = y_starts[v] * 4
+                    amx.finish_positions(
+                        frames, sums, rows, ids_at + panel * rows * 4, bias_at, activation, keep[v],
+                        added_at + place if added_at else 0, y_at + place, y_stride, flag,
+                    )  # fmt: skip
+            first = stop
+        amx.end(emulate, saved)
+        return flags[0]
 
     return multiply

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.call import Product
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import fetch, row_tile
 from sparse_kernels.cpu.panels import Panels
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, Vectors
@@ -125,7 +124,7 @@ def prepared(
 
 
 @cache
-def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Callable[..., None]:
+def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Callable[..., bool]:
     """The compiled loop over blocks, panels and tiles for one tile size.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
@@ -136,9 +135,9 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
     """
     fuse, frames = int(fused), int(framed)
 
-    @compiled
+    @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x_at, x_scale, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        part, weights, x_at, x_scale, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
         blocks, parts, fetched, apart,
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
@@ -147,50 +146,49 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
         tiles = (total + vectors - 1) // vectors
         values_at, columns_at, ids_at = values.ctypes.data, columns.ctypes.data, row_ids.ctypes.data
         x_starts_at, y_starts_at, keep_at = x_starts.ctypes.data, y_starts.ctypes.data, keep.ctypes.data
-        for part in prange(parts):
-            x_here = x_at + part * apart * 4
-            begin, end = share(work, blocks, part, parts), share(work, blocks, part + 1, parts)
-            column, ahead = 0, 0
-            for item in range(begin, end):
-                panel, block = item % panels, item // panels
-                v = tiles * block // blocks * vectors
-                stop = min(tiles * (block + 1) // blocks * vectors, total)
-                # Of the next block, as many vectors of x for each tile of this one as are all fetched in time.
-                behind = min(tiles * (block + 2) // blocks * vectors, total) if (block + 1) * panels < end else stop
-                steps = panels * max(stop - v, 1)
-                each = ((behind - stop) * fetched.size * vectors + steps - 1) // steps
-                if panel == 0 or item == begin:
-                    column, ahead = 0, stop
-                while v < stop:
-                    width = vectors if v + vectors <= stop else 1
-                    for _ in range(each):
-                        if column < fetched.size:
-                            fetch(x_here + (x_starts[ahead] + fetched[column]) * 4)
-                            ahead += 1
-                            if ahead == behind:
-                                column, ahead = column + 1, stop
-                    row_tile(
-                        rows,
-                        vectors,
-                        lanes,
-                        fuse,
-                        frames,
-                        width,
-                        values_at + table[panel, 0] * 4,
-                        columns_at + table[panel, 1] * 4,
-                        table[panel, 2],
-                        x_here,
-                        x_scale,
-                        x_starts_at + v * 8,
-                        y_at,
-                        y_stride,
-                        y_starts_at + v * 8,
-                        keep_at + v * 8,
-                        added_at,
-                        ids_at + panel * rows * 4,
-                        bias_at,
-                        activation,
-                    )
-                    v += width
+        x_here = x_at + part * apart * 4
+        begin, end = share(work, blocks, part, parts), share(work, blocks, part + 1, parts)
+        column, ahead = 0, 0
+        for item in range(begin, end):
+            panel, block = item % panels, item // panels
+            v = tiles * block // blocks * vectors
+            stop = min(tiles * (block + 1) // blocks * vectors, total)
+            # Of the next block, as many vectors of x for each tile of this one as are all fetched in time.
+            behind = min(tiles * (block + 2) // blocks * vectors, total) if (block + 1) * panels < end else stop
+            steps = panels * max(stop - v, 1)
+            each = ((behind - stop) * fetched.size * vectors + steps - 1) // steps
+            if panel == 0 or item == begin:
+                column, ahead = 0, stop
+            while v < stop:
+                width = vectors if v + vectors <= stop else 1
+                for _ in range(each):
+                    if column < fetched.size:
+                        fetch(x_here + (x_starts[ahead] + fetched[column]) * 4)
+                        ahead += 1
+                        if ahead == behind:
+                            column, ahead = column + 1, stop
+                row_tile(
+                    rows,
+                    vectors,
+                    lanes,
+                    fuse,
+                    frames,
+                    width,
+                    values_at + table[panel, 0] * 4,
+                    columns_at + table[panel, 1] * 4,
+                    table[panel, 2],
+                    x_here,
+                    x_scale,
+                    x_starts_at + v * 8,
+                    y_at,
+                    y_stride,
+                    y_starts_at + v * 8,
+                    keep_at + v * 8,
+                    added_at,
+                    ids_at + panel * rows * 4,
+                    bias_at,
+                    activation,
+                )
+                v += width
 
     return multiply

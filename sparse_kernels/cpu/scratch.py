@@ -66,7 +66,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 # Where an array begins, as kernels take it. NumPy itself takes four times as long to say it, almost a microsecond.
-address = compiled(_address, parallel=False)
+address = compiled(_address)
 
 
 def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[int, int, int]:
@@ -74,7 +74,7 @@ def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[in
 
 
 # The same of three, in half the time.
-addresses = compiled(_addresses, parallel=False)
+addresses = compiled(_addresses)
 
 
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:

@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.call import Product
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
@@ -236,7 +236,7 @@ def _bundles_at_a_time(stride: int) -> int:
 
 
 @cache
-def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Callable[..., None]:
+def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Callable[..., bool]:
     """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
 
     Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
@@ -252,9 +252,9 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
     stride = vectors * lanes
     most = _bundles_at_a_time(stride)
 
-    @compiled
+    @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        rows, m, x_at, x_starts, offsets, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
+        part, rows, m, x_at, x_starts, offsets, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
         scratch, elements, parts,
     ):  # fmt: skip
         stream, table, work, bounds = rows
@@ -263,74 +263,73 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
         tiles = (total + vectors - 1) // vectors
         stream_at, scratch_at = stream.ctypes.data, scratch.ctypes.data
         x_starts_at, offsets_at = x_starts.ctypes.data, offsets.ctypes.data
-        for part in prange(parts):
-            begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
-            while begin < end:
-                # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
-                tile = begin // bundles
-                first = begin - tile * bundles
-                stop = min(bundles, end - tile * bundles, first + most)
-                begin = tile * bundles + stop
-                row, end_row = first * bundle, min(stop * bundle, m)
-                v, end_v = total * tile // tiles, total * (tile + 1) // tiles
+        begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
+        while begin < end:
+            # As many bundles of this part as lie in one tile, and as keep their y in the second-level cache.
+            tile = begin // bundles
+            first = begin - tile * bundles
+            stop = min(bundles, end - tile * bundles, first + most)
+            begin = tile * bundles + stop
+            row, end_row = first * bundle, min(stop * bundle, m)
+            v, end_v = total * tile // tiles, total * (tile + 1) // tiles
+            if gathers:
+                # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
+                y_here = scratch_at + (part * elements - row * stride) * 4
+                x_here = y_here + (row + min(most * bundle, m)) * stride * 4
+            else:
+                y_here, x_here = y_at + y_starts[v] * 4, x_at + x_starts[v] * 4
+            for stage in range(stages):
+                column = bounds[stage]
                 if gathers:
-                    # Row r of the packed y is behind row 0, which is not there if `row` is not 0.
-                    y_here = scratch_at + (part * elements - row * stride) * 4
-                    x_here = y_here + (row + min(most * bundle, m)) * stride * 4
-                else:
-                    y_here, x_here = y_at + y_starts[v] * 4, x_at + x_starts[v] * 4
-                for stage in range(stages):
-                    column = bounds[stage]
-                    if gathers:
-                        copy_columns(
-                            vectors,
-                            lanes,
-                            end_v - v,
-                            x_at,
-                            x_starts_at + v * 8,
-                            offsets_at + column * 4,
-                            bounds[stage + 1] - column,
-                            x_here,
-                        )
-                        column = 0
-                    pass_over(
-                        vectors,
-                        lanes,
-                        fuse,
-                        end_v - v,
-                        stream_at + table[stage, first] * 4,
-                        end_row - row,
-                        x_here + column * stride * 4,
-                        y_here,
-                        bias_at,
-                        min(stage, 1),
-                        unfinished if stage < stages - 1 else unchanged if framed else activation,
-                    )
-                if framed:
-                    finish_rows(
-                        vectors,
-                        lanes,
-                        fuse,
-                        end_v - v,
-                        y_here + row * stride * 4,
-                        end_row - row,
-                        y_at + row * y_stride * 4,
-                        y_stride,
-                        y_starts.ctypes.data + v * 8,
-                        keep.ctypes.data + v * 8,
-                        added_at + row * y_stride * 4 if added_at else 0,
-                        activation,
-                    )
-                elif gathers:
-                    copy_rows(
+                    copy_columns(
                         vectors,
                         lanes,
                         end_v - v,
-                        y_here + row * stride * 4,
-                        end_row - row,
-                        y_at + row * y_stride * 4,
-                        y_stride,
-                        y_starts.ctypes.data + v * 8,
+                        x_at,
+                        x_starts_at + v * 8,
+                        offsets_at + column * 4,
+                        bounds[stage + 1] - column,
+                        x_here,
                     )
+                    column = 0
+                pass_over(
+                    vectors,
+                    lanes,
+                    fuse,
+                    end_v - v,
+                    stream_at + table[stage, first] * 4,
+                    end_row - row,
+                    x_here + column * stride * 4,
+                    y_here,
+                    bias_at,
+                    min(stage, 1),
+                    unfinished if stage < stages - 1 else unchanged if framed else activation,
+                )
+            if framed:
+                finish_rows(
+                    vectors,
+                    lanes,
+                    fuse,
+                    end_v - v,
+                    y_here + row * stride * 4,
+                    end_row - row,
+                    y_at + row * y_stride * 4,
+                    y_stride,
+                    y_starts.ctypes.data + v * 8,
+                    keep.ctypes.data + v * 8,
+                    added_at + row * y_stride * 4 if added_at else 0,
+                    activation,
+                )
+            elif gathers:
+                copy_rows(
+                    vectors,
+                    lanes,
+                    end_v - v,
+                    y_here + row * stride * 4,
+                    end_row - row,
+                    y_at + row * y_stride * 4,
+                    y_stride,
+                    y_starts.ctypes.data + v * 8,
+                )
 
     return multiply

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray
 
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import AHEAD, floats_at, token_tile
 from sparse_kernels.cpu.panels import Panels
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED
@@ -100,21 +100,22 @@ def kernel(
     size: int = 4,
     ahead: int = AHEAD,
     close: bool = False,
-) -> Callable[..., None]:
+) -> Callable[..., bool]:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
     ahead, close: how weights are fetched, as `fetched` says it.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
-    tokens of a chunk, panels of a block, parts, places, waiting). Where permuted, places are those of the panels and
-    waiting is room for their rows, n times those of all panels; else both are not looked at.
+    tokens of a chunk, panels of a block, parts, places, waiting, shares). Where permuted, places are those of the
+    panels and waiting is room for their rows, n times those of all panels, which are put in their places in so many
+    shares; else these three are not looked at.
     """
-    fuse, near, unfinished, worth = int(fused), int(close), PARTIAL, WORTH_SHARING
+    fuse, near, unfinished = int(fused), int(close), PARTIAL
     width = vectors * lanes
 
-    @compiled
     def multiply(  # type: ignore[no-untyped-def]
-        weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting
+        part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting,
+        shares,
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         panels = work.size - 1
@@ -122,68 +123,68 @@ def kernel(
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
-        for part in prange(parts):
-            item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
-            biases_at = bias_at
-            if permuted:
-                bias = carray(floats_at(bias_at), m)
-                sorted_bias = np.empty(panels * width, np.float32)
-                for row in range(panels * width):
-                    sorted_bias[row] = bias[max(row_ids[row], 0)]
-                biases_at = sorted_bias.ctypes.data
-            while item < end:
-                # As many panels of this part as lie in one chunk and in one block.
-                chunk_begin = item // panels * chunk
-                first = item % panels
-                stop = min(first + block, panels, first + end - item)
-                item += stop - first
-                for stage in range(stages):
-                    for token in range(chunk_begin, min(chunk_begin + chunk, n), tokens):
-                        for panel in range(first, stop):
-                            row, here = panel * width, stage * panels + panel
-                            token_tile(
-                                tokens,
-                                vectors,
-                                lanes,
-                                fuse,
-                                size,
-                                ahead,
-                                near,
-                                values_at + table[here, 0] * size,
-                                columns_at + table[here, 1] * 4,
-                                table[here, 2],
-                                x_at + token * k * 4,
-                                k,
-                                n - token,
-                                sums_at + (token * features + row) * 4,
-                                features,
-                                features - row,
-                                min(stage, 1),
-                                biases_at + row * 4,
-                                activation if stage == stages - 1 else unfinished,
-                            )
+        item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
+        biases_at = bias_at
         if permuted:
-            if n * m < worth:
-                put(sums_at, features, y_at, places, 0, n, 0, m)
-            else:
-                # Shared by chunks where there are enough, else by tokens, whose lines of y no other writes, or rows.
-                by_rows, grain = n < parts, chunk if chunks >= parts else 1
-                shared = m if by_rows else (n + grain - 1) // grain
-                for part in prange(parts):
-                    begin, end = shared * part // parts * grain, shared * (part + 1) // parts * grain
-                    if by_rows:
-                        put(sums_at, features, y_at, places, 0, n, begin, min(m, end))
-                    else:
-                        put(sums_at, features, y_at, places, begin, min(n, end), 0, m)
+            bias = carray(floats_at(bias_at), m)
+            sorted_bias = np.empty(panels * width, np.float32)
+            for row in range(panels * width):
+                sorted_bias[row] = bias[max(row_ids[row], 0)]
+            biases_at = sorted_bias.ctypes.data
+        while item < end:
+            # As many panels of this part as lie in one chunk and in one block.
+            chunk_begin = item // panels * chunk
+            first = item % panels
+            stop = min(first + block, panels, first + end - item)
+            item += stop - first
+            for stage in range(stages):
+                for token in range(chunk_begin, min(chunk_begin + chunk, n), tokens):
+                    for panel in range(first, stop):
+                        row, here = panel * width, stage * panels + panel
+                        token_tile(
+                            tokens,
+                            vectors,
+                            lanes,
+                            fuse,
+                            size,
+                            ahead,
+                            near,
+                            values_at + table[here, 0] * size,
+                            columns_at + table[here, 1] * 4,
+                            table[here, 2],
+                            x_at + token * k * 4,
+                            k,
+                            n - token,
+                            sums_at + (token * features + row) * 4,
+                            features,
+                            features - row,
+                            min(stage, 1),
+                            biases_at + row * 4,
+                            activation if stage == stages - 1 else unfinished,
+                        )
 
-    return multiply
+    return in_parts(multiply, put) if permuted else in_parts(multiply)
 
 
-@njit(inline="always")
-def put(sums_at, features, y_at, places, first, last, begin, end):  # type: ignore[no-untyped-def]
-    """Copy rows `begin` to `end` of some tokens from their places among `features` to y."""
+def put(  # type: ignore[no-untyped-def]
+    share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting, shares
+):  # fmt: skip
+    """Copy one of `shares` shares of the rows that are waiting to their places in y.
+
+    Whole chunks, which a thread finds in its own caches, where there are enough for all; else tokens, whose lines of
+    y no other writes; else some rows of all tokens.
+    """
+    features = weights[4].size
+    grain = chunk if (n + chunk - 1) // chunk >= shares else 1
+    tokens = (n + grain - 1) // grain
+    first, last, begin, end = 0, n, 0, m
+    if tokens >= shares:
+        first, last = tokens * share // shares * grain, min(n, tokens * (share + 1) // shares * grain)
+    else:
+        begin, end = m * share // shares, m * (share + 1) // shares
+    count, here = end - begin, places[begin:end]  # rows from 0 on, or whether they are negative would be asked
     for token in range(first, last):
-        source = carray(floats_at(sums_at + token * features * 4), features)
-        target = carray(floats_at(y_at + token * places.size * 4), places.size)
-        for row in range(begin, end):
-            target[row] = source[places[row]]
+        source = carray(floats_at(waiting.ctypes.data + token * features * 4), features)
+        target = carray(floats_at(y_at + (token * m + begin) * 4), count)
+        for row in range(count):
+            target[row] = source[here[row]]

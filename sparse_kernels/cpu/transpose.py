@@ -11,10 +11,9 @@ from functools import cache
 
 import numba
 import numpy as np
-from numba import prange
 
-from sparse_kernels.cpu.compiled import compiled
 from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import address
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import exclusive
@@ -64,36 +63,34 @@ def unblocked(tiles: Array, n: int) -> Array:
 
 
 @cache
-def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., bool], Callable[..., bool]]:
     """(pack, unpack), compiled, called with (addresses of matrix and buffer, starts, stride, n, features, parts).
 
     The matrix is (n, features) where token_major, else (features, n). Threads share vectors.
     """
 
-    @compiled
-    def pack(matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
-        for part in prange(parts):
-            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
-                token, here = v * lanes, buffer_at + starts[v] * 4
-                if token_major:
-                    there = matrix_at + token * features * 4
-                    tokens_to_lanes(lanes, there, features, n - token, features, here, stride)
-                else:
-                    for f in range(features):
-                        there = matrix_at + (f * n + token) * 4
-                        copy_vector(lanes, there, here + f * stride * 4, n - token)
+    @in_parts
+    def pack(part, matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
+        for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
+            token, here = v * lanes, buffer_at + starts[v] * 4
+            if token_major:
+                there = matrix_at + token * features * 4
+                tokens_to_lanes(lanes, there, features, n - token, features, here, stride)
+            else:
+                for f in range(features):
+                    there = matrix_at + (f * n + token) * 4
+                    copy_vector(lanes, there, here + f * stride * 4, n - token)
 
-    @compiled
-    def unpack(matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
-        for part in prange(parts):
-            for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
-                token, here = v * lanes, buffer_at + starts[v] * 4
-                if token_major:
-                    there = matrix_at + token * features * 4
-                    lanes_to_tokens(lanes, here, stride, n - token, features, there, features)
-                else:
-                    for f in range(features):
-                        there = matrix_at + (f * n + token) * 4
-                        copy_run(lanes, here + f * stride * 4, there, min(lanes, n - token))
+    @in_parts
+    def unpack(part, matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
+        for v in range(starts.size * part // parts, starts.size * (part + 1) // parts):
+            token, here = v * lanes, buffer_at + starts[v] * 4
+            if token_major:
+                there = matrix_at + token * features * 4
+                lanes_to_tokens(lanes, here, stride, n - token, features, there, features)
+            else:
+                for f in range(features):
+                    there = matrix_at + (f * n + token) * 4
+                    copy_run(lanes, here + f * stride * 4, there, min(lanes, n - token))
 
     return pack, unpack

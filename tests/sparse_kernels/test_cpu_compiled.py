@@ -14,21 +14,19 @@ from sparse_kernels.cpu.compiled import _Files
 PROGRAM = """
 import sys, warnings
 import numpy as np
-from numba import prange
-from sparse_kernels.cpu.compiled import compiled
+from sparse_kernels.cpu.parts import in_parts
 
 def adding(constant):
-    @compiled
-    def add(x):
-        for i in prange(x.size):
-            x[i] += constant
+    @in_parts
+    def add(part, x, parts):
+        x[part] += constant
     return add
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for constant in map(int, sys.argv[1:]):
         kernel, x = adding(constant), np.zeros(3)
-        kernel(x)
+        kernel(x, x.size)
         print(*map(int, x), sum(kernel.stats.cache_hits.values()))
 for each in caught:
     print("warned:", each.message)

@@ -1,0 +1,116 @@
+"""Kernels in parts: each part once, stages one after the other, what parts return, and what is no kernel."""
+
+import threading
+
+import numba
+import numpy as np
+import pytest
+
+from sparse_kernels.cpu.parts import in_parts
+
+
+@pytest.fixture(autouse=True)
+def all_threads() -> None:
+    numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2, 3, 37])
+def test_each_part_runs_once(parts: int) -> None:
+    @in_parts
+    def count(part, seen, parts):
+        seen[part] += 1
+
+    seen = np.zeros(40, np.int64)
+    assert count(seen, parts)
+    assert seen.tolist() == [1] * parts + [0] * (40 - parts)
+
+
+@pytest.mark.parametrize(("parts", "shares"), [(4, 3), (4, 1), (4, 0), (1, 4), (0, 2)])
+def test_a_stage_begins_when_the_one_before_is_done(parts: int, shares: int) -> None:
+    def write(part, x, y, parts, shares):
+        for i in range(1000 * part, 1000 * part + 1000):
+            x[i] = 1
+
+    def read(share, x, y, parts, shares):
+        y[share] = x.sum()
+
+    x, y = np.zeros(4000, np.int64), np.full(4, -1, np.int64)
+    in_parts(write, read)(x, y, parts, shares)
+    assert y.tolist() == [1000 * parts] * shares + [-1] * (4 - shares)
+
+
+def test_a_kernel_says_whether_any_part_said_something() -> None:
+    @in_parts
+    def find(part, x, wanted, parts):
+        return 1 if x[part] == wanted else 0
+
+    x = np.arange(8)
+    assert [find(x, wanted, 8) for wanted in (-1, 0, 7)] == [True, False, False]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_part_that_fails_fails_the_kernel(parts: int) -> None:
+    @in_parts
+    def fail(part, x, parts):
+        if part == parts - 1:
+            raise ValueError("not seen by the caller, who gets an error of its own")
+        x[part] = 1
+
+    x = np.zeros(4)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        fail(x, parts)
+    assert x.tolist() == [1] * (parts - 1) + [0] * (5 - parts)
+
+
+def test_constants_and_types_have_kernels_of_their_own() -> None:
+    def adding(constant):
+        @in_parts
+        def add(part, x, pair, parts):
+            x[part] += constant + pair[1]
+
+        return add
+
+    for constant in (1, 2):
+        for dtype in (np.int64, np.float32):
+            x = np.zeros(2, dtype)
+            adding(constant)(x, (x, 10), 2)
+            assert x.tolist() == [constant + 10] * 2
+
+
+def test_callers_of_several_threads_have_arguments_of_their_own() -> None:
+    @in_parts
+    def fill(part, x, value, parts):
+        for i in range(part, x.size, parts):
+            x[i] = value
+
+    arrays = [np.zeros(1000, np.int64) for _ in range(4)]
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            fill(arrays[number], number, 1)  # one part, as Numba's own queue of threads takes one caller at a time
+
+    fill(arrays[0], 0, 1)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [set(array.tolist()) for array in arrays] == [{0}, {1}, {2}, {3}]
+
+
+def test_what_is_no_kernel_is_refused() -> None:
+    constant = 3
+
+    def first(part, x, parts):
+        x[part] = constant
+
+    def other(part, x, y, parts):
+        x[part] = y
+
+    def enclosing(part, x, parts):
+        x[part] = constant
+
+    with pytest.raises(TypeError, match="all stages must have the parameters of the first: x, parts"):
+        in_parts(first, other)
+    with pytest.raises(TypeError, match="only the first stage may have free variables"):
+        in_parts(first, enclosing)
