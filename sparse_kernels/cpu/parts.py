@@ -98,7 +98,7 @@ def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
         returned = whole.signature.return_type
         function = context.declare_function(builder.module, whole.fndesc)
         status, told = context.call_conv.call_function(inside, function, returned, wanted, [part.args[1], *each])
-        told = _I64(0) if returned == types.none else told
+        told = _I64(0) if returned == types.none else context.cast(inside, told, returned, types.intp)
         told = inside.select(status.is_error, _I64(_FAILED), told)
         inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), told, "monotonic")
         inside.ret_void()

@@ -39,13 +39,16 @@ def test_a_stage_begins_when_the_one_before_is_done(parts: int, shares: int) -> 
     assert y.tolist() == [1000 * parts] * shares + [-1] * (4 - shares)
 
 
-def test_a_kernel_says_whether_any_part_said_something() -> None:
+@pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.int64])
+def test_a_kernel_says_whether_any_part_said_something(dtype: type) -> None:
     @in_parts
-    def find(part, x, wanted, parts):
-        return 1 if x[part] == wanted else 0
+    def found(part, x, parts):
+        return x[part]
 
-    x = np.arange(8)
-    assert [find(x, wanted, 8) for wanted in (-1, 0, 7)] == [True, False, False]
+    x = np.zeros(8, dtype)
+    assert found(x, 8)
+    for i in (0, 7):
+        assert not found(np.arange(8) == i if dtype == np.bool_ else (np.arange(8) == i).astype(dtype), 8)
 
 
 @pytest.mark.parametrize("parts", [1, 3])
