@@ -42,10 +42,10 @@ def compiled(function: Callable[..., T], parallel: bool = False) -> Callable[...
     return kept(numba.njit(parallel=parallel, **FLAGS)(function), function)
 
 
-def kept(dispatcher: Any, *functions: Callable[..., Any]) -> Any:
-    """What Numba compiles, kept on disk by the names of these functions, the first one's code and free variables."""
+def kept(dispatcher: Any, function: Callable[..., Any], also: str = "") -> Any:
+    """The dispatcher, told to keep what it compiles: where and as what this function says, and `also`."""
     try:
-        dispatcher._cache = _Cache(*functions)
+        dispatcher._cache = _Cache(function, also)
     except RuntimeError as error:  # no folder that could be written to
         _warn(error)
     return dispatcher
@@ -54,9 +54,9 @@ def kept(dispatcher: Any, *functions: Callable[..., Any]) -> Any:
 class _Cache(FunctionCache):
     """As Numba's `cache=True`, but for the files and for disks that take nothing."""
 
-    def __init__(self, function: Callable[..., Any], *others: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], also: str) -> None:
         super().__init__(function)
-        name = ".".join([self._impl.filename_base, *(each.__name__ for each in others)])
+        name = ".".join(filter(None, [self._impl.filename_base, also]))
         self._cache_file = _Files(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -1,6 +1,7 @@
 """Linear layers on the CPU: any pattern, all layouts.
 
-tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector.
+tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector, or of few
+         tokens as half a vector or a quarter.
 amx      the matrix unit, where the processor has one and threads have tokens enough (`matrix`).
 rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so, block by
          block where every thread gets tokens (`blocks`), else in a pass of its own (`transpose`).
@@ -80,7 +81,7 @@ class TokenPlan(LinearPlan):
         fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
         run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
         weights, places = panels.arrays, panels.places
-        needed = n * panels.row_ids.size if permuted else 0
+        needed = (n + threads) * panels.row_ids.size if permuted else 0
         shares = threads if n * m >= tokens.WORTH_SHARING else 1
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:

@@ -1,9 +1,9 @@
 """A kernel in parts that threads share, with as little between its call and a part as there can be.
 
 Numba's own way, a kernel with `prange` in it, compiles each part's code four times, as it passes from one of Numba's
-wrappers to the next, and starts threads even for one part. Here one loop over parts is compiled once for all kernels
-(`_launch`). It knows of a kernel's part nothing but an address, and hands it the address of the arguments: half the
-time to compile a kernel, and a microsecond less for a call with one thread.
+wrappers to the next, and starts threads even for one part. Here one loop over parts, the same for all kernels
+(`_launch`), knows of a kernel's part nothing but an address, and hands it the address of the arguments: half the time
+to compile a kernel, and a microsecond less for a call with one thread.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import numba
@@ -18,7 +19,6 @@ import numba.extending
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
-from numba.core.serialize import dumps
 
 from sparse_kernels.cpu.compiled import FLAGS, compiled, kept
 
@@ -28,79 +28,98 @@ intrinsic: Any = numba.extending.intrinsic
 _I64 = ir.IntType(64)
 _PART = ir.FunctionType(ir.VoidType(), [_I64, _I64])  # of the address of the arguments, and the number of the part
 
-# What a part tells if it ended early, as Numba's checks of bounds make it.
-_FAILED = 2**62
+# What is noted of a part that did not return 0, and of one that raised, as an index out of bounds may do.
+_NOT_ZERO, _RAISED = 1, 2
 
 
 def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
     """The kernel of these stages, one after the other; compiled at its first call, or loaded from disk.
 
     A stage is a function of the number of its part and of all that the kernel is called with. The kernel's parameter
-    with the name of that number and an s says how many parts there are (part, parts): a single one the caller
-    computes, none leaves the stage out. A part returns nothing, or an integer. The kernel returns whether all of them
-    were 0. RuntimeError if a part failed. Free variables of the first stage are constants; others have none.
+    with the name of that number and an s says how many parts there are (part, parts). One part is run by the calling
+    thread itself; with 0 the stage is left out. A part returns nothing, or an integer; the kernel returns whether all
+    of them were 0. It raises RuntimeError if a part raised, and what that part held is never freed then.
+
+    Free variables of a stage are constants, numbers or bool. Raises TypeError for what is no stage.
     """
-    first, *others = stages
-    if any(stage.__closure__ for stage in others):
-        raise TypeError("only the first stage may have free variables: they are part of the name on disk")
-    # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
-    constants = dumps([cell.cell_contents for cell in first.__closure__ or ()])
-    own = hashlib.sha256(first.__code__.co_code + constants).hexdigest()[:16]
-    for stage in stages:
-        stage.__qualname__ = f"{stage.__qualname__}_{own}"
-    parameters = list(inspect.signature(first).parameters)[1:]
+    parameters = list(inspect.signature(stages[0]).parameters)[1:]
     given = ", ".join(parameters)
-    lines = [f"def kernel_{own}({given}):", "    told = 0"]
-    known: dict[str, Any] = {
-        "__name__": __name__,
-        "bound": _bound,
-        "call": _call,
-        "launch": _launch,
-        "integer_at": _integer_at,
-    }
+    for stage in stages:
+        part, *others = inspect.signature(stage).parameters
+        if others != parameters or f"{part}s" not in parameters:
+            raise TypeError(
+                f"{stage.__qualname__} must have a number, then the parameters of the first stage ({given}), one of "
+                "them how many"
+            )
+        if any(type(cell.cell_contents) not in (bool, int) for cell in stage.__closure__ or ()):
+            # A compiled function, for one, would be another in each process, and so would the name on disk be.
+            raise TypeError(f"{stage.__qualname__} encloses more than numbers")
+    numba.get_num_threads()  # starts Numba's threads: a kernel from disk takes for granted that they are there
+    # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
+    own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
+    name = f"{stages[0].__name__}_{own}"
+    names: dict[str, Any] = {
+        "__name__": __name__, "_bound": _bound, "_call": _call, "_launch": _launch, "_integer_at": _integer_at,
+    }  # fmt: skip
+    lines = [f"def {name}({given}):", "    _noted = 0"]
     for number, stage in enumerate(stages):
-        part, *rest = inspect.signature(stage).parameters
-        if rest != parameters:
-            raise TypeError(f"all stages must have the parameters of the first: {given}")
-        known[f"stage_{number}"] = numba.njit(**FLAGS)(stage)
+        count = f"{next(iter(inspect.signature(stage).parameters))}s"
+        names[f"_stage_{number}"] = numba.njit(**FLAGS)(_renamed(stage, f"{stage.__qualname__}_{own}"))
         lines += [
-            f"    function, arguments, answer = bound(stage_{number}, ({given},))",
-            f"    if {part}s == 1:",
-            "        call(function, arguments, 0)",
-            f"    elif {part}s > 1:",
-            f"        launch(function, arguments, {part}s)",
-            "    told |= integer_at(answer)",
+            f"    _part, _arguments, _answer = _bound(_stage_{number}, ({given},))",
+            f"    if {count} == 1:",
+            "        _call(_part, _arguments, 0)",
+            f"    elif {count} > 1:",
+            f"        _launch(_part, _arguments, {count})",
+            "    _noted |= _integer_at(_answer)",
         ]
-    lines += [f"    if told >= {_FAILED}:", "        raise RuntimeError('a kernel failed')", "    return told == 0"]
-    exec("\n".join(lines), known)  # a function of exactly these parameters: with *args Numba takes as long as a part
-    return kept(numba.njit(**FLAGS)(known[f"kernel_{own}"]), *stages)
+    lines += [f"    if _noted & {_RAISED}:", "        raise RuntimeError('a kernel failed')"]
+    lines += ["    return _noted == 0"]
+    exec("\n".join(lines), names)  # a function of exactly these parameters: with *args Numba takes as long as a part
+    return kept(numba.njit(**FLAGS)(names[name]), stages[0], own)
+
+
+def _identity(stage: Callable[..., Any]) -> bytes:
+    """What tells a stage from all others."""
+    code, cells = stage.__code__, [cell.cell_contents for cell in stage.__closure__ or ()]
+    return repr((stage.__module__, stage.__qualname__, code.co_code, code.co_consts, code.co_names, cells)).encode()
+
+
+def _renamed(stage: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function under another name, which its symbols have from it."""
+    found = FunctionType(stage.__code__, stage.__globals__, stage.__name__, None, stage.__closure__)
+    found.__qualname__, found.__module__ = name, stage.__module__
+    return found
 
 
 @intrinsic
 def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
-    """(address of a function of (arguments, part), address of its arguments, address of what its parts returned)."""
+    """Addresses: of a function of (address of arguments, part), of arguments, of what is noted of their parts."""
     wanted = (types.intp, *given.types)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> ir.Value:
         stage.dispatcher.compile(wanted)
-        whole = stage.dispatcher.overloads[wanted]
-        context.active_code_library.add_linking_library(whole.library)
+        function = stage.dispatcher.overloads[wanted]
+        context.active_code_library.add_linking_library(function.library)
         frame = cgutils.alloca_once(builder, ir.LiteralStructType([values[1].type, _I64]))
         arguments, answer = (cgutils.gep_inbounds(builder, frame, 0, i) for i in range(2))
         builder.store(values[1], arguments)
         builder.store(_I64(0), answer)
 
-        part = ir.Function(builder.module, _PART, f"{whole.fndesc.mangled_name}.part")
+        part = ir.Function(builder.module, _PART, f"{function.fndesc.mangled_name}.part")
         part.linkage = "internal"
         inside = ir.IRBuilder(part.append_basic_block("entry"))
         found = inside.inttoptr(part.args[0], frame.type)
         each = cgutils.unpack_tuple(inside, inside.load(cgutils.gep_inbounds(inside, found, 0, 0)), len(given.types))
-        returned = whole.signature.return_type
-        function = context.declare_function(builder.module, whole.fndesc)
-        status, told = context.call_conv.call_function(inside, function, returned, wanted, [part.args[1], *each])
-        told = _I64(0) if returned == types.none else context.cast(inside, told, returned, types.intp)
-        told = inside.select(status.is_error, _I64(_FAILED), told)
-        inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), told, "monotonic")
+        returned = function.signature.return_type
+        declared = context.declare_function(builder.module, function.fndesc)
+        status, told = context.call_conv.call_function(inside, declared, returned, wanted, [part.args[1], *each])
+        noted = _I64(0)
+        if returned != types.none:
+            told = context.cast(inside, told, returned, types.intp)
+            noted = inside.zext(inside.icmp_signed("!=", told, _I64(0)), _I64)  # _NOT_ZERO
+        noted = inside.select(status.is_error, _I64(_RAISED), noted)
+        inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), noted, "monotonic")
         inside.ret_void()
         addresses = [builder.ptrtoint(pointer, _I64) for pointer in (part, frame, answer)]
         return context.make_tuple(builder, signature.return_type, addresses)

@@ -73,7 +73,7 @@ def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[in
     return x.ctypes.data, y.ctypes.data, bias.ctypes.data
 
 
-# The same of three, in half the time.
+# Where three of them begin: half the time of three calls.
 addresses = compiled(_addresses)
 
 

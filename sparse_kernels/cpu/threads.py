@@ -21,7 +21,7 @@ _MOST: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 _turn = threading.Lock()
 _free: AbstractContextManager[object] = nullcontext()
-_known: AbstractContextManager[object] | None = None  # what to hold, once Numba has chosen how its threads work
+_held: AbstractContextManager[object] | None = None  # what to hold, once Numba has chosen how its threads work
 
 _ask: Callable[[], int] | None = None
 
@@ -47,11 +47,11 @@ def use(wanted: int) -> None:
 
 def exclusive() -> AbstractContextManager[object]:
     """What to hold while kernels run: a lock if Numba's threads must not be used by two callers, else nothing."""
-    global _known
-    if _known is None:
+    global _held
+    if _held is None:
         try:
             layer = numba.threading_layer()
         except ValueError:  # no kernel has run yet, so Numba has not chosen
             return _turn
-        _known = _turn if layer == "workqueue" else _free
-    return _known
+        _held = _turn if layer == "workqueue" else _free
+    return _held

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import numpy as np
 from numba import carray
 
 from sparse_kernels.cpu.emitter import PARTIAL
@@ -107,8 +106,8 @@ def kernel(
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
     tokens of a chunk, panels of a block, parts, places, waiting, shares). Where permuted, places are those of the
-    panels and waiting is room for their rows, n times those of all panels, which are put in their places in so many
-    shares; else these three are not looked at.
+    panels, and waiting is room for rows of all panels: n of sums, which are put in their places in so many shares,
+    and one of bias for each part. Else these three are not looked at.
     """
     fuse, near, unfinished = int(fused), int(close), PARTIAL
     width = vectors * lanes
@@ -126,11 +125,10 @@ def kernel(
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
         biases_at = bias_at
         if permuted:
-            bias = carray(floats_at(bias_at), m)
-            sorted_bias = np.empty(panels * width, np.float32)
-            for row in range(panels * width):
+            biases_at = sums_at + (n + part) * features * 4
+            bias, sorted_bias = carray(floats_at(bias_at), m), carray(floats_at(biases_at), features)
+            for row in range(features):
                 sorted_bias[row] = bias[max(row_ids[row], 0)]
-            biases_at = sorted_bias.ctypes.data
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin = item // panels * chunk

@@ -3,7 +3,7 @@
 A few choices that may be faster than the default one for this weight and number of tokens are timed in turn, on
 synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another
 choice than the default is taken only where it is faster by more than the noise (`fastest`), for some 50 ms of calls
-a layer and a second or two for each kernel that this machine has not compiled yet.
+a layer, as much again to set up the copies, and a second for each kernel that this machine has not compiled yet.
 
 What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
 pattern, density, type of the weights, layout, number of tokens and of threads. A file that is not as it should be is

@@ -96,6 +96,12 @@ def test_processes_that_race_leave_every_kernel_to_the_next(tmp_path: Path) -> N
 
 
 @pytest.mark.slow  # three processes
+def test_a_kernel_from_disk_finds_its_threads_whoever_compiled_it(tmp_path: Path) -> None:
+    """What all kernels share comes from disk to the process that compiles the second one."""
+    assert [run(tmp_path, constant).strip() for constant in (1, 2, 2)] == ["1 1 1 0", "2 2 2 0", "2 2 2 1"]
+
+
+@pytest.mark.slow  # three processes
 def test_where_nothing_can_be_kept_kernels_run_all_the_same_and_it_is_said(tmp_path: Path) -> None:
     (tmp_path / "kernels").write_text("a file, not a folder")
     assert run(tmp_path, 5).splitlines()[0] == "5 5 5 0"

@@ -8,8 +8,6 @@ import pytest
 import torch
 from numba import njit
 
-from sparse_kernels.cpu import attention, blocks, images, rows, single, transpose
-from sparse_kernels.cpu import tokens as by_tokens
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import host
@@ -134,21 +132,3 @@ def test_shares_begin_at_the_nearest_item():
 def test_no_work_is_shared_too():
     work = np.zeros(4, np.int64)
     assert [share(work, 2, part, 3) for part in range(4)] == [0, 2, 4, 6]
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        attention.kernel(4, 8, True),
-        blocks.kernel(False, 4, 1, 8, True, "token_major", "token_major"),
-        images.lay_out(8),
-        rows.kernel(4, 1, 8, True, False),
-        single.kernel(1, 8, True, False, False),
-        by_tokens.kernel(4, 1, 8, True, False),
-        *transpose.kernels(8, True),
-    ],
-    ids=lambda kernel: kernel.py_func.__qualname__,
-)
-def test_what_a_kernel_encloses_is_the_same_in_every_process(kernel):
-    """It is part of the key of its machine code on disk, and a compiled function would be another one each time."""
-    assert {type(cell.cell_contents) for cell in kernel.py_func.__closure__ or ()} <= {bool, int}

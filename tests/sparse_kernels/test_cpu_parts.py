@@ -1,6 +1,7 @@
 """Kernels in parts: each part once, stages one after the other, what parts return, and what is no kernel."""
 
 import threading
+from collections.abc import Iterator
 
 import numba
 import numpy as np
@@ -10,8 +11,11 @@ from sparse_kernels.cpu.parts import in_parts
 
 
 @pytest.fixture(autouse=True)
-def all_threads() -> None:
+def all_threads() -> Iterator[None]:
+    before = numba.get_num_threads()
     numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    yield
+    numba.set_num_threads(before)
 
 
 @pytest.mark.parametrize("parts", [0, 1, 2, 3, 37])
@@ -101,19 +105,53 @@ def test_callers_of_several_threads_have_arguments_of_their_own() -> None:
     assert [set(array.tolist()) for array in arrays] == [{0}, {1}, {2}, {3}]
 
 
-def test_what_is_no_kernel_is_refused() -> None:
-    constant = 3
+@pytest.mark.parametrize("told", [-1, 2**62, -(2**63)])
+def test_no_result_hides_a_failure_or_looks_like_one(told: int) -> None:
+    @in_parts
+    def tell(part, told, fails, parts):
+        if part == fails:
+            raise ValueError
+        return told
 
+    assert tell(told, -1, 2) is False
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        tell(told, 1, 2)
+
+
+def test_a_stage_of_several_kernels_belongs_to_each() -> None:
+    def add(share, x, parts, shares):
+        x[share] += 1
+
+    def kernel(constant):
+        def fill(part, x, parts, shares):
+            x[part] = constant
+
+        return in_parts(fill, add)
+
+    kernels = [kernel(constant) for constant in (10, 20, 30)]
+    for number in (2, 0, 1):
+        x = np.zeros(3)
+        kernels[number](x, 3, 2)
+        assert x.tolist() == [10 * number + 11] * 2 + [10 * number + 10]
+
+
+def test_what_is_no_stage_is_refused() -> None:
     def first(part, x, parts):
-        x[part] = constant
+        x[part] = 1
 
     def other(part, x, y, parts):
         x[part] = y
 
-    def enclosing(part, x, parts):
-        x[part] = constant
+    def uncounted(item, x, parts):
+        x[item] = 1
 
-    with pytest.raises(TypeError, match="all stages must have the parameters of the first: x, parts"):
-        in_parts(first, other)
-    with pytest.raises(TypeError, match="only the first stage may have free variables"):
-        in_parts(first, enclosing)
+    def enclosing(part, x, parts):
+        first(part, x, parts)
+
+    for stages in ((first, other), (first, uncounted)):
+        with pytest.raises(
+            TypeError, match=r"must have a number, then the parameters of the first stage \(x, parts\)"
+        ):
+            in_parts(*stages)
+    with pytest.raises(TypeError, match="enclosing encloses more than numbers"):
+        in_parts(enclosing)
