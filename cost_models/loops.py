@@ -13,9 +13,9 @@ the call is divided by the threads, and takes so many seconds a unit, which a ta
     other rows: sums set up and finished, of all lanes
     linear layers with tokens along the vector: x and y that go there and back
 
-Which amounts there are was found on the two bundled tables of an EPYC, shape by shape left out. On tables of another
-CPU that had no say, sums of them are 14% off where a plain roofline is 25% (five shapes of a ResNet20), and both are
-18% off for three linear shapes.
+Which amounts there are was found on two tables of an EPYC of family 26, shape by shape left out; none of the bundled
+ones had a say. On tables of another CPU sums of them are 14% off where a plain roofline is 25% (five shapes of a
+ResNet20), and both are 18% off for three linear shapes.
 
 What it does not know: which lines another core has just written, threads that wait for each other, and which layers
 a matrix unit multiplies (`sparse_kernels.cpu.matrix`, `matrix_conv2d`). Amounts of its own for that (tiles, thirds,

