@@ -12,5 +12,6 @@ micro, emitter    the register tiles and copies, and the vector code they are em
 vectors           where vectors of positions lie
 transpose, images x and y as the kernels want them, and back
 call              what a plan does with the arguments of a call
+parts, compiled   kernels in parts that threads share, kept on disk
 target, split, threads, scratch   the vector unit, shares of work, Numba's threads, buffers
 """

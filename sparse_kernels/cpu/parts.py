@@ -28,8 +28,8 @@ intrinsic: Any = numba.extending.intrinsic
 _I64 = ir.IntType(64)
 _PART = ir.FunctionType(ir.VoidType(), [_I64, _I64])  # of the address of the arguments, and the number of the part
 
-# What is noted of a part that did not return 0, and of one that raised, as an index out of bounds may do.
-_NOT_ZERO, _RAISED = 1, 2
+# What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
+_RAISED = 2
 
 
 def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
@@ -117,7 +117,7 @@ def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
         noted = _I64(0)
         if returned != types.none:
             told = context.cast(inside, told, returned, types.intp)
-            noted = inside.zext(inside.icmp_signed("!=", told, _I64(0)), _I64)  # _NOT_ZERO
+            noted = inside.zext(inside.icmp_signed("!=", told, _I64(0)), _I64)
         noted = inside.select(status.is_error, _I64(_RAISED), noted)
         inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), noted, "monotonic")
         inside.ret_void()
