@@ -15,18 +15,14 @@ from types import FunctionType
 from typing import Any
 
 import numba
-import numba.extending
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
 from sparse_kernels.cpu.compiled import FLAGS, compiled, kept
+from sparse_kernels.cpu.emitter import I64, with_literals
 
-# To a type checker, what @intrinsic returns would take the typing context too.
-intrinsic: Any = numba.extending.intrinsic
-
-_I64 = ir.IntType(64)
-_PART = ir.FunctionType(ir.VoidType(), [_I64, _I64])  # of the address of the arguments, and the number of the part
+_PART = ir.FunctionType(ir.VoidType(), [I64, I64])  # of the address of the arguments, and the number of the part
 
 # What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
 _RAISED = 2
@@ -43,7 +39,7 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
     Free variables of a stage are constants, numbers or bool. Raises TypeError for what is no stage.
     """
     parameters = list(inspect.signature(stages[0]).parameters)[1:]
-    given = ", ".join(parameters)
+    given, counts = ", ".join(parameters), []
     for stage in stages:
         part, *others = inspect.signature(stage).parameters
         if others != parameters or f"{part}s" not in parameters:
@@ -54,6 +50,7 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
         if any(type(cell.cell_contents) not in (bool, int) for cell in stage.__closure__ or ()):
             # A compiled function, for one, would be another in each process, and so would the name on disk be.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
+        counts.append(f"{part}s")
     numba.get_num_threads()  # starts Numba's threads: a kernel from disk takes for granted that they are there
     # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
     own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
@@ -62,8 +59,7 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
         "__name__": __name__, "_bound": _bound, "_call": _call, "_launch": _launch, "_integer_at": _integer_at,
     }  # fmt: skip
     lines = [f"def {name}({given}):", "    _noted = 0"]
-    for number, stage in enumerate(stages):
-        count = f"{next(iter(inspect.signature(stage).parameters))}s"
+    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
         names[f"_stage_{number}"] = numba.njit(**FLAGS)(_renamed(stage, f"{stage.__qualname__}_{own}"))
         lines += [
             f"    _part, _arguments, _answer = _bound(_stage_{number}, ({given},))",
@@ -92,7 +88,7 @@ def _renamed(stage: Callable[..., Any], name: str) -> Callable[..., Any]:
     return found
 
 
-@intrinsic
+@with_literals
 def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
     """Addresses: of a function of (address of arguments, part), of arguments, of what is noted of their parts."""
     wanted = (types.intp, *given.types)
@@ -101,10 +97,10 @@ def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
         stage.dispatcher.compile(wanted)
         function = stage.dispatcher.overloads[wanted]
         context.active_code_library.add_linking_library(function.library)
-        frame = cgutils.alloca_once(builder, ir.LiteralStructType([values[1].type, _I64]))
+        frame = cgutils.alloca_once(builder, ir.LiteralStructType([values[1].type, I64]))
         arguments, answer = (cgutils.gep_inbounds(builder, frame, 0, i) for i in range(2))
         builder.store(values[1], arguments)
-        builder.store(_I64(0), answer)
+        builder.store(I64(0), answer)
 
         part = ir.Function(builder.module, _PART, f"{function.fndesc.mangled_name}.part")
         part.linkage = "internal"
@@ -114,20 +110,20 @@ def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
         returned = function.signature.return_type
         declared = context.declare_function(builder.module, function.fndesc)
         status, told = context.call_conv.call_function(inside, declared, returned, wanted, [part.args[1], *each])
-        noted = _I64(0)
+        noted = I64(0)
         if returned != types.none:
             told = context.cast(inside, told, returned, types.intp)
-            noted = inside.zext(inside.icmp_signed("!=", told, _I64(0)), _I64)
-        noted = inside.select(status.is_error, _I64(_RAISED), noted)
+            noted = inside.zext(inside.icmp_signed("!=", told, I64(0)), I64)
+        noted = inside.select(status.is_error, I64(_RAISED), noted)
         inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), noted, "monotonic")
         inside.ret_void()
-        addresses = [builder.ptrtoint(pointer, _I64) for pointer in (part, frame, answer)]
+        addresses = [builder.ptrtoint(pointer, I64) for pointer in (part, frame, answer)]
         return context.make_tuple(builder, signature.return_type, addresses)
 
     return types.UniTuple(types.intp, 3)(stage, given), generate
 
 
-@intrinsic
+@with_literals
 def _call(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
     """Call the function at an address."""
     signature = types.void(types.intp, types.intp, types.intp)
@@ -139,13 +135,13 @@ def _call(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
     return signature, generate
 
 
-@intrinsic
+@with_literals
 def _integer_at(typing_context: Any, address: Any) -> Any:
     """The int64 at an address."""
     signature = types.intp(types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()))
+        return builder.load(builder.inttoptr(args[0], I64.as_pointer()))
 
     return signature, generate
 
