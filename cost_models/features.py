@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from cost_models.errors import BadRows
@@ -57,10 +58,10 @@ def _element_bytes(X: pd.DataFrame, name: str, unknown: Array) -> Array:
     """Bytes of an element of this dtype column, (rows,); `unknown` (rows,) where a row does not say it."""
     if name not in X.columns:
         return unknown
-    dtypes = X[name].astype(object)
-    if foreign := set(dtypes.dropna()) - set(_BYTES):
+    codes, dtypes = pd.factorize(X[name])  # -1 where it is missing
+    if foreign := set(dtypes) - set(_BYTES):
         raise BadRows(f"{name} {foreign.pop()} has no known size, only {', '.join(_BYTES)} have")
-    return np.where(dtypes.isna(), unknown, dtypes.map(_BYTES).to_numpy(np.float64, na_value=np.nan))
+    return np.where(codes < 0, unknown, np.array([*(_BYTES[dtype] for dtype in dtypes), np.nan])[codes])
 
 
 def multiprocessors(X: pd.DataFrame) -> Array:
@@ -109,17 +110,32 @@ class Encoder:
         return np.stack(columns, axis=1)
 
 
+@dataclass(frozen=True)
+class Structure:
+    """What follows from the pattern of every row, (rows,) each: format, and rows and columns of its units."""
+
+    format: npt.NDArray[np.object_]
+    unit_rows: npt.NDArray[np.int64]
+    unit_columns: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, X: pd.DataFrame) -> Self:
+        """From the column pattern. ValueError for no pattern."""
+        codes, patterns = pd.factorize(X["pattern"].to_numpy(object), use_na_sentinel=False)
+        found = [_structure(pattern) for pattern in patterns]
+        return cls(
+            np.array([format for format, *_ in found], object)[codes],
+            np.array([rows for _, rows, _ in found], np.int64)[codes],
+            np.array([columns for *_, columns in found], np.int64)[codes],
+        )
+
+
 def with_structure(X: pd.DataFrame) -> pd.DataFrame:
-    """X with what follows from its pattern column: format, unit_rows and unit_columns. ValueError for no pattern."""
-    found = [_structure(pattern) for pattern in X["pattern"]]
-    return X.assign(**{name: [row[name] for row in found] for name in ("format", "unit_rows", "unit_columns")})
+    """X with the columns of its `Structure`."""
+    return X.assign(**vars(Structure.of(X)))
 
 
 @cache
-def _structure(pattern: str) -> dict[str, Any]:
+def _structure(pattern: str) -> tuple[str, int, int]:
     columns = tables.structure(pattern)
-    return {
-        "format": columns["format"],
-        "unit_rows": columns["block_h"] or columns["v"] or 1,
-        "unit_columns": columns["block_w"] or columns["nm_m"] or 1,
-    }
+    return columns["format"], columns["block_h"] or columns["v"] or 1, columns["block_w"] or columns["nm_m"] or 1

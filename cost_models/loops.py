@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from cost_models.features import SIZES, Physics, with_structure
+from cost_models.features import SIZES, Physics, Structure
 from cost_models.rows import Array, sparsities
 
 Mask = npt.NDArray[np.bool_]
@@ -45,9 +45,9 @@ _STAGE, _WORTHWHILE = 7_500, 12  # `sparse_kernels.cpu.single`: elements of x in
 
 def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
     """How much work every row of X is, (rows, terms), the call first; `formats` have rates of their own."""
-    X, physics, images = with_structure(X), Physics.of(X), Images.of(X)
+    structure, physics, images = Structure.of(X), Physics.of(X), Images.of(X)
     m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
-    density, height, format = 1 - sparsities(X), _height(X), X["format"].to_numpy()
+    density, height = 1 - sparsities(X), _height(m, structure)
     linear, single, by_tokens = X["op"].ne("conv2d").to_numpy(), height == 1, along_outputs(X)
     panels = ~single & ~by_tokens
 
@@ -61,7 +61,7 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
     reads = np.where(by_column, 1 - (1 - density) ** np.maximum(1, m / height), 1.0)
     weight_bytes = physics.weight_bytes + 4 * kept / height
     terms = [
-        *(np.where(format == name, multiplied, 0.0) for name in formats),
+        *(np.where(structure.format == name, multiplied, 0.0) for name in formats),
         np.where(panels, multiplied * _octaves(pages / _PAGES), 0.0),
         np.where(by_tokens, multiplied * _octaves(4 * k * np.minimum(8, tokens) / _CLOSE_BYTES), 0.0),
         np.where(single, 0.0, weight_bytes),
@@ -86,14 +86,14 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     are permuted and x has no long rows, many tokens are better along the vector. Of few tokens they need to fill but
     a half or a quarter of one.
     """
-    X = with_structure(X)
-    n, height, dense = X["n"].to_numpy(np.float64), _height(X), X["format"].eq("dense").to_numpy()
-    long = X["k"].to_numpy(np.float64) >= 2 * X["m"].to_numpy(np.float64)
-    two = dense | (height % (2 * _LANES) == 0)
+    m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
+    structure = Structure.of(X)
+    height, long = _height(m, structure), k >= 2 * m
+    two = (structure.format == "dense") | (height % (2 * _LANES) == 0)
     total, threads = np.ceil(n / _LANES), _column(X, "threads", 1)
     shared = 4 * threads * np.ceil(total / threads) <= 5 * total
     few = ~shared | (total < 2 * threads)
-    better = few | np.where(X["format"].eq("shflbw"), long, two)
+    better = few | np.where(structure.format == "shflbw", long, two)
     part = ((height % (_LANES // 2) == 0) & (n <= 8)) | ((height % (_LANES // 4) == 0) & (n <= 2))
     filled = two | (height % _LANES == 0) | part
     found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & filled & better
@@ -152,9 +152,9 @@ class Images:
         )
 
 
-def _height(X: pd.DataFrame) -> Array:
+def _height(m: Array, structure: Structure) -> Array:
     """Rows that share their columns."""
-    return np.where(X["format"].eq("dense"), X["m"], X["unit_rows"]).astype(np.float64)
+    return np.where(structure.format == "dense", m, structure.unit_rows)
 
 
 def _token_major(X: pd.DataFrame) -> Mask:
@@ -177,4 +177,5 @@ def _column(X: pd.DataFrame, name: str, default: float) -> Array:
     """A column as numbers, `default` where it is missing."""
     if name not in X.columns:
         return np.full(len(X), float(default))
-    return X[name].astype(np.float64).fillna(default).to_numpy()
+    values = X[name].to_numpy(np.float64, na_value=np.nan)
+    return np.where(np.isnan(values), default, values)

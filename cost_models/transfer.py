@@ -15,7 +15,7 @@ extrapolated to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,31 +25,18 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from cost_models import roofline
-from cost_models.boosted import Boosted
+from cost_models.boosted import Boosted, Trees, grown
 from cost_models.errors import BadRows, Unanchored
-from cost_models.features import SIZES, with_structure
+from cost_models.features import SIZES, Encoder, Structure
 from cost_models.learned import Learned, Predict, check_shapes, one_mode
 from cost_models.roofline import Rates
 from cost_models.rows import Array, checked, shape_groups, split_by_shape
-from cost_models.work import own_form
+from cost_models.work import amounts, fitted_rates, own_form
 
 FEWEST_ANCHORS = 5
 ENOUGH_TREES = 40  # for the anchors, which are few and are learned from dozens of times over
 _RIDGE = 3.0  # as many rows as say that the error is the same everywhere
 _SUM = 100.0  # how strictly weights add up to one
-
-
-@dataclass(frozen=True)
-class Tilted:
-    """A source's model and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
-
-    source: Predict
-    centre: Array
-    line: Array
-
-    def __call__(self, X: pd.DataFrame) -> Array:
-        """The logarithm of the seconds of every row of X, (rows,)."""
-        return self.source(X) + _design(X, self.centre) @ self.line
 
 
 @dataclass(frozen=True)
@@ -61,27 +48,106 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What candidates are told of layers, worked out once for all of them: log2 of the sizes, sums of work, features
+    for trees, and of each source its log seconds and what its model corrects of its roofline; (rows, any) each.
+    """
+
+    sizes: Array
+    work: Array
+    features: Array
+    told: Array
+    correction: Array
+
+    def __getitem__(self, rows: npt.NDArray[np.bool_]) -> Self:
+        return type(self)(**{name: values[rows] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Eye:
+    """How layers are seen: work of a form, for each of `formats`, an encoder's features, and the sources."""
+
+    form: str
+    formats: tuple[str, ...]
+    encoder: Encoder
+    sources: tuple[Source, ...]
+
+    def __call__(self, X: pd.DataFrame) -> Seen:
+        """What there is to see of every row of X."""
+        told = np.stack([source.model(X) for source in self.sources], axis=1)
+        own = np.stack([source.rates(X) for source in self.sources], axis=1)
+        return Seen(
+            np.log2(X[list(SIZES)].to_numpy(np.float64)),
+            amounts(X, self.form, self.formats),
+            self.encoder.matrix(X),
+            told,
+            told - own,
+        )
+
+
+Candidate = Callable[[Seen], Array]
+"""The logarithm of the seconds of every row, (rows,)."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Sums of work at rates (terms,), seconds a unit."""
+
+    rates: Array
+
+    def __call__(self, seen: Seen) -> Array:
+        """As `Candidate`."""
+        return np.log(seen.work @ self.rates)
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The same, corrected by trees."""
+
+    base: Summed
+    trees: Trees
+
+    def __call__(self, seen: Seen) -> Array:
+        """As `Candidate`."""
+        return self.base(seen) + self.trees(seen.features)
+
+
+@dataclass(frozen=True)
+class Tilted:
+    """A source's model and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
+
+    source: int
+    centre: Array
+    line: Array
+
+    def __call__(self, seen: Seen) -> Array:
+        """As `Candidate`."""
+        return seen.told[:, self.source] + _design(seen, self.centre) @ self.line
+
+
+@dataclass(frozen=True)
 class Lent:
     """What a source corrects of its roofline, on top of rates of the anchors."""
 
-    source: Source
-    rates: Rates
+    source: int
+    base: Summed
 
-    def __call__(self, X: pd.DataFrame) -> Array:
-        """The logarithm of the seconds of every row of X, (rows,)."""
-        return self.rates(X) + self.source.model(X) - self.source.rates(X)
+    def __call__(self, seen: Seen) -> Array:
+        """As `Candidate`."""
+        return seen.correction[:, self.source] + self.base(seen)
 
 
 @dataclass(frozen=True)
 class Stacked:
     """The weighted mean of the logarithms of candidates, by name; weights (candidates,)."""
 
-    candidates: Mapping[str, Predict]
+    eye: Eye
+    candidates: Mapping[str, Candidate]
     weights: Array
 
     def __call__(self, X: pd.DataFrame) -> Array:
         """The logarithm of the seconds of every row of X, (rows,)."""
-        return np.stack([candidate(X) for candidate in self.candidates.values()], axis=1) @ self.weights
+        return _each(self.candidates, self.eye(X)) @ self.weights
 
 
 class Transfer(Learned):
@@ -136,65 +202,57 @@ class Transfer(Learned):
         own = X["device"].eq(device).to_numpy()
         rows, times = X[own].reset_index(drop=True), seconds[own]
         model = Boosted(max_iter=self.max_iter, random_state=self.random_state).learn(rows, times)
-        return Source(model, _rates(rows, times))
-
-    def _alone(self, X: pd.DataFrame, seconds: Array) -> dict[str, Predict]:
-        """What these rows tell without any other device."""
-        boosted = Boosted(max_iter=min(self.max_iter, ENOUGH_TREES), random_state=self.random_state)
-        return {"roofline": _rates(X, seconds), "boosted": boosted.learn(X, seconds)}
+        formats = tuple(sorted(set(Structure.of(rows).format)))
+        return Source(model, roofline.fitted(rows, times, formats, own_form(rows) or "plain"))
 
     def _learn(self, X: pd.DataFrame, seconds: Array) -> Stacked:
-        log_seconds = np.log(seconds)
-        told = {name: source.model(X) for name, source in self.sources_.items()}
-        correction = {name: told[name] - source.rates(X) for name, source in self.sources_.items()}
-
-        def candidates(
-            rows: npt.NDArray[np.bool_],
-        ) -> tuple[dict[str, Predict], list[tuple[Array, Array]], list[Rates]]:
-            """What is learned from these rows: by themselves, and of each source its error's line and lent rates."""
-            lines = [_error_line(X[rows], (log_seconds - log_told)[rows]) for log_told in told.values()]
-            lent = [_rates(X[rows], (seconds / np.exp(log))[rows]) for log in correction.values()]
-            return self._alone(X[rows], seconds[rows]), lines, lent
-
+        formats = tuple(sorted(self.encoder_.levels["format"]))
+        eye = Eye(own_form(X) or "plain", formats, self.encoder_, tuple(self.sources_.values()))
+        seen, log_seconds = eye(X), np.log(seconds)
         fold = split_by_shape(shape_groups(X), self.folds, self.random_state)
-        left_out = np.empty((len(X), 2 + 2 * len(told)))  # two of the anchors alone, two of each other device
+        left_out = np.empty((len(X), 2 + 2 * len(eye.sources)))
         for held_out in (fold == number for number in range(int(fold.max()) + 1)):
-            alone, lines, lent = candidates(~held_out)
-            asked = X[held_out]
-            predicted = [predict(asked) for predict in alone.values()]
-            predicted += [
-                log_told[held_out] + _design(asked, centre) @ line
-                for log_told, (centre, line) in zip(told.values(), lines, strict=True)
-            ]
-            predicted += [rates(asked) + log[held_out] for log, rates in zip(correction.values(), lent, strict=True)]
-            left_out[held_out] = np.column_stack(predicted)
+            found = self._candidates(seen[~held_out], log_seconds[~held_out])
+            left_out[held_out] = _each(found, seen[held_out])
         weights, _ = nnls(
             np.vstack([left_out - log_seconds[:, None], np.full((1, left_out.shape[1]), _SUM)]),
             np.append(np.zeros(len(X)), _SUM),
         )
-        alone, lines, lent = candidates(np.ones(len(X), bool))
-        sources = self.sources_.items()
-        found = alone | {
-            name: Tilted(source.model, *line) for (name, source), line in zip(sources, lines, strict=True)
-        }
-        found |= {f"{name}, lent": Lent(source, rates) for (name, source), rates in zip(sources, lent, strict=True)}
-        return Stacked(found, weights / weights.sum())
+        return Stacked(eye, self._candidates(seen, log_seconds), weights / weights.sum())
+
+    def _candidates(self, seen: Seen, log_seconds: Array) -> dict[str, Candidate]:
+        """What is learned from these layers: by themselves, two, and with the help of each source, two."""
+        alone = _summed(seen, log_seconds)
+        trees = grown(
+            seen.features,
+            log_seconds - alone(seen),
+            max_iter=min(self.max_iter, ENOUGH_TREES),
+            random_state=self.random_state,
+        )
+        found: dict[str, Candidate] = {"roofline": alone, "boosted": Grown(alone, trees)}
+        for number, name in enumerate(self.sources_):
+            found[name] = _tilted(seen, log_seconds, number)
+            found[f"{name}, lent"] = Lent(number, _summed(seen, log_seconds - seen.correction[:, number]))
+        return found
 
 
-def _rates(X: pd.DataFrame, seconds: Array) -> Rates:
-    """The sums of work of these rows, of the formats that they have."""
-    formats = tuple(sorted(set(with_structure(X)["format"])))
-    return roofline.fitted(X, seconds, formats, own_form(X) or "plain")
+def _each(candidates: Mapping[str, Candidate], seen: Seen) -> Array:
+    """What every candidate predicts, (rows, candidates)."""
+    return np.stack([candidate(seen) for candidate in candidates.values()], axis=1)
 
 
-def _error_line(X: pd.DataFrame, error: Array) -> tuple[Array, Array]:
-    """Where a source's error on the anchors is centred, (sizes,), and its line, (1 + sizes,)."""
-    centre = np.log2(X[list(SIZES)].to_numpy(np.float64)).mean(axis=0)
-    design = _design(X, centre)
+def _summed(seen: Seen, log_seconds: Array) -> Summed:
+    return Summed(fitted_rates(seen.work, np.exp(log_seconds)))
+
+
+def _tilted(seen: Seen, log_seconds: Array, source: int) -> Tilted:
+    """A source's model, and the line of its error on these layers."""
+    centre = seen.sizes.mean(axis=0)
+    design = _design(seen, centre)
     penalty = np.diag([0.0, *[_RIDGE] * len(SIZES)])
-    line = np.linalg.solve(design.T @ design + penalty, design.T @ error)
-    return centre, np.asarray(line, dtype=np.float64)
+    line = np.linalg.solve(design.T @ design + penalty, design.T @ (log_seconds - seen.told[:, source]))
+    return Tilted(source, centre, np.asarray(line, dtype=np.float64))
 
 
-def _design(X: pd.DataFrame, centre: Array) -> Array:
-    return np.column_stack([np.ones(len(X)), np.log2(X[list(SIZES)].to_numpy(np.float64)) - centre])
+def _design(seen: Seen, centre: Array) -> Array:
+    return np.column_stack([np.ones(len(seen.sizes)), seen.sizes - centre])

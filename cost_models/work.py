@@ -22,7 +22,7 @@ import pandas as pd
 from scipy.optimize import nnls
 
 from cost_models import loops
-from cost_models.features import SIZES, Physics, with_structure
+from cost_models.features import SIZES, Physics, Structure
 from cost_models.rows import Array
 
 FORMS = ("plain", "cached", "sized")
@@ -42,9 +42,9 @@ def amounts(X: pd.DataFrame, form: str, formats: Sequence[str]) -> Array:
     """How much work every row of X is, (rows, terms), the call first; `formats` have rates of their own."""
     if form == OWN_KERNELS:
         return loops.amounts(X, formats)
-    X, physics = with_structure(X), Physics.of(X)
+    format, physics = Structure.of(X).format, Physics.of(X)
     kept, m, k, n = physics.flop_kept, *(X[name].to_numpy(np.float64) for name in SIZES)
-    terms = [np.ones(len(X)), *(np.where(X["format"] == name, kept, 0.0) for name in formats)]
+    terms = [np.ones(len(X)), *(np.where(format == name, kept, 0.0) for name in formats)]
     terms += [physics.weight_bytes, physics.input_bytes, physics.output_bytes]
     depth = FORMS.index(form)
     if depth >= FORMS.index("cached"):

@@ -72,8 +72,8 @@ def test_calls_and_bytes_of_the_new_device_are_not_the_others(rng: np.random.Gen
     asked = _sweep(rng, "new", 300)
     moved = 4.0 * (asked["m"] * asked["k"] + asked["k"] * asked["n"] + asked["m"] * asked["n"])
     truth = _seconds(asked) + 1e-4 + moved / 2e10
-    lent = np.exp(model.predictor_.candidates["one, lent"](asked))
-    tilted = np.exp(model.predictor_.candidates["one"](asked))
+    seen = model.predictor_.eye(asked)
+    lent, tilted = (np.exp(model.predictor_.candidates[name](seen)) for name in ("one, lent", "one"))
     errors = [np.median(np.abs(told / truth - 1)) for told in (lent, model.predict(asked), tilted)]
     assert errors[0] < errors[2] / 2
     assert errors[1] < errors[2]
