@@ -16,12 +16,13 @@ from functools import cache
 
 from numba import njit
 
+from sparse_kernels.cpu.ahead import FAR, LINE_BYTES, standing, step, walk
 from sparse_kernels.cpu.call import Call
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import in_parts
-from sparse_kernels.cpu.scratch import LINE, borrow, give_back
+from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, in_tiles, whole_tiles
@@ -80,7 +81,10 @@ def prepared(
     needed = threads * tokens * laid_out
     x_stride = there.x_stride if x_layout == "token_blocked" else here.x_stride
     y_stride = there.y_stride if y_layout == "token_blocked" else here.y_stride
-    multiply, arrays = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout), weights.arrays
+    # Copied x that has far fewer columns than y has rows is soon read, and slows the tiles down for nothing.
+    walks = not single and n * (k + m) >= FAR and (x_layout != COPIED or k >= m)
+    layouts_read = x_layout, y_layout, walks, n * m >= LARGE
+    multiply, arrays = kernel(single, rows, vectors, lanes, target.fused, *layouts_read), weights.arrays
     places = x_starts, y_starts, there.x_starts, block, tokens, run, x_stride, y_stride
 
     def call(x: int, y: int, bias: int, activation: int) -> bool:
@@ -115,7 +119,15 @@ def put_back(  # type: ignore[no-untyped-def]
 
 @cache
 def kernel(
-    single: bool, rows: int, vectors: int, lanes: int, fused: bool, x_layout: str, y_layout: str
+    single: bool,
+    rows: int,
+    vectors: int,
+    lanes: int,
+    fused: bool,
+    x_layout: str,
+    y_layout: str,
+    walks: bool,
+    y_large: bool,
 ) -> Callable[..., bool]:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
 
@@ -123,13 +135,16 @@ def kernel(
     elements for each part, where the vectors start in x and in y (int64; in those of a block, unless x or y is
     blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows of y put
     in their places together, elements from one column of x to the next, from one row of y to the next, parts).
-    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED.
+    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED. walks: whether
+    tiles fetch x to be laid out or copied, and token-major y. y_large: whether lines of blocked y are fetched.
     """
-    fuse = int(fused)
+    x_walks = walks and x_layout in ("token_major", COPIED)
+    y_walks = walks and y_layout == "token_major"
+    fuse, busy = int(fused), int(x_walks or y_walks)
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
-    x_copied, x_tile, large = x_layout == COPIED, TILE * lanes, LARGE
+    x_copied, x_tile, line_bytes = x_layout == COPIED, TILE * lanes, LINE_BYTES
     # Vectors that blocks are shared by: single rows take whole tiles.
     unit = TILE if single and (x_blocked or y_blocked) else 1
     # A thread's blocks end at whole tiles, except for the last.
@@ -142,7 +157,6 @@ def kernel(
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
-        fetches = n * m >= large
         scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         begin, end = units * part // parts, units * (part + 1) // parts
@@ -190,25 +204,41 @@ def kernel(
             else:
                 table, values, columns, _, row_ids = weights
                 panels, done = table.shape[0], 0
+                # Tiles fetch in turns: x of the next block, and lines of y that this block will fill.
+                turns = (panels * ((width + vectors - 1) // vectors) + 1) // 2
+                token, after = first * lanes, first + width
+                going = waiting = standing(bias_at)
+                if x_walks and block + 1 < blocks:
+                    behind = begin + grains * (block + 2) // blocks * grain
+                    if x_by_token:
+                        size = (min(behind * lanes, n) - after * lanes) * k * 4
+                        lines = (size + line_bytes - 1) // line_bytes
+                        going = walk(x_at + after * lanes * k * 4, line_bytes, lines, 0, lines, turns)
+                    else:
+                        lines = (behind - after) * k
+                        going = walk(x_at + x_from[after] * 4, x_tile * 4, k, lanes * 4, lines, turns)
+                if y_walks:
+                    high, strips = min(width * lanes, n - token), (m * 4 + line_bytes - 1) // line_bytes
+                    waiting = walk(y_at + token * m * 4, m * 4, high, line_bytes, strips * high, turns)
                 for panel in range(panels):
                     # Lines of y are to be at hand when they are written, not fetched one by one then.
-                    if fetches and y_blocked and panel + 1 < panels:
+                    if y_large and y_blocked and panel + 1 < panels:
                         for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
                             for u in range(y_first, y_first + width):
                                 fetch(y_at + (y_starts[u] + row * y_stride) * 4)
-                    elif fetches and y_by_token and panel * rows % LINE < rows:
-                        for token in range(first * lanes, (first + width) * lanes):
-                            fetch(y_at + (token * m + panel * rows) * 4)
                     v = 0
                     while v < width:
-                        step = vectors if v + vectors <= width else 1
+                        together = vectors if v + vectors <= width else 1
+                        line, stride, pace, gone = step(going, table[panel, 2])
+                        going, waiting = waiting, gone
                         row_tile(
                             rows,
                             vectors,
                             lanes,
                             fuse,
                             unframed,
-                            step,
+                            busy,
+                            together,
                             values.ctypes.data + table[panel, 0] * 4,
                             columns.ctypes.data + table[panel, 1] * 4,
                             table[panel, 2],
@@ -223,8 +253,11 @@ def kernel(
                             row_ids.ctypes.data + panel * rows * 4,
                             bias_at,
                             activation,
+                            line,
+                            stride,
+                            pace,
                         )
-                        v += step
+                        v += together
                     behind = row_ids[(panel + 1) * rows] if panel + 1 < panels else m
                     if not y_blocked and (behind == m or min(behind + rows, m) > done + run):
                         put_back(

@@ -133,7 +133,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
     the last one 0 for nothing. Starts, lanes to keep, what is fetched: int64. Lanes to keep and what is added are
     looked at if `framed`. Vectors that do not fill a tile are computed one by one.
     """
-    fuse, frames = int(fused), int(framed)
+    fuse, frames, idle = int(fused), int(framed), 0
 
     @in_parts
     def multiply(  # type: ignore[no-untyped-def]
@@ -173,6 +173,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                     lanes,
                     fuse,
                     frames,
+                    idle,
                     width,
                     values_at + table[panel, 0] * 4,
                     columns_at + table[panel, 1] * 4,
@@ -188,6 +189,9 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                     ids_at + panel * rows * 4,
                     bias_at,
                     activation,
+                    values_at,
+                    0,
+                    0,
                 )
                 v += width
 
