@@ -9,6 +9,7 @@ matrix            linear layers by the matrix unit that some processors have, wh
 matrix_conv2d     convolutions by that unit
 amx, thirds       what that unit's tiles do, emitted and emulated; a float32 as the sum of three bfloat16
 micro, emitter    the register tiles and copies, and the vector code they are emitted as
+ahead             what tiles fetch while they multiply, for those that come after them
 vectors           where vectors of positions lie
 transpose, images x and y as the kernels want them, and back
 call              what a plan does with the arguments of a call

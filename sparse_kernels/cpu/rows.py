@@ -189,9 +189,9 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                     ids_at + panel * rows * 4,
                     bias_at,
                     activation,
-                    values_at,
-                    0,
-                    0,
+                    idle,
+                    idle,
+                    idle,
                 )
                 v += width
 

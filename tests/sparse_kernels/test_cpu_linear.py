@@ -517,6 +517,16 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
             np.testing.assert_array_equal(run(packed, x, layout), expected)
 
 
+@pytest.mark.parametrize("layout", ["token_major", "token_blocked"])
+def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, layout):
+    monkeypatch.setattr(blocks, "FAR", 0)
+    monkeypatch.setattr(blocks, "CACHED", 1)  # as many blocks as there are tiles
+    m, k, n = 70, 90, 333
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(ShflBW(4), weight)
+    np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
+
+
 @pytest.mark.parametrize(
     ("shared", "k", "stages"), [(True, 1536, 1), (True, 1537, 3), (True, 3072, 4), (False, 3072, 1)]
 )
