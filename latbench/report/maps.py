@@ -28,8 +28,8 @@ def section(content: Content, places: Sequence[Place]) -> Section:
     sentences = [
         "Colour and number (where there is room for it) are the speedup over the fastest dense engine: blue is "
         "faster, orange slower, and the fainter, the smaller the difference. To the right of the line sparse is "
-        "faster up to the highest sparsity measured of the shape, or of the one pattern that is shown; where it runs along "
-        "the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
+        "faster up to the highest sparsity measured of the shape, or of the one pattern that is shown; where it runs "
+        "along the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
     ]
     if len(shown) < len(places):
         sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
