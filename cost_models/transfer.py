@@ -4,9 +4,9 @@ What was measured on other devices tells how time goes with shape, the few rows 
 it is. Each other device gives a `Boosted` model, which is taken over in two ways: as it is, with its error on the
 anchors fitted by a straight line in the logarithms of m, k and n, held near constant (ridge); and as what it corrects
 of its own roofline, on top of one of the anchors, whose rates for calls, bytes and each format are fitted to what the
-correction leaves. A roofline and a `Boosted` model of the anchors alone stand beside them. The logarithms of all
-are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so that an
-unlike device counts for nothing.
+correction leaves. A roofline of the anchors alone, and the same corrected by trees, stand beside them. The logarithms
+of all are averaged with the weights that predict left-out anchors best (stacking, Wolpert 1992), none negative, so
+that an unlike device counts for nothing.
 
 What it does not know: what the anchors do not say something about. Formats, kernels and operations of which none
 was measured on the new device are refused, however well the others know them; sizes beyond the anchors' are
@@ -114,7 +114,9 @@ class Grown:
 
 @dataclass(frozen=True)
 class Tilted:
-    """A source's model and its error on the anchors, a line: log seconds at `centre`, and slopes (1 + sizes,)."""
+    """The model of a source (its number) and its error on the anchors, a line: log seconds at `centre`, and slopes
+    (1 + sizes,).
+    """
 
     source: int
     centre: Array
@@ -127,7 +129,7 @@ class Tilted:
 
 @dataclass(frozen=True)
 class Lent:
-    """What a source corrects of its roofline, on top of rates of the anchors."""
+    """What a source (its number) corrects of its roofline, on top of rates of the anchors."""
 
     source: int
     base: Summed
@@ -139,7 +141,7 @@ class Lent:
 
 @dataclass(frozen=True)
 class Stacked:
-    """The weighted mean of the logarithms of candidates, by name; weights (candidates,)."""
+    """The weighted mean of the logarithms of candidates, by name, of what the eye sees; weights (candidates,)."""
 
     eye: Eye
     candidates: Mapping[str, Candidate]

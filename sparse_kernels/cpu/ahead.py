@@ -40,16 +40,21 @@ def standing(at):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def walk(at, stride, length, pitch, lines, tiles):  # type: ignore[no-untyped-def]
-    """A walk over `lines` lines in the course of `tiles` (>= 1) tiles."""
-    return at, stride, length, pitch, 0, lines, (lines + tiles - 1) // tiles
+    """A walk over `lines` lines, `length` a run, in the course of `tiles` (>= 1) tiles that have columns enough.
+
+    A tile stays in one run; as few tiles share each run, evenly, as it takes to be done in time.
+    """
+    each = max(1, (lines + tiles - 1) // tiles)
+    turns = max(1, length // each)
+    return at, stride, length, pitch, 0, lines, max(each, (length + turns - 1) // turns)
 
 
 @njit(inline="always")
-def step(walk, columns):  # type: ignore[no-untyped-def]
+def step(going, columns):  # type: ignore[no-untyped-def]
     """What a tile of so many columns fetches, as `row_tile` takes it: line, stride, pace. And the walk behind it."""
-    at, stride, length, pitch, done, left, each = walk
+    at, stride, length, pitch, done, left, each = going
     lines = min(each, left, length - done, columns)
-    line, pace = at + done * stride, (lines << PACE_BITS) // max(columns, 1)
+    line, pace = at + done * stride, ((lines << PACE_BITS) + columns - 1) // max(columns, 1)
     done += lines
     if done == length:
         at, done = at + pitch, 0

@@ -81,10 +81,12 @@ def prepared(
     needed = threads * tokens * laid_out
     x_stride = there.x_stride if x_layout == "token_blocked" else here.x_stride
     y_stride = there.y_stride if y_layout == "token_blocked" else here.y_stride
-    # Copied x that has far fewer columns than y has rows is soon read, and slows the tiles down for nothing.
-    walks = not single and n * (k + m) >= FAR and (x_layout != COPIED or k >= m)
-    layouts_read = x_layout, y_layout, walks, n * m >= LARGE
-    multiply, arrays = kernel(single, rows, vectors, lanes, target.fused, *layouts_read), weights.arrays
+    far = not single and n * (k + m) >= FAR
+    # Copied x with fewer columns than y has rows is soon read, and to fetch it gains less than it takes.
+    x_fetched = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
+    y_fetched = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
+    multiply = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout, x_fetched, y_fetched)
+    arrays = weights.arrays
     places = x_starts, y_starts, there.x_starts, block, tokens, run, x_stride, y_stride
 
     def call(x: int, y: int, bias: int, activation: int) -> bool:
@@ -117,6 +119,28 @@ def put_back(  # type: ignore[no-untyped-def]
         token += lanes
 
 
+@njit(inline="always")
+def token_major_ahead(x_at, k, begin, end, turns):  # type: ignore[no-untyped-def]
+    """The walk over rows `begin` to `end` of x (n, k), which lie one after the other."""
+    lines = ((end - begin) * k * 4 + LINE_BYTES - 1) // LINE_BYTES
+    return walk(x_at + begin * k * 4, LINE_BYTES, lines, 0, lines, turns)
+
+
+@njit(inline="always")
+def tiles_ahead(lanes, at, k, begin, end, turns):  # type: ignore[no-untyped-def]
+    """The walk over vectors of x in tiles from `begin` on, at this address: the whole tiles before `end`, or as much
+    as lies in one.
+    """
+    if begin % TILE == 0 and end - begin >= TILE:
+        lines = (end - begin) // TILE * (TILE * lanes * k * 4 // LINE_BYTES)
+        return walk(at, LINE_BYTES, lines, 0, lines, turns)
+    # Vectors may be shorter than a cache line.
+    behind = at + (min(end, begin // TILE * TILE + TILE) - begin) * lanes * 4
+    line = at // LINE_BYTES * LINE_BYTES
+    runs = (behind - line + LINE_BYTES - 1) // LINE_BYTES
+    return walk(line, TILE * lanes * 4, k, LINE_BYTES, runs * k, turns)
+
+
 @cache
 def kernel(
     single: bool,
@@ -126,8 +150,8 @@ def kernel(
     fused: bool,
     x_layout: str,
     y_layout: str,
-    walks: bool,
-    y_large: bool,
+    x_fetched: bool,
+    y_fetched: bool,
 ) -> Callable[..., bool]:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
 
@@ -135,12 +159,12 @@ def kernel(
     elements for each part, where the vectors start in x and in y (int64; in those of a block, unless x or y is
     blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows of y put
     in their places together, elements from one column of x to the next, from one row of y to the next, parts).
-    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED. walks: whether
-    tiles fetch x to be laid out or copied, and token-major y. y_large: whether lines of blocked y are fetched.
+    scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED. x_fetched: tiles
+    fetch x of the next block, which is token-major or copied. y_fetched: y is, token-major or blocked, before it is
+    written.
     """
-    x_walks = walks and x_layout in ("token_major", COPIED)
-    y_walks = walks and y_layout == "token_major"
-    fuse, busy = int(fused), int(x_walks or y_walks)
+    y_walks = y_fetched and y_layout == "token_major"
+    fuse, busy = int(fused), int(x_fetched or y_walks)
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
@@ -208,21 +232,18 @@ def kernel(
                 turns = (panels * ((width + vectors - 1) // vectors) + 1) // 2
                 token, after = first * lanes, first + width
                 going = waiting = standing(bias_at)
-                if x_walks and block + 1 < blocks:
-                    behind = begin + grains * (block + 2) // blocks * grain
+                if x_fetched and block + 1 < blocks:
+                    ending = begin + min(grains * (block + 2) // blocks * grain, each)
                     if x_by_token:
-                        size = (min(behind * lanes, n) - after * lanes) * k * 4
-                        lines = (size + line_bytes - 1) // line_bytes
-                        going = walk(x_at + after * lanes * k * 4, line_bytes, lines, 0, lines, turns)
+                        going = token_major_ahead(x_at, k, after * lanes, min(ending * lanes, n), turns)
                     else:
-                        lines = (behind - after) * k
-                        going = walk(x_at + x_from[after] * 4, x_tile * 4, k, lanes * 4, lines, turns)
+                        going = tiles_ahead(lanes, x_at + x_from[after] * 4, k, after, ending, turns)
                 if y_walks:
                     high, strips = min(width * lanes, n - token), (m * 4 + line_bytes - 1) // line_bytes
                     waiting = walk(y_at + token * m * 4, m * 4, high, line_bytes, strips * high, turns)
                 for panel in range(panels):
                     # Lines of y are to be at hand when they are written, not fetched one by one then.
-                    if y_large and y_blocked and panel + 1 < panels:
+                    if y_fetched and y_blocked and panel + 1 < panels:
                         for row in row_ids[(panel + 1) * rows : (panel + 2) * rows]:
                             for u in range(y_first, y_first + width):
                                 fetch(y_at + (y_starts[u] + row * y_stride) * 4)

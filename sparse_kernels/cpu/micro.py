@@ -50,7 +50,7 @@ AHEAD = 1536
 ROW_AHEAD = 128
 
 # A pace is a fraction with so many binary digits.
-PACE_BITS = 16
+PACE_BITS = 32
 
 
 @with_literals

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 # Elements that stay in the second-level cache beside the weights: 400 KB.
 CACHED = 100_000
 
-# Elements of x or y from which on it is fetched before it is needed: 4 MB. What is smaller has just been written, or
-# is what the last call wrote, and lies in the caches: then fetching costs 2% to 12%.
+# Elements of x or y from which on parts of it are fetched, each all at once, before they are needed: 4 MB. What is
+# smaller has just been written, or is what the last call wrote, and lies in the caches: then it costs 2% to 12%.
 LARGE = 2**20
 
 # Vectors of a tile: what a kernel for single rows can hold at once.

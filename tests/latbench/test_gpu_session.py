@@ -431,7 +431,8 @@ def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() 
     command = [sys.executable, "-P", *session.PYTEST, "--collect-only", "-qq"]
     outcome = session.run_tests(60.0, command)
     found = list(dict.fromkeys(line.partition("::")[0] for line in outcome.output.splitlines() if "::" in line))
-    assert found == ["tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py"]  # Numba's skip as a file
+    # Numba's skip as a file.
+    assert found == ["tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py"], outcome
     asked = session.run_tests(30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"])
     assert asked.verdict == "GPU tests: passed: 1 passed"
 

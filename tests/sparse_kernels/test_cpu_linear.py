@@ -521,6 +521,7 @@ def test_rows_are_put_in_their_places_early_only_where_their_order_is_kept(rng, 
 def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, layout):
     monkeypatch.setattr(blocks, "FAR", 0)
     monkeypatch.setattr(blocks, "CACHED", 1)  # as many blocks as there are tiles
+    numba.set_num_threads(1)
     m, k, n = 70, 90, 333
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(ShflBW(4), weight)
