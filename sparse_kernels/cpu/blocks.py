@@ -7,6 +7,9 @@ would cost more than the multiplication saves, and lines that another core has j
 x that comes in tiles of tokens (layout `token_blocked`) is read as it lies, and y that is wanted so is written there.
 But where a thread has several blocks, x is too large for its caches: then a block of it is copied there first, in
 order, which takes less time than to wait for columns here and there (3072 features, 2,048 tokens: half the time).
+
+While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`ahead`):
+with 2,048 tokens at 90% sparsity 2% to 14% less time, as x and y are long.
 """
 
 from __future__ import annotations
