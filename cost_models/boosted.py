@@ -27,6 +27,8 @@ from cost_models.roofline import Rates
 from cost_models.rows import Array
 from cost_models.work import own_form
 
+LEAF = 5  # rows of a leaf, at least
+
 
 @dataclass(frozen=True)
 class Trees:
@@ -40,7 +42,7 @@ class Trees:
             return np.asarray(self.fitted.predict(features), dtype=np.float64)
 
 
-def grown(features: Array, correction: Array, min_samples_leaf: int = 5, **parameters: Any) -> Trees:
+def grown(features: Array, correction: Array, min_samples_leaf: int = LEAF, **parameters: Any) -> Trees:
     """Trees that tell `correction` (rows,) from `features` (rows, features); parameters: scikit-learn's."""
     # Absolute errors: single measurements go wrong by much. 3-14% better on five GPUs timed once a shape.
     trees = HistGradientBoostingRegressor(
@@ -79,7 +81,7 @@ class Boosted(Learned):
         max_iter: int = 150,
         learning_rate: float = 0.1,
         max_leaf_nodes: int = 31,
-        min_samples_leaf: int = 5,
+        min_samples_leaf: int = LEAF,
         form: str | None = None,
         folds: int = 5,
         allow_extrapolation: bool = False,

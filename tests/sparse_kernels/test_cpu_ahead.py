@@ -71,6 +71,12 @@ def test_the_rows_of_the_next_block_are_those_that_it_reads(begin: int, end: int
     assert asked(blocks.token_major_ahead.py_func(0, k, begin, end, 3)) == set(range(begin * k // 16, end * k // 16))
 
 
+@pytest.mark.parametrize(("begin", "end"), [(0, 32), (32, 95), (7, 8)])
+def test_the_lines_of_y_are_those_that_the_block_fills(begin: int, end: int) -> None:
+    m = 48
+    assert asked(blocks.strips_ahead.py_func(0, m, begin, end, 3)) == set(range(begin * m // 16, end * m // 16))
+
+
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 @pytest.mark.parametrize(
     ("begin", "end", "reached"), [(4, 8, 8), (8, 20, 20), (4, 10, 8), (2, 4, 4), (5, 7, 7), (6, 12, 8)]
