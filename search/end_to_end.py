@@ -270,11 +270,25 @@ def _median(blocks: Blocks) -> float:
 
 
 def _resampled_medians(blocks: Blocks) -> np.ndarray:
-    """Medians over rounds drawn with replacement; equal numbers of rounds give equal draws, hence pairs."""
+    """Medians over rounds drawn with replacement; equal numbers of rounds give equal draws, hence pairs.
+
+    A sample counts as often as its round was drawn: in the order of samples, the median is where half of all counts
+    are reached.
+    """
     rng = np.random.default_rng(len(blocks))
     arrays = [np.asarray(block) for block in blocks]
     draws = rng.integers(0, len(arrays), (RESAMPLES, len(arrays)))
-    return np.array([np.median(np.concatenate([arrays[i] for i in draw])) for draw in draws])
+    samples = np.concatenate(arrays)
+    order = np.argsort(samples)
+    ordered, of = samples[order], np.repeat(np.arange(len(arrays)), [len(one) for one in arrays])[order]
+    drawn = (draws[:, :, None] == np.arange(len(arrays))).sum(axis=1, dtype=np.int32)
+    medians = []
+    for times in np.array_split(drawn, max(1, RESAMPLES * len(samples) >> 20)):  # 8 MB at once
+        reached = times[:, of].cumsum(axis=1, dtype=np.int32)
+        total = reached[:, -1:]
+        lower, upper = (ordered[(reached <= rank).sum(axis=1)] for rank in ((total - 1) // 2, total // 2))
+        medians.append((lower + upper) / 2)
+    return np.concatenate(medians)
 
 
 def _interval(value: float, resampled: np.ndarray, coverage: float) -> Interval:

@@ -11,10 +11,12 @@ from latbench.measure import Burst
 from latbench.runners.local import WorkerDied
 from search.end_to_end import (
     MORE_PROCESSES,
+    RESAMPLES,
     SLOW,
     Engine,
     Round,
     Timings,
+    _resampled_medians,
     counted_rounds,
     slowness,
     time_engines,
@@ -291,6 +293,14 @@ def test_an_interval_covers_the_truth_about_as_often_as_it_says(rng: np.random.G
         assert found.low <= found.value <= found.high
         covered += found.low <= 2.0 <= found.high
     assert covered >= 46  # of 60 at 0.9: fewer than that has a probability under 0.1% (binomial)
+
+
+@pytest.mark.parametrize("calls", [(1,), (4,), (1, 1, 1), (3, 1, 4, 1, 5), (700, 900, 1100)])
+def test_medians_are_those_of_rounds_drawn_one_by_one(rng: np.random.Generator, calls: tuple[int, ...]) -> None:
+    blocks = [rng.lognormal(size=count).round(1 if count < 9 else 9).tolist() for count in calls]  # with ties
+    draws = np.random.default_rng(len(blocks)).integers(0, len(blocks), (RESAMPLES, len(blocks)))
+    wanted = [np.median(np.concatenate([blocks[i] for i in draw])) for draw in draws]
+    np.testing.assert_array_equal(_resampled_medians(blocks), wanted)
 
 
 def test_a_speedup_is_known_better_than_the_seconds_when_rounds_move_alike(rng: np.random.Generator) -> None:

@@ -304,8 +304,9 @@ def key(task: Task, model_hash: str = "a", made_by: str = "r") -> str:
     return key_of(task, task.model(), model_hash, made_by)
 
 
-def test_the_key_is_of_weights_of_what_made_the_database_and_of_the_task() -> None:
-    keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(tasks.load("digits"))}
+def test_the_key_is_of_weights_of_what_made_the_database_and_of_the_task(tmp_path: Path) -> None:
+    (tmp_path / "edited.py").write_text(EDITED)
+    keys = {key(TASK), key(TASK, "b"), key(TASK, "a", "s"), key(tasks.load(str(tmp_path / "edited.py")))}
     assert len(keys) == 4
     assert key(TASK) in keys
 
