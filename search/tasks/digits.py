@@ -1,7 +1,7 @@
 """The bundled task: handwritten digits (scikit-learn's 1,797 images of 8x8), told apart by a residual MLP.
 
 The network is trained by `model()` on first use, in about half a minute on two cores, and kept in the user's cache
-folder (the environment variable LATBENCH_CACHE moves it). Its six large linear layers hold nearly all of its time on
+folder (the environment variable LATBENCH_CACHE moves it), as the images are. Its six large linear layers hold nearly all of its time on
 a CPU, so it is a fair small stand-in for the feed-forward layers of a Transformer.
 
 Images are float32 rows of 64 pixels in [0, 1]; a batch is a pair (images (n, 64), labels (n,) int64).
@@ -24,8 +24,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -141,13 +139,31 @@ def train_batches(rng: np.random.Generator) -> Iterator[Batch]:
 
 @cache
 def _splits() -> dict[str, Batch]:
-    """The fixed stratified split: 1,257 training and 540 test images."""
+    """The fixed stratified split: 1,257 training and 540 test images.
+
+    Kept beside the weights: scikit-learn, which has the images, takes a second to import, and each engine of each
+    timing is a process that needs them.
+    """
+    path = cache_folder() / "tasks" / f"images-{TEST_IMAGES}.safetensors"
+    try:
+        parts = load_file(path)
+    except (FileNotFoundError, SafetensorError):
+        parts = _split()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: save_file(parts, temporary))
+    return {part: (parts[f"{part} images"], parts[f"{part} labels"]) for part in ("train", "test")}
+
+
+def _split() -> dict[str, Tensor]:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(
         np.float32(images / 16), labels.astype(np.int64), test_size=TEST_IMAGES, random_state=0, stratify=labels
     )
-    train_images, test_images, train_labels, test_labels = map(torch.from_numpy, split)
-    return {"train": (train_images, train_labels), "test": (test_images, test_labels)}
+    names = ("train images", "test images", "train labels", "test labels")
+    return dict(zip(names, map(torch.from_numpy, split), strict=True))
 
 
 def _shifted(images: Tensor, rng: np.random.Generator) -> Tensor:
