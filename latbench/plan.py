@@ -29,9 +29,15 @@ KERNELS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What they are asked for besides in a sweep that tunes: kernels found by trying.
 TUNED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)}
-# And in one that also rounds weights to bfloat16: kernels that read two bytes a weight, for formats with vectors.
-ROUNDED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("bf16",)}
-_ROUNDED_FORMATS = ("block", "vector", "shflbw")
+# And in one with bfloat16, by kernel the types that weights and activations are multiplied in: kernels that read two
+# bytes a weight; and those that round both, dense ones beside them.
+_WEIGHTS, _BOTH = ("bfloat16", ""), ("bfloat16", "bfloat16")
+ROUNDED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
+    ("torch", "linear"): {"bf16": _BOTH},
+    ("openvino", "linear"): {"bf16": _BOTH},
+}
+_ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
 STANDARD = ("torch", "onnxruntime", "openvino", "numba")
 """The engines of a sweep that names none: all that run dense layers, because any may be the fastest, and our own."""
 
@@ -86,10 +92,12 @@ class Point:
     dtype: str = "float32"  # of weights, activations and results
     layout: str = ""  # how the activations lie; by default as models on a CPU have them
     dtype_w: str = ""  # of the weights, where they have another one
+    dtype_a: str = ""  # that activations are rounded to when they are multiplied, where it is another one
 
     def __post_init__(self) -> None:
-        if not self.dtype_w:
-            object.__setattr__(self, "dtype_w", self.dtype)
+        for name in ("dtype_w", "dtype_a"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.dtype)
         if not self.layout:
             usual = "nchw" if isinstance(self.shape, Conv2dShape) else "token_major"
             object.__setattr__(self, "layout", usual)
@@ -106,7 +114,7 @@ class Point:
             "sparsity_target": self.sparsity,
             "pattern_seed": self.seed,
             "dtype_w": self.dtype_w,
-            "dtype_a": self.dtype,
+            "dtype_a": self.dtype_a,
             "dtype_out": self.dtype,
             "layout": self.layout,
             "epilogue": self.epilogue,
@@ -164,7 +172,7 @@ def points(
 
     `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
     whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, and `bf16`
-    those with weights of bfloat16.
+    those with weights of bfloat16, and with activations rounded to it, too.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
@@ -172,14 +180,18 @@ def points(
             engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
                 tuned = TUNED.get((backend, shape.op), ()) if tune else ()
-                rounded = ROUNDED.get((backend, shape.op), ()) if bf16 and pattern.format in _ROUNDED_FORMATS else ()
-                for kernel in KERNELS[backend][shape.op] + tuned + rounded:
+                rounded = {
+                    kernel: dtypes
+                    for kernel, dtypes in (ROUNDED.get((backend, shape.op), {}) if bf16 else {}).items()
+                    if pattern.format in _ROUNDED_FORMATS[kernel]
+                }
+                for kernel in (*KERNELS[backend][shape.op], *tuned, *rounded):
                     layout = _LAYOUTS.get((backend, shape.op, kernel), "")
-                    dtype_w = "bfloat16" if kernel in rounded else ""
+                    dtype_w, dtype_a = rounded.get(kernel, ("", ""))
                     for sparsity in sparsities_of(pattern, sparsities):
                         point = Point(
                             device, backend, kernel, shape, pattern, sparsity, threads, seed,
-                            layout=layout, dtype_w=dtype_w,
+                            layout=layout, dtype_w=dtype_w, dtype_a=dtype_a,
                         )  # fmt: skip
                         found[point] = None
     return list(found)

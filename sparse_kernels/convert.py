@@ -51,12 +51,12 @@ CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that 
 class LayerPattern:
     """The pattern that a layer gets, and its mask (m, k), True where a weight is kept; None keeps all.
 
-    weights: float32, or bfloat16 for a Linear whose kernel may round them, as `prepare` says.
+    precision: float32, or of a Linear what its kernel may round to bfloat16, as `prepare` says.
     """
 
     pattern: Pattern
     mask: np.ndarray | None = None
-    weights: str = "float32"
+    precision: str = "float32"
 
 
 def convert(
@@ -113,7 +113,7 @@ def convert(
 
 def _alike(a: LayerPattern, b: LayerPattern) -> bool:
     masks = a.mask is b.mask or (a.mask is not None and b.mask is not None and np.array_equal(a.mask, b.mask))
-    return masks and (a.pattern, a.weights) == (b.pattern, b.weights)
+    return masks and (a.pattern, a.precision) == (b.pattern, b.precision)
 
 
 def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
@@ -133,11 +133,13 @@ def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
             parametrize.register_parametrization(module, "weight", _Masked(mask), unsafe=True)
         else:
             set_weight_matrix(module, torch.where(mask, matrix, 0.0))
-    if choice.weights != "float32":
+    if choice.precision != "float32":
         if not isinstance(module, nn.Linear):
-            raise ValueError(f"weights={choice.weights!r} is for linear layers, not for a {type(module).__name__}")
+            raise ValueError(
+                f"precision={choice.precision!r} is for linear layers, not for a {type(module).__name__}"
+            )
         # Refuses what cannot be, while the layer's name is known.
-        SparseLinear.from_dense(module, choice.pattern, choice.mask, backend=backend, weights=choice.weights)
+        SparseLinear.from_dense(module, choice.pattern, choice.mask, backend=backend, precision=choice.precision)
         if parametrize.is_parametrized(module, "weight"):
             parametrize.register_parametrization(module, "weight", _Rounded(), unsafe=True)
         else:
@@ -408,7 +410,7 @@ def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, bac
     if isinstance(module, nn.Linear):
         return SparseLinear.from_dense(
             module, choice.pattern, choice.mask,
-            activation=activation, backend=backend, tune=tune, weights=choice.weights,
+            activation=activation, backend=backend, tune=tune, precision=choice.precision,
         )  # fmt: skip
     assert isinstance(module, nn.Conv2d)
     return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)

@@ -414,18 +414,18 @@ class SparseLinear(_Sparse):
         activation: str | None,
         backend: str,
         tune: bool = False,
-        weights: str = "float32",
+        precision: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend)
         if tune and backend != "numba":
             raise ValueError(f"tune=True is for backend numba, not {backend}")
-        if weights != "float32":
+        if precision != "float32":
             if backend != "numba":
-                raise ValueError(f"weights={weights!r} is for backend numba, not {backend}")
+                raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
             from sparse_kernels.cpu import linear
 
-            linear.check_weights(packed, weights)
-        self.tune, self.weights = tune, weights
+            linear.check_precision(packed, precision)
+        self.tune, self.precision = tune, precision
 
     @classmethod
     def from_dense(
@@ -437,17 +437,17 @@ class SparseLinear(_Sparse):
         activation: str | None = None,
         backend: str = "numba",
         tune: bool = False,
-        weights: str = "float32",
+        precision: str = "float32",
     ) -> SparseLinear:
         """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense).
 
-        weights: float32, or bfloat16 to multiply with rounded ones, as `prepare` says.
+        precision: float32, or what of it is rounded to bfloat16, as `prepare` says.
         """
-        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, weights)
+        return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, precision)
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
-        return super().extra_repr() + ("" if self.weights == "float32" else f", weights={self.weights}")
+        return super().extra_repr() + ("" if self.precision == "float32" else f", precision={self.precision}")
 
     def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
         """Run the sparse kernel on the rows of x (..., k), of any number of dimensions and any size, 0 included.
@@ -519,7 +519,7 @@ class SparseLinear(_Sparse):
             n = max(n, MANY_TOKENS)
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
-        return prepare(self.packed, self.backend, layout, n, tune=tune, weights=self.weights)
+        return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
 
 
 class SparseConv2d(_Sparse):

@@ -7,6 +7,7 @@ k is the largest number of weights that a row keeps, plus 1 for a bias; products
 flushed to zero. A unit that forms products of float32 from products of bfloat16 (`cpu.thirds`) leaves out up to 2 u
 of each and rounds sums of 32 kept weights at most 18 times, and 6 times more for each 32 others, which is at most
 k + 2; it takes for zero what is too small for a normal number: thirds of factors, and any of three kinds of sums.
+Where x, and what comes out, may be rounded to another type, with unit roundoff u, that is up to 2 u * |w| @ |x| more.
 ReLU adds nothing. GELU changes by at most 1.13 times what its argument does, and its own evaluation may be off by
 4 * eps32 of the argument: erf in float32 is good to a few eps32, and 1 + erf cancels near -1.
 """
@@ -23,7 +24,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 Result = NDArray[np.float64]
 
-UNIT_ROUNDOFF = 2.0**-24
+UNIT_ROUNDOFF, BFLOAT16_ROUNDOFF = 2.0**-24, 2.0**-8
 SMALLEST_NORMAL = 2.0**-126
 OF_THIRDS = 4
 GELU_SLOPE = 1.13
@@ -42,10 +43,12 @@ def check(
     bias: np.ndarray | None = None,
     activation: str | None = None,
     layout: str = "feature_major",
+    roundoff: float = 0.0,
 ) -> float:
     """Raise WrongResult unless y is activation(w @ x + bias), for a linear layer in the given layout.
 
-    Returns the largest error relative to |w| @ |x| + |bias|, the scale on which float32 rounds.
+    roundoff: the unit roundoff of the type that x and y may have been rounded to on the way. Returns the largest
+    error relative to |w| @ |x| + |bias|, the scale on which float32 rounds.
     Where the oracle is NaN (a dropped weight times infinity, say) any value passes; a NaN anywhere else does not.
     """
     if layout not in LAYOUTS:
@@ -56,7 +59,7 @@ def check(
         x, y = x.T, y.T
     else:
         _check_shape(y, (m, x.shape[1]))
-    return _compare(y, *_expected(packed, x, bias, activation))
+    return _compare(y, *_expected(packed, x, bias, activation, roundoff))
 
 
 def check_conv2d(
@@ -90,7 +93,7 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np
 
 
 def _expected(
-    packed: Packed, x: np.ndarray, bias: np.ndarray | None, activation: str | None
+    packed: Packed, x: np.ndarray, bias: np.ndarray | None, activation: str | None, roundoff: float = 0.0
 ) -> tuple[Result, Result, Result]:
     """What y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
     if activation not in ACTIVATIONS:
@@ -105,6 +108,7 @@ def _expected(
         y = finish(before, None, activation)
         flushed = 3 * terms + np.abs(weight).sum(axis=1)[:, None] + (weight != 0) @ np.abs(x)
         bound = terms * UNIT_ROUNDOFF / (1 - terms * UNIT_ROUNDOFF) * scale + flushed * SMALLEST_NORMAL
+        bound += 2 * roundoff * scale
         if activation == "gelu":
             bound = GELU_SLOPE * bound + GELU_EVALUATION * (np.abs(before) + bound)
     return y, bound, scale

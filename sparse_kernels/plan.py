@@ -54,18 +54,20 @@ class Plan(Protocol):
 
 
 def prepare(
-    packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False, weights: str = "float32"
+    packed: Packed, backend: str, layout: str, n: int, *, tune: bool = False, precision: str = "float32"
 ) -> Plan:
     """Make a linear layer's packed weight (m, k) ready for about n columns, on a backend of the registry.
 
     tune: try a few kernels for n columns and Numba's threads of now, and take the fastest; backend `numba` only. The
     first time takes some seconds, then what was found is kept on disk: see `cpu.tuner`.
 
-    weights: `bfloat16` rounds them to the nearest bfloat16, ties to even, and nothing else; backend `numba` only, for
-    patterns whose rows fill vectors. It pays for few tokens, where a layer waits for its weights.
+    precision: `bfloat16-weights` rounds the weights to the nearest bfloat16, ties to even, and nothing else, for
+    patterns whose rows fill vectors: it pays for few tokens, where a layer waits for its weights. `bfloat16` rounds x
+    too where that is faster, for patterns whose rows share columns: it pays for many tokens, on processors that
+    multiply pairs of bfloat16. Sums and results are float32 either way; backend `numba` only.
 
     Raises ValueError for an unknown layout or backend, a layout that the backend does not take, a backend that cannot
-    be tuned, and weights that the backend or the pattern does not take.
+    be tuned, and a precision that the backend or the pattern does not take.
     """
     if layout not in (*LAYOUTS, *BLOCKED_LAYOUTS):
         known = ", ".join((*LAYOUTS, *BLOCKED_LAYOUTS))
@@ -76,14 +78,15 @@ def prepare(
         raise ValueError(f"n is a number of columns, not {n}")
     function = registry.find(packed.pattern.format, "linear", backend)
     if backend != "numba":
-        if tune or weights != "float32":
-            raise ValueError(f"{'tune=True' if tune else f'weights={weights!r}'} is for backend numba, not {backend}")
+        if tune or precision != "float32":
+            said = "tune=True" if tune else f"precision={precision!r}"
+            raise ValueError(f"{said} is for backend numba, not {backend}")
         return function(packed, layout, n)
     if not tune:
-        return function(packed, layout, n, weights)
+        return function(packed, layout, n, precision)
     from sparse_kernels.cpu import tuner  # here, so that `import sparse_kernels` stays light
 
-    return tuner.prepare(packed, layout, n, weights=weights)
+    return tuner.prepare(packed, layout, n, precision=precision)
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None) -> Plan:

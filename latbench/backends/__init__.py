@@ -121,7 +121,7 @@ def prepare(point: Point) -> Rotation:
 
     Raises Unsupported where the pattern or the engine does not do it, and oracle.WrongResult where any copy's result
     is further from the float64 product than float32 arithmetic explains; of the rounded weights, where the point says
-    that they are.
+    that they are, and than rounded activations explain, where it says so of them.
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
@@ -129,11 +129,12 @@ def prepare(point: Point) -> Rotation:
     engine = importlib.import_module(BACKENDS[point.backend][0]).prepare(point, layer)
     first = engine.output(engine.calls[0]())
     packed = rounded(layer.packed) if point.dtype_w == "bfloat16" else layer.packed
-    error = _check(point.shape, layer, packed, first)
+    roundoff = oracle.BFLOAT16_ROUNDOFF if point.dtype_a == "bfloat16" else 0.0
+    error = _check(point.shape, layer, packed, first, roundoff)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
         y = engine.output(call())
         if not np.array_equal(y, first):
-            error = max(error, _check(point.shape, layer, packed, y))
+            error = max(error, _check(point.shape, layer, packed, y, roundoff))
     nnz = layer.packed.nnz
     m, k, n = point.shape.m, point.shape.k, point.shape.n
     inputs = inputs_read(point.shape, layer.weight != 0)
@@ -183,9 +184,9 @@ def synthetic_mask(
     return mask
 
 
-def _check(shape: Shape, layer: Layer, packed: Packed, y: np.ndarray) -> float:
+def _check(shape: Shape, layer: Layer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
     """The largest relative error of `y` with these weights; a large batch is checked by its first and last image."""
     if not isinstance(shape, Conv2dShape):
-        return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major")
+        return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
     images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
     return oracle.check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias)

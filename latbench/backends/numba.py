@@ -10,17 +10,25 @@ import numpy as np
 import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
-from sparse_kernels.cpu.linear import check_weights
+from sparse_kernels.cpu.linear import check_precision
 from sparse_kernels.plan import Plan
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
+PRECISIONS = {
+    ("float32", "float32"): "float32",
+    ("bfloat16", "float32"): "bfloat16-weights",
+    ("bfloat16", "bfloat16"): "bfloat16",
+}
+"""What of a layer is rounded, by the types of its weights and activations."""
+
 
 def prepare(point: Point, layer: Layer) -> Engine:
-    """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying, `bf16` rounds the weights."""
+    """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying."""
     plan: Any
+    precision = PRECISIONS[point.dtype_w, point.dtype_a]
     if isinstance(point.shape, LinearShape):
         try:
-            check_weights(layer.packed, point.dtype_w)
+            check_precision(layer.packed, precision)
         except ValueError as error:
             raise Unsupported(str(error)) from error
     try:
@@ -29,7 +37,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
         else:
             plan = sparse_kernels.prepare(
                 layer.packed, "numba", point.layout, point.shape.n,
-                tune=point.kernel == "tuned", weights=point.dtype_w,
+                tune=point.kernel == "tuned", precision=precision,
             )  # fmt: skip
     except sparse_kernels.UnknownKernel as error:
         raise Unsupported(str(error)) from error

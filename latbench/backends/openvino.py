@@ -1,7 +1,7 @@
 """OpenVINO: a model of one matrix product or convolution and its bias, on its CPU plugin, dense.
 
-Left to itself it computes float32 models in bfloat16 where the processor can: here it is told not to, and what it
-then runs is looked up. What it has for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works for int8 ones on
+Left to itself it computes float32 models in bfloat16 where the processor can: here it is told which, and what it then
+runs is looked up. What it has for sparse weights (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE) works for int8 ones on
 processors with AMX alone: zeros of float32 ones are multiplied like any number. The request reads x where it lies
 and y is read where the request keeps it, as in a pipeline that copies nothing. Convolutions are planned with channels
 last: in any other order each layer would be turned to that and back.
@@ -26,13 +26,15 @@ sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 import openvino  # noqa: E402
 from openvino import opset13 as operators  # noqa: E402
 
-PRECISION = "f32"
+PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 _LAYERS = ("FullyConnected", "MatMul", "Convolution")
 _TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels, height, width
 
 
 def prepare(point: Point, layer: Layer) -> Engine:
-    """The dense layer in OpenVINO; Unsupported for any other pattern, and where it would not compute in float32."""
+    """The dense layer in OpenVINO; Unsupported for any other pattern, and where it would compute in another type than
+    the point says.
+    """
     if str(point.pattern) != "dense":
         raise Unsupported(
             f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
@@ -40,26 +42,28 @@ def prepare(point: Point, layer: Layer) -> Engine:
         )
     copies = [compiled(point, layer) for _ in range(copies_for(layer.weight.nbytes, MOST_SESSIONS))]
     kernel, precision = executed(copies[0])
-    if precision != PRECISION:
-        raise Unsupported(f"openvino computes this layer in {precision} here, and a float32 time is wanted")
+    if precision != PRECISIONS[point.dtype_a]:
+        raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
     x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
     output: Callable[[Any], np.ndarray] = lambda y: y[0].transpose(_FROM_LAST) if last else y[0]  # noqa: E731
     return Engine(f"openvino.{kernel}", layer.weight.nbytes, [_call(each, x) for each in copies], output)
 
 
-def compiled(point: Point, layer: Layer, precision: str = PRECISION) -> openvino.CompiledModel:
-    """The layer as a model ready to run on the point's threads, with weights of its own."""
+def compiled(point: Point, layer: Layer, precision: str = "") -> openvino.CompiledModel:
+    """The layer as a model ready to run on the point's threads, with weights of its own; in the point's precision
+    unless another is given.
+    """
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         x, y = _convolution(shape, layer, last=point.layout == "nhwc")
     else:
         x = operators.parameter(layer.x.shape, np.float32)
         y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
-    return on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision)
+    return on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
 
 
-def on_cpu(model: openvino.Model, threads: int, precision: str = PRECISION) -> openvino.CompiledModel:
+def on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:
     """A model ready to run on so many threads, for one call at a time."""
     settings = {
         "INFERENCE_PRECISION_HINT": precision,

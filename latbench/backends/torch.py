@@ -4,6 +4,7 @@
 The last two hold their weights in oneDNN's blocked order. Plain tensors go into the mkldnn modules and come out, so
 their time has the conversion of the activations in it, as it has in a model where only some layers run this way. The
 prepacked ones take plain activations: a convolution is fastest with channels last, so that is how it is planned.
+`bf16` is the prepacked linear layer in bfloat16, which float32 activations are rounded to before and made from after.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.plan import KERNELS, Point
+from latbench.plan import KERNELS, ROUNDED, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -26,22 +27,29 @@ def prepare(point: Point, layer: Layer) -> Engine:
     """The dense layer in torch; Unsupported for any other pattern, and for what this build of torch lacks."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
-    kind, known = point.shape.op, KERNELS["torch"][point.shape.op]
+    kind = point.shape.op
+    known = (*KERNELS["torch"][kind], *ROUNDED.get(("torch", kind), ()))
     if point.kernel not in known:
         raise Unsupported(f"torch has no dense {kind} kernel {point.kernel}: known are {', '.join(known)}")
     if point.kernel != kind and not torch.backends.mkldnn.is_available():
         raise Unsupported(f"torch's {point.kernel} kernel is oneDNN's, and this build of torch has none")
+    narrow = point.dtype_w == "bfloat16"
+    if narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise Unsupported("oneDNN has no bfloat16 for this processor")
     torch.set_num_threads(point.threads)
     memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
     x = torch.from_numpy(layer.x).contiguous(memory_format=memory)
-    modules = [_module(point.shape, layer) for _ in range(copies_for(layer.weight.nbytes))]
+    weight_bytes = layer.weight.nbytes // (2 if narrow else 1)
+    modules = [_module(point.shape, layer) for _ in range(copies_for(weight_bytes))]
     if point.kernel == "mkldnn":
         runs: list[Run] = [*_to_mkldnn(modules)]
+    elif narrow:
+        runs = [_rounding(_prepacked(module.bfloat16(), x)) for module in modules]
     else:
         runs = [(_prepacked if point.kernel == "prepacked" else _functional)(module, x) for module in modules]
     calls = [inference(_ending_in(memory, run), x) for run in runs]
     name = f"torch.{kind}" if point.kernel == kind else f"torch.{point.kernel}.{kind}"
-    return Engine(name, layer.weight.nbytes, calls, torch.Tensor.numpy)
+    return Engine(name, weight_bytes, calls, torch.Tensor.numpy)
 
 
 def inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -95,6 +103,11 @@ def _prepacked(module: torch.nn.Linear | torch.nn.Conv2d, example: torch.Tensor)
     how = (module.padding, module.stride, module.dilation, module.groups)
     packed = onednn._reorder_convolution_weight(weight, *how, example.shape)
     return lambda x: onednn._convolution_pointwise(x, packed, bias, *how, "none", [], "")
+
+
+def _rounding(run: Run) -> Run:
+    """`run` of bfloat16 for float32 activations."""
+    return lambda x: run(x.bfloat16()).float()
 
 
 def _ending_in(memory: torch.memory_format, run: Run) -> Run:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from latbench.sweep import Progress, Summary
 
 ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
-BF16_HELP = "Also our own sparse linear layers on a CPU with weights rounded to bfloat16; dense stays float32."
+BF16_HELP = (
+    "Also linear layers on a CPU in bfloat16: our own with rounded weights, and all rounded, beside dense ones so."
+)
 FAILED = ("throttled", "impossible", "oom", "incorrect", "timeout", "error")  # which a summary tells the reasons of
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 

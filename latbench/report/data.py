@@ -23,7 +23,8 @@ SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "c_out", "kh", "kw",
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
 ]  # fmt: skip
-# Weights may be rounded for the same results, which the engine's name tells (numba bf16): they are a kernel's choice.
+# Rounded weights are a kernel's choice, which the engine's name tells (numba bf16-weights). Rounded activations are a
+# setting of their own, with dense layers of their own.
 SETTING = [
     "device", "threads", "dtype_a", "dtype_out", "epilogue", "context", "cache_mode", "launch_mode",
 ]  # fmt: skip

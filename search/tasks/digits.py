@@ -1,8 +1,8 @@
 """The bundled task: handwritten digits (scikit-learn's 1,797 images of 8x8), told apart by a residual MLP.
 
 The network is trained by `model()` on first use, in about half a minute on two cores, and kept in the user's cache
-folder (the environment variable LATBENCH_CACHE moves it), as the images are. Its six large linear layers hold nearly all of its time on
-a CPU, so it is a fair small stand-in for the feed-forward layers of a Transformer.
+folder (the environment variable LATBENCH_CACHE moves it), as the images are. Its six large linear layers hold nearly
+all of its time on a CPU, so it is a fair small stand-in for the feed-forward layers of a Transformer.
 
 Images are float32 rows of 64 pixels in [0, 1]; a batch is a pair (images (n, 64), labels (n,) int64).
 """

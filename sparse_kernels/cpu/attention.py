@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.emitter import PARTIAL, Emitter, with_literals
+from sparse_kernels.cpu.emitter import FLOATS, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
@@ -184,7 +184,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
             for key in range(0, row, lanes):
                 there = keys_at + (key // width * d * width + key % width) * 4
                 source = min(key, keys - 1)
-                tokens_to_lanes(lanes, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
+                tokens_to_lanes(lanes, FLOATS, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
             for panel in range(value_panels):
                 for key in range(keys):
                     there = values_at + (panel * keys + key) * width * 4

@@ -21,8 +21,8 @@ from numba import njit
 
 from sparse_kernels.cpu.ahead import FAR, LINE_BYTES, standing, step, walk
 from sparse_kernels.cpu.call import Call
-from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
+from sparse_kernels.cpu.micro import copy_run, copy_vector, double, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
@@ -55,11 +55,12 @@ def prepared(
     layouts: tuple[str, str],
     n: int,
     threads: int,
+    numbers: int = FLOATS,
 ) -> Call:
     """How weights of this shape (m, k) multiply n tokens, by register tiles of `vectors` vectors.
 
     layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
-    out for whole tiles then.
+    out for whole tiles then. numbers: what tiles multiply; unless FLOATS, weights are `Panels.paired`.
     """
     (m, k), lanes = shape, target.lanes
     single = isinstance(weights, SingleRows)
@@ -75,7 +76,7 @@ def prepared(
     here = in_tiles(block * lanes, tile, lanes, k, run)
     there = whole_tiles(-(-n // (TILE * lanes)), lanes, k, m)
     x_layout, y_layout = layouts
-    if x_layout == "token_blocked" and not single and block * threads * lanes < n:
+    if x_layout == "token_blocked" and not single and (block * threads * lanes < n or numbers != FLOATS):
         x_layout = COPIED
     x_starts = there.x_starts if x_layout == "token_blocked" else here.x_starts
     y_starts = there.y_starts if y_layout == "token_blocked" else here.y_starts
@@ -88,7 +89,7 @@ def prepared(
     # Copied x with fewer columns than y has rows is soon read, and to fetch it gains less than it takes.
     x_fetched = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
     y_fetched = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
-    multiply = kernel(single, rows, vectors, lanes, target.fused, x_layout, y_layout, x_fetched, y_fetched)
+    multiply = kernel(single, rows, vectors, lanes, target.fused, numbers, x_layout, y_layout, x_fetched, y_fetched)
     arrays = weights.arrays
     places = x_starts, y_starts, there.x_starts, block, tokens, run, x_stride, y_stride
 
@@ -158,12 +159,13 @@ def kernel(
     vectors: int,
     lanes: int,
     fused: bool,
+    numbers: int,
     x_layout: str,
     y_layout: str,
     x_fetched: bool,
     y_fetched: bool,
 ) -> Callable[..., bool]:
-    """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows.
+    """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows, of such `numbers`.
 
     Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, scratch, its
     elements for each part, where the vectors start in x and in y (int64; in those of a block, unless x or y is
@@ -175,6 +177,8 @@ def kernel(
     """
     y_walks = y_fetched and y_layout == "token_major"
     fuse, busy = int(fused), int(x_fetched or y_walks)
+    per_step = 1 if numbers == FLOATS else 2  # columns of a tile's step, with which it fetches
+    doubled = numbers != FLOATS and x_layout != "token_major"
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
@@ -208,7 +212,7 @@ def kernel(
                     token, there = (first + v) * lanes, x_here + x_starts[v] * 4
                     if x_by_token:
                         source = x_at + token * k * 4
-                        tokens_to_lanes(lanes, source, k, n - token, k, there, x_stride)
+                        tokens_to_lanes(lanes, numbers, source, k, n - token, k, there, x_stride)
                     elif x_copied:
                         for c in range(k):
                             source = x_at + (x_from[first + v] + c * x_tile) * 4
@@ -218,6 +222,9 @@ def kernel(
                         for c in range(k):
                             source = x_at + (c * n + token) * 4
                             copy_vector(lanes, source, there + c * x_stride * 4, n - token)
+                    if doubled:
+                        for c in range(k):
+                            double(lanes, numbers, there + c * x_stride * 4, 1)
             if single:
                 stream, table, _, bounds = weights
                 stages = table.shape[0]
@@ -259,7 +266,7 @@ def kernel(
                     v = 0
                     while v < width:
                         together = vectors if v + vectors <= width else 1
-                        line, stride, pace, gone = step(going, table[panel, 2])
+                        line, stride, pace, gone = step(going, table[panel, 2] // per_step)
                         going, waiting = waiting, gone
                         row_tile(
                             rows,
@@ -268,6 +275,7 @@ def kernel(
                             fuse,
                             unframed,
                             busy,
+                            numbers,
                             together,
                             values.ctypes.data + table[panel, 0] * 4,
                             columns.ctypes.data + table[panel, 1] * 4,

@@ -18,7 +18,26 @@ with_literals: Any = intrinsic(prefer_literal=True)
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2
 
+# What a register tile multiplies: float32, or pairs of bfloat16, those by AVX512-BF16's unit where there is one.
+FLOATS, PAIRS, PAIRS_BY_UNIT = 0, 1, 2
+
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+
+class _BF16(ir.Type):
+    """LLVM's bfloat, of which llvmlite does not know; only AVX512-BF16's instructions ask for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BF16)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = _BF16()
 
 # 2*Q(a) = erfc(a/sqrt(2)) is nearly 1/p(a)**4 for a >= 0: coefficients of p from a**0 to a**10, a least-squares fit,
 # reweighted until the largest error of max(a, 0.6)*Q(a) was 6e-8. In float32, gelu is then wrong by at most
@@ -191,6 +210,56 @@ class Emitter:
         kind = ir.FunctionType(self.vector, [self.vector] * 3)
         fma = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{self.lanes}f32")
         return self.builder.call(fma, [a, b, c])
+
+    def doubled(self, x: ir.Value, numbers: int) -> ir.Value:
+        """The bits of the nearest bfloat16, ties to even, of each lane, in both halves of its 32 bits."""
+        builder, wide = self.builder, ir.VectorType(I32, self.lanes)
+        if numbers == PAIRS_BY_UNIT:
+            narrow = ir.VectorType(BF16, self.lanes)
+            kind = ir.FunctionType(narrow, [self.vector])
+            name = f"llvm.x86.avx512bf16.cvtneps2bf16.{32 * self.lanes}"
+            rounded = builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x])
+            upper = builder.zext(builder.bitcast(rounded, ir.VectorType(I16, self.lanes)), wide)
+        else:
+            bits = builder.bitcast(x, wide)
+            half = ir.Constant(wide, [16] * self.lanes)
+            odd = builder.and_(builder.lshr(bits, half), ir.Constant(wide, [1] * self.lanes))
+            upper = builder.add(bits, builder.add(odd, ir.Constant(wide, [0x7FFF] * self.lanes)))
+            quiet = builder.or_(bits, ir.Constant(wide, [1 << 22] * self.lanes))
+            upper = builder.select(builder.fcmp_unordered("uno", x, x), quiet, upper)
+            upper = builder.lshr(upper, half)
+        upper = builder.or_(upper, builder.shl(upper, ir.Constant(wide, [16] * self.lanes)))
+        return builder.bitcast(upper, self.vector)
+
+    def paired(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """The lower halves of a's lanes beside the upper halves of b's."""
+        halves = ir.VectorType(I16, 2 * self.lanes)
+        upper = ir.Constant(ir.VectorType(ir.IntType(1), 2 * self.lanes), [False, True] * self.lanes)
+        a, b = self.builder.bitcast(a, halves), self.builder.bitcast(b, halves)
+        return self.builder.bitcast(self.builder.select(upper, b, a), self.vector)
+
+    def multiply_pairs(self, a: ir.Value, b: ir.Value, c: ir.Value, numbers: int) -> ir.Value:
+        """c + a * b, lane by lane, for the lower halves of a and b as bfloat16 and for the upper ones."""
+        builder = self.builder
+        if numbers == PAIRS_BY_UNIT:
+            halves = ir.VectorType(BF16, 2 * self.lanes)
+            kind = ir.FunctionType(self.vector, [self.vector, halves, halves])
+            name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}"
+            dot = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.call(dot, [c, builder.bitcast(a, halves), builder.bitcast(b, halves)])
+        for part in (self._lower, self._upper):
+            c = self.multiply_add(part(a), part(b), c)
+        return c
+
+    def _lower(self, x: ir.Value) -> ir.Value:
+        wide = ir.VectorType(I32, self.lanes)
+        bits = self.builder.shl(self.builder.bitcast(x, wide), ir.Constant(wide, [16] * self.lanes))
+        return self.builder.bitcast(bits, self.vector)
+
+    def _upper(self, x: ir.Value) -> ir.Value:
+        wide = ir.VectorType(I32, self.lanes)
+        bits = self.builder.and_(self.builder.bitcast(x, wide), ir.Constant(wide, [0xFFFF0000] * self.lanes))
+        return self.builder.bitcast(bits, self.vector)
 
     def continued(self, start: ir.Value, sums: list[ir.Value], load: Callable[[], list[ir.Value]]) -> list[ir.Value]:
         """The sums, with what `load` gives added where start is not 0.

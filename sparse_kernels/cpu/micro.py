@@ -35,7 +35,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from sparse_kernels.cpu.emitter import F32, I16, I32, I64, Emitter, with_literals
+from sparse_kernels.cpu.emitter import F32, FLOATS, I16, I32, I64, Emitter, with_literals
 
 # Sums that keep two multiply-add units busy, each with a latency of 4 cycles.
 ENOUGH = 8
@@ -164,6 +164,7 @@ def row_tile(
     fused: Any,
     framed: Any,
     busy: Any,
+    numbers: Any,
     width: Any,
     values: Any,
     offsets: Any,
@@ -194,13 +195,17 @@ def row_tile(
 
     busy = 1: cache lines that others will need are fetched meanwhile (`ahead`): the ones at address line, line +
     stride bytes and so on, `pace` of them with each 2**PACE_BITS columns. busy = 0: these three are not looked at.
+
+    numbers: FLOATS, or as what two columns are multiplied at once. Then x holds each element as bfloat16 twice
+    (`Emitter.doubled`), values two columns' weights in each 32 bits, the last column's alone where count is odd
+    (`Panels.paired`), and the pace is by pairs.
     """
-    signature = types.void(*(rows, vectors, lanes, fused, framed, busy), *([types.intp] * 18))
+    signature = types.void(*(rows, vectors, lanes, fused, framed, busy, numbers), *([types.intp] * 18))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(literal.literal_value) for literal in signature.args[:6])
-        n_rows, n_vectors, n_lanes, fuse, frames, fetches = sizes
-        width, values, offsets, count, x, x_scale, x_starts, *args = args[6:]
+        sizes = (int(literal.literal_value) for literal in signature.args[:7])
+        n_rows, n_vectors, n_lanes, fuse, frames, fetches, kind = sizes
+        width, values, offsets, count, x, x_scale, x_starts, *args = args[7:]
         y, y_stride, y_starts, keep, added, row_ids, bias, activation, line, stride, pace = args
         emit = Emitter(builder, n_lanes, bool(fuse))
 
@@ -215,18 +220,35 @@ def row_tile(
             size = n_rows * n_vectors
             sets = -(-ENOUGH // size)
 
+            def element(at: ir.Value, offset: ir.Value) -> ir.Value:
+                return emit.load(builder.gep(at, [builder.mul(offset, x_scale)]), 0)
+
             def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
-                offset = builder.mul(offset, x_scale)
-                elements = [emit.load(builder.gep(at, [offset]), 0) for at in inputs]
+                if kind == FLOATS:
+                    offset = builder.sext(builder.load(builder.gep(offsets_pointer, [c])), I64)
+                    elements = [element(at, offset) for at in inputs]
+                else:
+                    first, second = emit.load_pair(builder.gep(offsets_pointer, [builder.add(c, c)]))
+                    elements = [emit.paired(element(at, first), element(at, second)) for at in inputs]
                 at = builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))])
                 emit.will_load(builder.gep(at, [emit.integer(AHEAD)]))
                 if fetches:
                     number = builder.ashr(builder.mul(c, pace), emit.integer(PACE_BITS))
                     emit.will_load(emit.pointer(builder.add(line, builder.mul(number, stride))))
+                return multiplied(at, elements, sums)
+
+            def multiplied(at: ir.Value, elements: list[ir.Value], sums: list[ir.Value]) -> list[ir.Value]:
                 weights = [emit.splat(builder.load(builder.gep(at, [emit.integer(r)]))) for r in range(n_rows)]
                 pairs = [(weight, element) for weight in weights for element in elements]
-                return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
+                if kind == FLOATS:
+                    return [emit.multiply_add(w, e, s) for (w, e), s in zip(pairs, sums, strict=True)]
+                return [emit.multiply_pairs(w, e, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
+
+            def alone(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                """The last of an odd number of columns, beside zeros, so that infinity stays what it is."""
+                offset = builder.sext(builder.load(builder.gep(offsets_pointer, [builder.add(c, c)])), I64)
+                elements = [emit.paired(element(at, offset), ir.Constant(emit.vector, None)) for at in inputs]
+                return multiplied(builder.gep(values_pointer, [builder.mul(c, emit.integer(n_rows))]), elements, sums)
 
             def columns(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
                 each = [
@@ -234,10 +256,13 @@ def row_tile(
                 ]
                 return [total for some in each for total in some]
 
-            whole = builder.and_(count, emit.integer(-sets))
+            steps = count if kind == FLOATS else builder.ashr(count, emit.integer(1))
+            whole = builder.and_(steps, emit.integer(-sets))
             sums = emit.loop(whole, emit.zeros(sets * size), columns, stride=sets)
             first, *others = (sums[i * size : i * size + size] for i in range(sets))
-            sums = emit.loop(count, first, column, start=whole) if others else first
+            sums = emit.loop(steps, first, column, start=whole) if others else first
+            if kind != FLOATS:
+                sums = emit.loop(builder.sub(count, steps), sums, alone, start=steps)
             for other in others:
                 sums = [builder.fadd(a, b) for a, b in zip(sums, other, strict=True)]
             # A row that is not written stands for row 0 where its bias is read.
@@ -277,6 +302,7 @@ def row_tile(
 def tokens_to_lanes(
     typing_context: Any,
     lanes: Any,
+    numbers: Any,
     source: Any,
     source_stride: Any,
     tokens: Any,
@@ -286,13 +312,14 @@ def tokens_to_lanes(
 ) -> Any:
     """target[f, t] = source[t, f] for `lanes` tokens, both float32 with their row strides.
 
-    Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond.
+    Only the first `tokens` (>= 1) rows of the source are read, the last of them again for those beyond. numbers: for
+    tiles that multiply what; unless FLOATS, the target gets each element as bfloat16 twice (`Emitter.doubled`).
     """
-    signature = types.void(lanes, *([types.intp] * 6))
+    signature = types.void(lanes, numbers, *([types.intp] * 6))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n = int(signature.args[0].literal_value)
-        source, source_stride, tokens, features, target, target_stride = args[1:]
+        n, kind = (int(literal.literal_value) for literal in signature.args[:2])
+        source, source_stride, tokens, features, target, target_stride = args[2:]
         emit = Emitter(builder, n, False)
         sources = [emit.row(source, t, tokens, source_stride) for t in range(n)]
 
@@ -307,6 +334,8 @@ def tokens_to_lanes(
                 loaded = [emit.load_masked(row, 0, mask) for row in rows]
             at = emit.address(target, builder.mul(first, target_stride))
             columns = emit.transpose(loaded)
+            if kind != FLOATS:
+                columns = [emit.doubled(column, kind) for column in columns]
             # From the last to the first: those beyond are written to the last one, and then overwritten.
             for f in reversed(range(n)):
                 emit.store(columns[f], emit.row(at, f, features, target_stride), 0)
@@ -537,6 +566,27 @@ def copy_vector(typing_context: Any, lanes: Any, source: Any, target: Any, count
         emit = Emitter(builder, int(signature.args[0].literal_value), False)
         source, target, count = args[1:]
         emit.store(emit.load_masked(emit.pointer(source), 0, emit.mask(count)), emit.pointer(target), 0)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def double(typing_context: Any, lanes: Any, numbers: Any, at: Any, count: Any) -> Any:
+    """`count` vectors of float32 at an address become what tiles of such numbers read, in place."""
+    signature = types.void(lanes, numbers, types.intp, types.intp)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n, kind = (int(literal.literal_value) for literal in signature.args[:2])
+        emit = Emitter(builder, n, False)
+        here = emit.pointer(args[2])
+
+        def vector(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
+            at = builder.gep(here, [builder.mul(i, emit.integer(n))])
+            emit.store(emit.doubled(emit.load(at, 0), kind), at, 0)
+            return []
+
+        emit.loop(args[3], [], vector)
         return context.get_dummy_value()
 
     return signature, generate

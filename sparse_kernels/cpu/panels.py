@@ -4,7 +4,7 @@ A panel has `width` rows (of the packed order) and `count` columns. Its values l
 weights beside each other, as a vector register or a row of broadcasts wants them. Rows that fill up the last panel of
 a group have weight 0 and row_ids -1.
 
-values   float32, or the bits of bfloat16 in uint16 (sum of count * width)
+values   float32, or the bits of bfloat16 in uint16 (sum of count * width); or `paired`
 columns  int32 (sum of count over groups): panels of one group share their columns
 table    int64 (stages * panels, 3): where the panel's values start, where its columns start, count; once for each
          stage of columns, of which there is one unless `in_stages` cut them
@@ -94,6 +94,23 @@ class Panels:
     def narrowed(self) -> Panels:
         """The same panels with the nearest bfloat16 of each float32."""
         return replace(self, values=at_cache_line(bfloat16.bits(self.values)))
+
+    def paired(self) -> Panels:
+        """The same panels with the nearest bfloat16 of each float32, of two columns in the place of one float32.
+
+        The earlier column's is the lower half; where a panel has an odd number of columns, the last upper half is 0.
+        """
+        table, halves, at = self.table.copy(), bfloat16.bits(self.values), 0
+        values = aligned(int(((table[:, 2] + 1) // 2).sum()) * self.width)
+        for panel, (first, _, count) in enumerate(self.table):
+            columns = halves[first : first + count * self.width].reshape(count, self.width)
+            pairs = values[at : at + (count + 1) // 2 * self.width].view(np.uint16).reshape(-1, self.width, 2)
+            pairs[:, :, 0] = columns[::2]
+            pairs[: count // 2, :, 1] = columns[1::2]
+            pairs[count // 2 :, :, 1] = 0
+            table[panel, 0] = at
+            at += pairs.size // 2
+        return replace(self, values=values, table=table)
 
     def in_stages(self, stages: int, k: int) -> Panels:
         """The same panels with the k columns in so many stages, in whose order the values lie, too."""

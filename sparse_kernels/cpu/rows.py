@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.call import Product
+from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.micro import fetch, row_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import in_parts
@@ -174,6 +175,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                     fuse,
                     frames,
                     idle,
+                    FLOATS,
                     width,
                     values_at + table[panel, 0] * 4,
                     columns_at + table[panel, 1] * 4,

@@ -18,7 +18,7 @@ class Target:
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
     adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
-    matrix unit beside it (`amx`).
+    matrix unit beside it (`amx`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as float32.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Target:
     halves: bool = False
     shared: bool = False
     matrix: bool = False
+    pairs: bool = False
 
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
@@ -58,7 +59,10 @@ def host() -> Target:
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
-        return Target("avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available())
+        return Target(
+            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available(),
+            pairs={"avx512bf16", "avx512bw"} <= has,
+        )  # fmt: skip
     if "avx2" in has and "fma" in has:
         return Target("avx2", 8, 16, fused=True)
     if "avx" in has:

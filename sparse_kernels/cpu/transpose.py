@@ -12,6 +12,7 @@ from functools import cache
 import numba
 import numpy as np
 
+from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import address
@@ -75,7 +76,7 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., bool], Callabl
             token, here = v * lanes, buffer_at + starts[v] * 4
             if token_major:
                 there = matrix_at + token * features * 4
-                tokens_to_lanes(lanes, there, features, n - token, features, here, stride)
+                tokens_to_lanes(lanes, FLOATS, there, features, n - token, features, here, stride)
             else:
                 for f in range(features):
                     there = matrix_at + (f * n + token) * 4

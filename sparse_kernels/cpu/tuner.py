@@ -6,7 +6,7 @@ choice than the default is taken only where it is faster by more than the noise 
 a layer, as much again to set up the copies, and a second for each kernel that this machine has not compiled yet.
 
 What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
-pattern, density, type of the weights, layout, number of tokens and of threads. A file that is not as it should be is
+pattern, density, precision, layout, number of tokens and of threads. A file that is not as it should be is
 replaced.
 """
 
@@ -57,12 +57,12 @@ FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
 MOST_COPIES = 256
 
 
-def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None, weights: str = "float32") -> Plan:
+def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None, precision: str = "float32") -> Plan:
     """The plan of a linear layer that is the fastest for n tokens and the threads that Numba uses now.
 
     folder: where results are kept, the user's cache unless given.
     """
-    return linear.build(packed, layout, n, choose(packed, layout, n, folder, weights=weights), weights)
+    return linear.build(packed, layout, n, choose(packed, layout, n, folder, precision=precision), precision)
 
 
 def choose(
@@ -71,17 +71,17 @@ def choose(
     n: int,
     folder: Path | None = None,
     clock: Clock = perf_counter,
-    weights: str = "float32",
+    precision: str = "float32",
 ) -> Choice:
     """The fastest choice, as found before or now."""
-    choices = candidates(packed, layout, n, weights)
+    choices = candidates(packed, layout, n, precision)
     if len(choices) == 1:
         return choices[0]
-    key = _key(packed, layout, n, weights)
+    key = _key(packed, layout, n, precision)
     path = _path(key, folder or cache_folder())
     choice = _read(path, key, choices)
     if choice is None:
-        choice = choices[fastest(_calls(packed, layout, n, choices, weights), clock)]
+        choice = choices[fastest(_calls(packed, layout, n, choices, precision), clock)]
         _write(path, key, choice)
     return choice
 
@@ -89,24 +89,24 @@ def choose(
 # ------------------------------------------------------------------------------------------------ what to try
 
 
-def candidates(packed: Packed, layout: str, n: int, weights: str = "float32") -> list[Choice]:
+def candidates(packed: Packed, layout: str, n: int, precision: str = "float32") -> list[Choice]:
     """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
 
     What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
     blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
     of one thread alone, and any other tile for token-blocked x.
     """
-    default = linear.default(packed, layout, n, weights)
+    default = linear.default(packed, layout, n, precision)
     if layout in BLOCKED_LAYOUTS or n == 0:
         return [default]
     vectors, others = linear.by_vectors(packed, layout, n), []
-    if default.kernel == "amx":
+    if default.kernel in ("amx", "pairs"):
         return [default, vectors]
     if layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * host().lanes):
         others += _by_tokens(packed, n)
     if vectors.kernel == "rows" or vectors.tile[2] < host().lanes or 2 * n > host().lanes:
         others += _by_rows(packed, layout, n)
-    if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, weights)) is not None:
+    if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, precision)) is not None:
         others.append(matrix)
     return list(dict.fromkeys([default, *others]))
 
@@ -185,7 +185,7 @@ def _seconds(call: Call, loops: int, clock: Clock) -> float:
     return clock() - start
 
 
-def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], weights: str) -> list[Call]:
+def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], precision: str) -> list[Call]:
     """A call of the layer for each choice, on the same synthetic x; its copies of the weights take turns."""
     rng = np.random.default_rng(0)
     m, k = packed.shape
@@ -197,7 +197,7 @@ def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], weigh
     y, bias = np.empty((*lead, m, *tokens), np.float32), np.zeros(m, np.float32)
 
     def call(choice: Choice) -> Call:
-        plan = linear.build(packed, layout, n, choice, weights)
+        plan = linear.build(packed, layout, n, choice, precision)
         copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
         plans = [plan, *(plan.copy() for _ in range(copies - 1))]
         for each in plans:
@@ -228,7 +228,7 @@ def device() -> str:
     return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
 
 
-def _key(packed: Packed, layout: str, n: int, weights: str) -> dict[str, Any]:
+def _key(packed: Packed, layout: str, n: int, precision: str) -> dict[str, Any]:
     """What the fastest choice depends on."""
     m, k = packed.shape
     return {
@@ -242,7 +242,7 @@ def _key(packed: Packed, layout: str, n: int, weights: str) -> dict[str, Any]:
         "layout": layout,
         "pattern": str(packed.pattern),
         "density": round(packed.nnz / (m * k), 2),
-        "weights": weights,
+        "precision": precision,
     }
 
 

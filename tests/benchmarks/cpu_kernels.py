@@ -276,7 +276,9 @@ def numba_cases(
             else:
                 plans[spec] = prepare(packed, "numba", layout, shape.n)
                 if bf16 and pattern.format in ("vector", "shflbw", "block"):
-                    plans[f"{spec} bf16"] = prepare(packed, "numba", layout, shape.n, weights="bfloat16")
+                    for precision in ("bfloat16-weights", "bfloat16"):
+                        name = f"{spec} {precision.replace('bfloat16', 'bf16')}"
+                        plans[name] = prepare(packed, "numba", layout, shape.n, precision=precision)
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
                 if layout == "feature_major":
                     x = np.ascontiguousarray(x.T)

@@ -16,6 +16,7 @@ import torch
 from latbench import backends
 from latbench.backends import Engine, Layer, Rotation, Unsupported
 from latbench.plan import KERNELS, Point
+from sparse_kernels import oracle
 from sparse_kernels.cpu import target
 from sparse_kernels.formats import pack
 from sparse_kernels.oracle import WrongResult
@@ -276,12 +277,42 @@ def test_a_pattern_that_does_not_fit_is_unsupported() -> None:
 
 def test_rounded_weights_are_held_to_the_rounded_product_and_refused_where_they_gain_nothing() -> None:
     shape = LinearShape(64, 48, 3)
-    rotation = backends.prepare(replace(point("numba", "bf16", shape, ShflBW(32), 0.5), dtype_w="bfloat16"))
+    rotation = backends.prepare(replace(point("numba", "bf16-weights", shape, ShflBW(32), 0.5), dtype_w="bfloat16"))
     assert ".bf16." in rotation.facts["kernel_used"] and rotation.facts["max_rel_err"] < 1e-5
     exact = point("numba", "auto", shape, ShflBW(32), 0.5)
     assert rotation.facts["bytes_min"] < backends.prepare(exact).facts["bytes_min"]
     with pytest.raises(Unsupported, match="which those of nm:2:4 do not"):
-        backends.prepare(replace(point("numba", "bf16", shape, NM(2, 4), 0.5), dtype_w="bfloat16"))
+        backends.prepare(replace(point("numba", "bf16-weights", shape, NM(2, 4), 0.5), dtype_w="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "pattern"), [("torch", Dense()), ("openvino", Dense()), ("numba", Dense()), ("numba", ShflBW(32))]
+)
+def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: str, pattern: Pattern) -> None:
+    exact = point(backend, "bf16", LinearShape(64, 4096, 48), pattern, 0.0 if pattern == Dense() else 0.5)
+    try:
+        rotation = backends.prepare(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
+    except Unsupported as reason:  # the processor lacks it, and says so
+        assert backend != "numba" and "bfloat16" in str(reason)
+        return
+    assert rotation.facts["max_rel_err"] < oracle.BFLOAT16_ROUNDOFF
+
+
+def test_what_bfloat16_does_not_explain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column left out, of 48, or an eighth of the precision."""
+    wrong: list[Callable[[Layer], np.ndarray]] = [
+        lambda layer: layer.x[:, :-1] @ layer.weight[:, :-1].T + layer.bias,
+        lambda layer: layer.x @ (layer.weight * np.float32(1.02)).T + layer.bias,
+    ]
+    exact = point("numba", "bf16", LinearShape(64, 48, 60))
+    for compute in wrong:
+
+        def prepare(_: Point, layer: Layer, compute: Callable[[Layer], np.ndarray] = compute) -> Engine:
+            return Engine("planted", layer.weight.nbytes, [lambda: compute(layer)])
+
+        monkeypatch.setattr("latbench.backends.numba.prepare", prepare)
+        with pytest.raises(WrongResult):
+            backends.prepare(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
 
 
 def test_exact_weights_in_place_of_rounded_ones_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +320,7 @@ def test_exact_weights_in_place_of_rounded_ones_are_caught(monkeypatch: pytest.M
         return Engine("planted", layer.weight.nbytes, [lambda: layer.x @ layer.weight.T + layer.bias])
 
     monkeypatch.setattr("latbench.backends.numba.prepare", prepare)
-    exact = point("numba", "bf16", LinearShape(64, 48, 3), ShflBW(32), 0.5)
+    exact = point("numba", "bf16-weights", LinearShape(64, 48, 3), ShflBW(32), 0.5)
     backends.prepare(exact)
     with pytest.raises(WrongResult):
         backends.prepare(replace(exact, dtype_w="bfloat16"))

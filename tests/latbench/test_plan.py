@@ -65,15 +65,21 @@ def test_tuning_adds_our_linear_layers_once_more() -> None:
     assert more == {("numba", "tuned", LINEAR, point.pattern, point.sparsity) for point in ours}
 
 
-def test_weights_of_bfloat16_add_our_linear_layers_with_vectors_and_no_dense_ones() -> None:
+def test_bfloat16_adds_our_layers_with_rounded_weights_and_all_in_bfloat16_beside_dense_ones() -> None:
     usual, rounded = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, bf16=True))
     assert usual < rounded
-    assert {(point.backend, point.kernel, point.shape, point.dtype_w) for point in rounded - usual} == {
-        ("numba", "bf16", LINEAR, "bfloat16")
-    }
-    assert {point.pattern.format for point in rounded - usual} == {"vector", "shflbw", "block"}
-    key = next(iter(rounded - usual)).key()
-    assert (key["dtype_w"], key["dtype_a"], key["dtype_out"]) == ("bfloat16", "float32", "float32")
+    formats: dict[tuple[str, str], set[str]] = {}
+    for point in rounded - usual:
+        assert point.shape == LINEAR
+        formats.setdefault((point.backend, point.kernel), set()).add(point.pattern.format)
+        key = point.key()
+        of_x = "float32" if point.kernel == "bf16-weights" else "bfloat16"
+        assert (key["dtype_w"], key["dtype_a"], key["dtype_out"]) == ("bfloat16", of_x, "float32")
+    sparse = {"vector", "shflbw", "block"}
+    assert formats == {
+        ("numba", "bf16-weights"): sparse, ("numba", "bf16"): {"dense", *sparse},
+        ("torch", "bf16"): {"dense"}, ("openvino", "bf16"): {"dense"},
+    }  # fmt: skip
 
 
 def test_the_default_patterns_hold_all_formats_with_their_own_sparsities() -> None:

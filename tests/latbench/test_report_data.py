@@ -60,11 +60,11 @@ def test_rounded_weights_stand_beside_dense_ones_that_are_not() -> None:
     rows = frame(
         row("dense", 0.0, 8.0, "torch"),
         row("vector:2", 0.75, 2.0),
-        row("vector:2", 0.75, 1.6, kernel_requested="bf16", dtype_w="bfloat16"),
+        row("vector:2", 0.75, 1.6, kernel_requested="bf16-weights", dtype_w="bfloat16"),
         row("vector:2", 0.9, 1.0, dtype_w="bfloat16", dtype_a="bfloat16"),
     )
     [gain] = data.speedup(data.points(rows)).to_dict("records")
-    assert (gain["engine"], gain["speedup"]) == ("numba bf16", 5.0)
+    assert (gain["engine"], gain["speedup"]) == ("numba bf16-weights", 5.0)
     assert data.settings(rows)["dtype_w"] == "bfloat16, float32" and data.without_dense(data.points(rows)) == 1
 
 

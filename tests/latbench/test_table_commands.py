@@ -65,11 +65,17 @@ def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_pat
     arguments = ("sweep", "--cpu", "--backends", "torch,numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
     arguments += ("--patterns", "dense,vector:32", "--sparsities", "0.5", "--bf16", "-o", tmp_path / "out")
     done = latbench(*arguments)
-    assert done.code == 0 and "numba bf16" in done.out
-    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
-    assert set(rows["dtype_w"].drop("bf16")) == {"float32"}
-    assert rows.loc["bf16", "dtype_w"] == "bfloat16" and rows.loc["bf16", "dtype_a"] == "float32"
-    assert ".bf16." in rows.loc["bf16", "kernel_used"]
+    assert done.code == 0 and "numba bf16-weights" in done.out
+    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last")
+    types = {
+        (name, *own) for name, *own in zip(rows["kernel_requested"], rows["dtype_w"], rows["dtype_a"], strict=True)
+    }
+    assert {it for it in types if it[0].startswith("bf16")} == {
+        ("bf16-weights", "bfloat16", "float32"), ("bf16", "bfloat16", "bfloat16")
+    }  # fmt: skip
+    assert {it[1:] for it in types if not it[0].startswith("bf16")} == {("float32", "float32")}
+    [used] = rows.loc[rows["kernel_requested"] == "bf16-weights", "kernel_used"]
+    assert ".bf16." in used
 
 
 def test_by_default_a_sweep_writes_beside_the_user(

@@ -248,11 +248,11 @@ def test_tokens_that_fill_up_a_tile_are_zero_for_the_next_layer(rng):
 
 @by_the_unit
 def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
-    def kernel(pattern, n, threads=1, weight=1.0, weights="float32", layout="token_major", sparsity=0.7, k=64):
+    def kernel(pattern, n, threads=1, weight=1.0, precision="float32", layout="token_major", sparsity=0.7, k=64):
         numba.set_num_threads(threads)
         packed = packed_of(pattern, np.ones((96, k), np.float32), sparsity)
         packed = replace(packed, values=packed.values * np.float32(weight))
-        return prepare(packed, "numba", layout, n, weights=weights).kernel
+        return prepare(packed, "numba", layout, n, precision=precision).kernel
 
     assert kernel(ShflBW(32), 128) == "numba.shflbw.amx32x32"
     assert kernel(VectorWise(16), 32) == "numba.vector.amx16x32"
@@ -266,7 +266,7 @@ def test_it_is_taken_where_rows_fill_tiles_and_threads_have_tokens():
     assert ".amx" not in kernel(VectorWise(8), 128)
     assert ".amx" not in kernel(Unstructured(), 128)
     assert ".amx" not in kernel(ShflBW(32), 128, weight=np.inf)
-    assert ".amx" not in kernel(ShflBW(32), 128, weights="bfloat16")
+    assert ".amx" not in kernel(ShflBW(32), 128, precision="bfloat16-weights")
     if numba.config.NUMBA_NUM_THREADS > 1:
         assert ".amx" not in kernel(ShflBW(32), 48, threads=2)
 

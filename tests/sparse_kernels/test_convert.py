@@ -197,7 +197,7 @@ def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, r
     torch.manual_seed(int(rng.integers(2**31)))
     model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
     masks = {name: VectorWise(32).mask(weight_matrix(model[int(name)]).abs().numpy(), 0.5) for name in ("0", "2")}
-    choices = {name: LayerPattern(VectorWise(32), mask, "bfloat16") for name, mask in masks.items()}
+    choices = {name: LayerPattern(VectorWise(32), mask, "bfloat16-weights") for name, mask in masks.items()}
     x = torch.randn(tokens, 48)
     converted = convert(model, choices, (x,))
     nearest = copy.deepcopy(model)
@@ -206,19 +206,23 @@ def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, r
     expected = _masked(nearest, choices)(x.double()).float()
     torch.testing.assert_close(converted(x), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(_masked(model, choices)(x.double()).float(), expected, rtol=1e-5, atol=1e-5)
-    assert "weights=bfloat16" in str(converted)
-    assert "weights" not in str(convert(model, {"0": LayerPattern(VectorWise(32), masks["0"])}, (x,)))
+    assert "precision=bfloat16-weights" in str(converted)
+    assert "precision" not in str(convert(model, {"0": LayerPattern(VectorWise(32), masks["0"])}, (x,)))
 
 
 def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Flatten(), nn.Linear(32, 32))
     x = (torch.randn(1, 4, 1, 1),)
-    with pytest.raises(ValueError, match="layer '0': weights='bfloat16' is for linear layers, not for a Conv2d"):
-        convert(model, {"0": LayerPattern(VectorWise(32), weights="bfloat16")}, x)
+    with pytest.raises(
+        ValueError, match="layer '0': precision='bfloat16-weights' is for linear layers, not for a Conv2d"
+    ):
+        convert(model, {"0": LayerPattern(VectorWise(32), precision="bfloat16-weights")}, x)
     with pytest.raises(ValueError, match="layer '2': bfloat16 weights are for rows that share columns"):
-        convert(model, {"2": LayerPattern(Unstructured(), weights="bfloat16")}, x)
-    with pytest.raises(ValueError, match="layer '2': weights='bfloat16' is for backend numba, not reference"):
-        convert(model, {"2": LayerPattern(VectorWise(32), weights="bfloat16")}, x, backend="reference")
+        convert(model, {"2": LayerPattern(Unstructured(), precision="bfloat16-weights")}, x)
+    with pytest.raises(
+        ValueError, match="layer '2': precision='bfloat16-weights' is for backend numba, not reference"
+    ):
+        convert(model, {"2": LayerPattern(VectorWise(32), precision="bfloat16-weights")}, x, backend="reference")
 
 
 @torch.no_grad()

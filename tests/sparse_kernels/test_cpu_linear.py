@@ -72,9 +72,9 @@ def packed_of(pattern, weight, sparsity=0.7):
     return pack(weight, pattern.mask(weight.astype(float) ** 2, kept), pattern)
 
 
-def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, weights="float32"):
+def run(packed, x, layout, *, n=None, bias=None, activation=None, out=None, precision="float32"):
     """y (m, n) of x (k, n), through `layout`."""
-    plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n, weights=weights)
+    plan = prepare(packed, "numba", layout, x.shape[1] if n is None else n, precision=precision)
     if layout == "feature_major":
         return plan(x, bias, activation, out)
     if layout in BLOCKED_LAYOUTS:
@@ -356,7 +356,7 @@ def test_weights_of_bfloat16_are_the_nearest_ones_and_nothing_else_is_rounded(rn
     for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
         numba.set_num_threads(threads)
         for n in (0, 1, 2, 7, 8, 17, 50):
-            y = run(packed, x[:, :n].copy(), layout, weights="bfloat16")
+            y = run(packed, x[:, :n].copy(), layout, precision="bfloat16-weights")
             np.testing.assert_array_equal(y, nearest @ x[:, :n])
 
 
@@ -367,12 +367,12 @@ def test_rounded_weights_come_with_bias_activation_and_special_numbers(rng, patt
     for n in (1, 9, 40):
         x = rng.standard_normal((130, n)).astype(np.float32)
         for activation in (None, "relu", "gelu"):
-            y = run(packed, x, "token_major", bias=bias, activation=activation, weights="bfloat16")
+            y = run(packed, x, "token_major", bias=bias, activation=activation, precision="bfloat16-weights")
             oracle.check(y, rounded(packed), x, bias=bias, activation=activation)
         with pytest.raises(oracle.WrongResult):
-            oracle.check(run(packed, x, "token_major", weights="bfloat16"), packed, x)
+            oracle.check(run(packed, x, "token_major", precision="bfloat16-weights"), packed, x)
         x[7, 0] = np.inf
-        reached = ~np.isfinite(run(packed, x, "token_major", weights="bfloat16"))
+        reached = ~np.isfinite(run(packed, x, "token_major", precision="bfloat16-weights"))
         np.testing.assert_array_equal(reached[:, 0], unpack(packed)[:, 7] != 0)
         assert not reached[:, 1:].any()
 
@@ -381,7 +381,10 @@ def test_rounded_weights_come_with_bias_activation_and_special_numbers(rng, patt
 def test_known_wrong_halves_are_caught(rng, mistake):
     weight, x = oracle.exact_operands(rng, 64, 48, 5)
     packed = packed_of(VectorWise(32), weight)
-    plan, rows_of_x = prepare(packed, "numba", "token_major", 5, weights="bfloat16"), np.ascontiguousarray(x.T)
+    plan, rows_of_x = (
+        prepare(packed, "numba", "token_major", 5, precision="bfloat16-weights"),
+        np.ascontiguousarray(x.T),
+    )
     values = plan.panels.values
     oracle.check(plan(rows_of_x).T, rounded(packed), x)
     if mistake == "truncated":
@@ -397,7 +400,9 @@ def test_known_wrong_halves_are_caught(rng, mistake):
 
 def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
     packed = packed_of(VectorWise(32), np.ones((256, 512), np.float32))
-    whole, half = (prepare(packed, "numba", "token_major", 4, weights=each) for each in ("float32", "bfloat16"))
+    whole, half = (
+        prepare(packed, "numba", "token_major", 4, precision=each) for each in ("float32", "bfloat16-weights")
+    )
     assert whole.panels.values.nbytes == 2 * half.panels.values.nbytes == 4 * packed.nnz
     assert half.kernel == whole.kernel.removesuffix(target.host().name) + f"bf16.{target.host().name}"
     assert half.copy().kernel == half.kernel
@@ -408,17 +413,17 @@ def test_weights_of_bfloat16_take_half_the_bytes_where_few_tokens_read_them():
 def test_weights_that_would_gain_nothing_are_not_rounded(pattern):
     packed = packed_of(pattern, np.ones((12, 12), np.float32))
     with pytest.raises(ValueError, match=f"fill vectors of .* which those of {pattern} do not"):
-        prepare(packed, "numba", "token_major", 1, weights="bfloat16")
+        prepare(packed, "numba", "token_major", 1, precision="bfloat16-weights")
 
 
 def test_weights_of_other_types_are_refused():
     packed = packed_of(VectorWise(32), np.full((32, 4), 3.4e38, np.float32))
-    with pytest.raises(ValueError, match="unknown type 'int8' of weights: known are float32, bfloat16"):
-        prepare(packed, "numba", "token_major", 1, weights="int8")
-    with pytest.raises(ValueError, match="weights='bfloat16' is for backend numba, not reference"):
-        prepare(packed, "reference", "token_major", 1, weights="bfloat16")
+    with pytest.raises(ValueError, match=r"unknown precision 'int8': known are float32, bfloat16-weights, bfloat16$"):
+        prepare(packed, "numba", "token_major", 1, precision="int8")
+    with pytest.raises(ValueError, match="precision='bfloat16-weights' is for backend numba, not reference"):
+        prepare(packed, "reference", "token_major", 1, precision="bfloat16-weights")
     with pytest.raises(ValueError, match=r"bfloat16 cannot hold the weight 3.4e\+38"):
-        prepare(packed, "numba", "token_major", 1, weights="bfloat16")
+        prepare(packed, "numba", "token_major", 1, precision="bfloat16-weights")
 
 
 def rows_of(singles, k):
@@ -536,20 +541,20 @@ def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_seco
 
 
 @pytest.mark.parametrize("pattern", [VectorWise(32), BlockWise(32, 32), Dense()], ids=str)
-@pytest.mark.parametrize("weights", linear.WEIGHTS)
-def test_stages_add_up(monkeypatch, rng, pattern, weights):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
+def test_stages_add_up(monkeypatch, rng, pattern, precision):
     monkeypatch.setattr(tokens, "FIRST_LEVEL", 128)
     monkeypatch.setattr(linear, "host", lambda: replace(target.host(), shared=True))
     m, k = 83, 101
     for n in (1, 3, 8, 77):
         weight, x = oracle.exact_operands(rng, m, k, n)
         packed = packed_of(pattern, weight, sparsity=0.9)
-        plan = prepare(packed, "numba", "token_major", n, weights=weights)
+        plan = prepare(packed, "numba", "token_major", n, precision=precision)
         if plan.kernel.split(".")[2].startswith("tokens"):  # where a vector is as wide as it can be there
             assert plan.panels.stages > 10
         bias = rng.integers(-4, 4, m).astype(np.float32)
         expected = np.maximum(
-            unpack(rounded(packed) if weights == "bfloat16" else packed).astype(float) @ x + bias[:, None], 0
+            unpack(rounded(packed) if precision != "float32" else packed).astype(float) @ x + bias[:, None], 0
         )
         out = np.full((n, m), np.nan, np.float32)  # is not looked at before the first stage
         np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu", out).T, expected)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from numba import njit
 
+from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import host
@@ -50,7 +51,9 @@ def test_tokens_go_to_lanes_and_back(lanes, features):
     @njit
     def to_lanes(source, tokens, target):
         features = source.shape[1]
-        tokens_to_lanes(lanes, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1])
+        tokens_to_lanes(
+            lanes, FLOATS, source.ctypes.data, features, tokens, features, target.ctypes.data, target.shape[1]
+        )
 
     @njit
     def to_tokens(source, tokens, target):

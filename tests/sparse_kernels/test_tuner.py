@@ -267,18 +267,18 @@ def test_everything_that_may_change_the_answer_is_measured_anew(
     weight = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 
     def choose(
-        packed: Packed | None = None, layout: str = "token_major", n: int = 4, weights: str = "float32"
+        packed: Packed | None = None, layout: str = "token_major", n: int = 4, precision: str = "float32"
     ) -> int:
         """How often it had to be measured, of two times."""
         before = len(measured)
         for _ in range(2):
-            tuner.choose(packed or vector_layer(), layout, n, weights=weights)
+            tuner.choose(packed or vector_layer(), layout, n, precision=precision)
         return len(measured) - before
 
     assert choose() == 1
     assert choose(n=5) == 1
     assert choose(packed_of(VectorWise(32), weight, 0.5)) == 1
-    assert choose(packed_of(VectorWise(32), weight, 0.5), weights="bfloat16") == 1
+    assert choose(packed_of(VectorWise(32), weight, 0.5), precision="bfloat16-weights") == 1
     for layout in LAYOUTS:
         for pattern in (Unstructured(), NM(2, 4)):
             assert choose(packed_of(pattern, weight, 0.5), layout, 128) == 1
