@@ -3,7 +3,8 @@
 A builder gets the task's reference and the number of threads, and returns a callable that runs the model once on the
 task's example inputs. Dense engines are what a pruned model must beat: torch as it is, torch with every Linear and
 Conv2d through oneDNN (on some machines twice as fast), ONNX Runtime, OpenVINO where it is installed, latbench's own
-kernels with nothing pruned, and DeepSparse where the pruned model runs there. Imports torch: only for worker
+kernels with nothing pruned, and DeepSparse where the pruned model runs there. A model pruned for bfloat16 must beat
+those that compute in it, too. Imports torch: only for worker
 processes and functions that need it anyway.
 """
 
@@ -14,7 +15,7 @@ import logging
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from latbench import workloads
 from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
 from search.database import Database
 from search.onnx_export import export
+from search.options import OWN
 from search.pruning.folder import load_pruned
 from search.task import load
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.oracle import WrongResult
-from sparse_kernels.patterns import Dense, parse
+from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, VectorWise, parse
 
 Run = Callable[[], Any]
 Choices = Mapping[str, tuple[str, float]]
@@ -39,7 +41,7 @@ Choices = Mapping[str, tuple[str, float]]
 
 # Of the largest output. Adding in other orders, and Winograd's convolutions, stay far below it through many layers;
 # a wrong batch, layout or layer does not.
-SAME = 1e-3
+SAME, SAME_IN_BFLOAT16 = 1e-3, 5e-2
 
 DENSE_ENGINES = {
     "torch": "search.engines:dense_torch",
@@ -48,11 +50,15 @@ DENSE_ENGINES = {
     "openvino": "search.engines:dense_openvino",
     "numba": "search.engines:dense_numba",
     "deepsparse": "search.engines:dense_deepsparse",
+    "torch-bf16": "search.engines:dense_torch_bf16",
+    "openvino-bf16": "search.engines:dense_openvino_bf16",
+    "numba-bf16": "search.engines:dense_numba_bf16",
 }
-SHARING = ("onnxruntime", "openvino")
+IN_BFLOAT16 = ("torch-bf16", "openvino-bf16", "numba-bf16")
+SHARING = ("onnxruntime", "openvino", "openvino-bf16")
 """Those that run one exported file; their functions take the folder where they find it, or leave it for others."""
-BACKENDS = ("numba", "deepsparse")
-"""What runs a pruned model: latbench's own kernels, or DeepSparse."""
+BACKENDS = (*OWN, "deepsparse")
+"""What runs a pruned model: latbench's own kernels, in float32 or bfloat16, or DeepSparse."""
 
 
 def dense_torch(reference: str, threads: int) -> Run:
@@ -117,12 +123,21 @@ def exported_once(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Pa
 
 def dense_openvino(reference: str, threads: int, shared: str) -> Run:
     """The model exported to ONNX, on OpenVINO's CPU plugin, in float32 as the others."""
+    return _openvino(reference, threads, shared, "f32", SAME)
+
+
+def dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
+    """The same as OpenVINO computes it in bfloat16, from float32 to float32."""
+    return _openvino(reference, threads, shared, "bf16", SAME_IN_BFLOAT16)
+
+
+def _openvino(reference: str, threads: int, shared: str, precision: str, same: float) -> Run:
     from latbench.backends import openvino
 
     task = load(reference)
     model, inputs = task.model(), task.example()
     path = exported_once(model, inputs, Path(shared))
-    compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads)
+    compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:
@@ -130,17 +145,37 @@ def dense_openvino(reference: str, threads: int, shared: str) -> Run:
         return [results[i] for i in range(len(results))]
 
     with torch.inference_mode():
-        check_outputs(run(), tensors(model(*inputs)), "OpenVINO")
+        check_outputs(run(), tensors(model(*inputs)), "OpenVINO", same)
     return run
+
+
+def dense_torch_bf16(reference: str, threads: int) -> Run:
+    """The model as torch runs it in bfloat16, from float32 to float32."""
+    task = load(reference)
+    model, inputs = task.model().bfloat16(), task.example()
+
+    def narrow(*given: torch.Tensor) -> Any:
+        return model(*(x.bfloat16() if x.is_floating_point() else x for x in given))
+
+    return _inference(narrow, inputs, threads)
 
 
 def dense_numba(reference: str, threads: int) -> Run:
     """The model converted as a pruned one is, with every layer dense."""
+    return _dense_numba(reference, threads, "numba")
+
+
+def dense_numba_bf16(reference: str, threads: int) -> Run:
+    """The same in bfloat16."""
+    return _dense_numba(reference, threads, "numba-bf16")
+
+
+def _dense_numba(reference: str, threads: int, backend: str) -> Run:
     task = load(reference)
     model, inputs = task.model(), task.example()
     traced, _ = workloads.trace(model, inputs)
-    converted = convert(model, {layer.name: LayerPattern(Dense()) for layer in traced.layers}, inputs)
-    return _inference(converted, inputs, threads)
+    choices = in_precision(model, {layer.name: LayerPattern(Dense()) for layer in traced.layers}, backend)
+    return _inference(convert(model, choices, inputs), inputs, threads)
 
 
 @dataclass(frozen=True)
@@ -161,13 +196,13 @@ def random_pruned(reference: str, threads: int, backend: str, choices: Choices) 
     return _on(backend, model, swapped, inputs, threads)
 
 
-def layers_free(reference: str, threads: int, choices: Choices) -> Run:
+def layers_free(reference: str, threads: int, backend: str, choices: Choices) -> Run:
     """The model of `random_pruned` on latbench's own kernels, its sparse layers free: only what is left takes time.
 
     Each returns what it computed when it was first asked for such an output.
     """
     model, swapped, inputs = _with_random_masks(reference, choices)
-    converted = convert(model, swapped, inputs)
+    converted = convert(model, in_precision(model, swapped, backend), inputs)
     for layer in converted.modules():
         if isinstance(layer, SparseLinear | SparseConv2d):
             layer._multiply = _once(layer._multiply, tuple)  # type: ignore[method-assign]
@@ -248,7 +283,9 @@ def scores(reference: str, threads: int, backend: str, folder: str) -> tuple[flo
     torch.set_num_threads(threads)
     task = load(reference)
     model, choices = load_pruned(Path(folder), task.model())
-    pruned = model if backend == "deepsparse" else convert(model, choices, task.example())
+    pruned = model
+    if backend != "deepsparse":
+        pruned = convert(model, in_precision(model, choices, backend), task.example())
     with torch.inference_mode():
         return task.score(task.model()), task.score(pruned)
 
@@ -264,7 +301,28 @@ def _on(
     """The pruned model as `backend` runs it: its layers converted to `choices`, or as it is."""
     if backend == "deepsparse":
         return _on_deepsparse(model, inputs, threads, exported)
-    return _inference(convert(model, choices, inputs), inputs, threads)
+    return _inference(convert(model, in_precision(model, choices, backend), inputs), inputs, threads)
+
+
+def in_precision(model: nn.Module, choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
+    """The choices as this backend of ours multiplies them: linear layers whose rows share columns in its precision."""
+
+    def taken(module: nn.Module, pattern: Pattern) -> bool:
+        match pattern:
+            case Dense():
+                height = module.out_features if isinstance(module, nn.Linear) else 1
+            case VectorWise() | ShflBW():
+                height = pattern.v
+            case BlockWise():
+                height = pattern.rows
+            case _:
+                height = 1
+        return isinstance(module, nn.Linear) and height > 1
+
+    return {
+        name: replace(choice, precision=OWN[backend]) if taken(model.get_submodule(name), choice.pattern) else choice
+        for name, choice in choices.items()
+    }
 
 
 def _on_deepsparse(
@@ -289,18 +347,20 @@ def tensors(output: Any) -> list[np.ndarray]:
     return [array for part in parts for array in tensors(part)]
 
 
-def check_outputs(found: Sequence[np.ndarray], expected: Sequence[np.ndarray], engine: str) -> None:
-    """Raise WrongResult unless every output is within SAME of the expected one, relative to its largest value."""
+def check_outputs(
+    found: Sequence[np.ndarray], expected: Sequence[np.ndarray], engine: str, same: float = SAME
+) -> None:
+    """Raise WrongResult unless every output is within `same` of the expected one, relative to its largest value."""
     if [y.shape for y in found] != [y.shape for y in expected]:
         raise WrongResult(f"{engine} returns shapes {[y.shape for y in found]}, torch {[y.shape for y in expected]}")
     for y, wanted in zip(found, expected, strict=True):
         largest = float(np.abs(wanted).max(initial=0.0))
         off = float(np.abs(y - wanted).max(initial=0.0))
-        if not off <= SAME * largest:
+        if not off <= same * largest:
             raise WrongResult(f"{engine} computes something else than torch: off by {off:.3g} of {largest:.3g}")
 
 
-def _inference(model: nn.Module, inputs: tuple[torch.Tensor, ...], threads: int) -> Run:
+def _inference(model: Callable[..., Any], inputs: tuple[torch.Tensor, ...], threads: int) -> Run:
     torch.set_num_threads(threads)
 
     def run() -> Any:

@@ -35,6 +35,11 @@ class CostModel(Protocol):
         """Whether each row is one that the model predicts without extrapolating."""
 
 
+OWN = {"numba": "float32", "numba-bf16": "bfloat16"}
+"""What a search calls latbench's own kernels, and what weights and activations are multiplied in; in a table all of
+them are backend numba, and have rows of this type.
+"""
+
 # What a search needs of a table, and what tells rows apart that are alike but for their shape.
 _COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
 _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
@@ -54,7 +59,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
     seen: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], backend), pc.equal(piece["threads"], threads))
+        ours = pc.and_(pc.equal(piece["backend"], _in_table(backend)), pc.equal(piece["threads"], threads))
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
@@ -94,13 +99,14 @@ def predicted_layers(
     """Each layer with every pattern and sparsity that the table holds for its shape, dense first; errors are NaN yet.
 
     With `sparsities`, these instead, as far as the model predicts them without extrapolating; and so for a shape of
-    which the table holds nothing, or dense times only, with the patterns and sparsities of others. Rows of rounded
-    weights are no options, because a profile does not ask for them. `patterns` narrows the rest. Raises BadData where
-    a layer has no dense time on this backend with so many threads.
+    which the table holds nothing, or dense times only, with the patterns and sparsities of others. Rows in another
+    precision than the backend's are no options. `patterns` narrows the rest. Raises BadData where a layer has no
+    dense time on this backend with so many threads.
     """
     rows = tables.timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == backend) & (rows["threads"] == threads)]
-    rows = rows[rows["dtype_w"] == rows["dtype_a"]]
+    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == _in_table(backend)) & (rows["threads"] == threads)]
+    if backend in OWN:
+        rows = rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
     known: dict[Shape, Layer] = {}
@@ -113,11 +119,15 @@ def predicted_layers(
                 raise BadData(
                     f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with "
                     f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
-                    "trace, then latbench sweep --workload)"
+                    f"trace, then latbench sweep --workload{' --bf16' if backend == 'numba-bf16' else ''})"
                 )
             low, high = model.predict_interval(wanted, coverage)
             known[shape] = _layer(name, wanted, np.asarray(model.predict(wanted)), low, high, shape)
     return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
+
+
+def _in_table(backend: str) -> str:
+    return "numba" if backend in OWN else backend
 
 
 def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:

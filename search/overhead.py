@@ -25,8 +25,9 @@ import numpy as np
 from latbench import backends, devices
 from latbench.errors import BadData
 from search.end_to_end import Engine, Progress, time_engines
-from search.engines import DENSE_ENGINES, SHARING
+from search.engines import DENSE_ENGINES, IN_BFLOAT16, SHARING
 from search.layers import options_of
+from search.options import OWN
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
 from search.sessions import Chosen, Session, profile_name
 from search.solve import Floats, sum_in_order
@@ -100,19 +101,24 @@ def measure_whole_model(
     engines = dense_engines(task, threads, backend)
     for name, one in profiles.items():
         engines[name] = Engine("pruned", "search.engines:random_pruned", (task.reference, threads, backend, one))
-    if backend == "numba":
-        engines[FREE] = Engine("pruned", "search.engines:layers_free", (task.reference, threads, chosen[-1]))
+    if backend in OWN:
+        arguments = (task.reference, threads, backend, chosen[-1])
+        engines[FREE] = Engine("pruned", "search.engines:layers_free", arguments)
     required = ["torch", *profiles, *({FREE} & engines.keys())]
     timings = time_engines(engines, threads=threads, required=required, progress=progress)
     return Session(profiles, timings)
 
 
 def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
-    """The dense engines that a pruned model on `backend` is compared with; DeepSparse is one where it runs there."""
+    """The dense engines that a pruned model on `backend` is compared with: DeepSparse where it runs there, and those
+    in bfloat16 where it does.
+    """
+    others = {"deepsparse": ("deepsparse",), "numba-bf16": IN_BFLOAT16}
+    left_out = {name for other, names in others.items() if other != backend for name in names}
     return {
         name: Engine(name, function, (task.reference, threads), shares=name in SHARING)
         for name, function in DENSE_ENGINES.items()
-        if name != "deepsparse" or backend == "deepsparse"
+        if name not in left_out
     }
 
 

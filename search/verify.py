@@ -44,6 +44,9 @@ COLUMNS = {
     "openvino": ("openvino", "auto"),
     "numba": ("numba", "auto"),
     "deepsparse": ("deepsparse", "auto"),
+    "torch-bf16": ("torch", "bf16"),
+    "openvino-bf16": ("openvino", "bf16"),
+    "numba-bf16": ("numba", "bf16"),
 }
 
 
@@ -88,7 +91,7 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in one line."""
         low, high = self.measured_speedup_low, self.measured_speedup_high
-        where = " on deepsparse" if self.backend == "deepsparse" else ""
+        where = {"deepsparse": " on deepsparse", "numba-bf16": " in bfloat16"}.get(self.backend, "")
         found = f"{self.measured_speedup:.2f}x ({low:.2f}-{high:.2f}x) measured{where} against {self.dense_engine}"
         sentence = f"promise {'met' if self.met else 'missed'}: {found}, {self.target:g}x promised"
         if self.slowdown is not None and self.slowdown > BUSY:
@@ -228,12 +231,13 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
     """A table row for every engine: op "model", purpose "verify"."""
     found = []
     for seq, (name, blocks) in enumerate(timings.blocks.items()):
-        backend, kernel = COLUMNS.get(name, (verdict.backend, "auto"))
+        backend, kernel = COLUMNS[verdict.backend if name == PRUNED else name]
+        dtype = "bfloat16" if kernel == "bf16" else "float32"
         found.append({
             "purpose": "verify", "op": "model", "model": verdict.task, "device": verdict.device, "seq": seq,
             "backend": backend, "backend_version": _version(backend), "kernel_requested": kernel,
             "kernel_used": name, "pattern": "profile" if name == PRUNED else "dense",
-            "batch": verdict.batch, "dtype_w": "float32", "dtype_a": "float32", "dtype_out": "float32",
+            "batch": verdict.batch, "dtype_w": dtype, "dtype_a": dtype, "dtype_out": "float32",
             "context": "network", "cache_mode": "warm", "launch_mode": "call", "threads": verdict.threads,
             "timer": "perf_counter", "pinning": "none", "status": "ok", "stop_reason": "budget",
             "samples_seconds": [sample for block in blocks for sample in block],

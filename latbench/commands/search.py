@@ -25,7 +25,11 @@ def search(
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.")],
     model: Annotated[Path | None, typer.Option(help="The cost model that latbench fit wrote; for numba.")] = None,
     backend: Annotated[
-        str, typer.Option(help="What shall run the pruned model: numba, latbench's own kernels, or deepsparse.")
+        str,
+        typer.Option(
+            help="What shall run the pruned model: numba, latbench's own kernels; numba-bf16, those in bfloat16; or "
+            "deepsparse."
+        ),
     ] = "numba",
     patterns: Annotated[
         list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
@@ -179,6 +183,7 @@ def _check(
     from latbench.errors import UsageError
     from search.engines import BACKENDS
     from search.judges import PLACES
+    from search.options import OWN
     from search.pruning.build import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES
 
@@ -190,7 +195,7 @@ def _check(
     ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
-    if backend == "numba" and model is None:
+    if backend in OWN and model is None:
         raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
     if backend == "deepsparse":
         if most_bytes is not None:

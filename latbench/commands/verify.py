@@ -17,7 +17,8 @@ def verify(
     pruned: Annotated[Path, typer.Argument(help="The folder that latbench prune wrote.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for verify.json and the rows measured.")],
     backend: Annotated[
-        str | None, typer.Option(help="What runs the pruned model: numba or deepsparse; default as it was searched.")
+        str | None,
+        typer.Option(help="What runs the pruned model: numba, numba-bf16 or deepsparse; default as it was searched."),
     ] = None,
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
 ) -> None:

@@ -114,6 +114,7 @@ def test_deepsparse_is_a_dense_engine_only_where_the_pruned_model_runs_there(lit
     assert len({engine.worker for engine in own.values()}) == len(own)  # one's threads would slow the next
     assert list(own) == ["torch", "torch-mkldnn", "onnxruntime", "openvino", "numba"]
     assert list(overhead.dense_engines(little, 2, "deepsparse")) == [*own, "deepsparse"]
+    assert list(overhead.dense_engines(little, 2, "numba-bf16")) == [*own, *engines.IN_BFLOAT16]
 
 
 @pytest.mark.parametrize("backend", engines.BACKENDS)
@@ -142,7 +143,8 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     known = {"torch": 9.0, "onnxruntime": 1.0, "openvino": 1.2}
     job.time_profiles(inputs, settings, profiles, known, lambda *_: None)
     own = ["torch-mkldnn", "onnxruntime", "openvino", "numba"]  # of oneDNN and our own nothing is known
-    assert [name for name in asked if name not in ("pruned", "deepsparse")] == own
+    assert [name for name in asked if name not in ("pruned", "deepsparse", *engines.IN_BFLOAT16)] == own
+    assert (set(engines.IN_BFLOAT16) <= set(asked)) == (backend == "numba-bf16")
 
 
 def test_what_deepsparse_compiles_has_the_zeros_that_were_asked_for(
@@ -175,7 +177,7 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, deepsparse"),
+        (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
         (["--model", "m.json", "--time-budget", "soon"], 2, "a time is a number with s, m or h behind it"),
         ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
