@@ -1,9 +1,10 @@
 """What a CPU can do at most, and how long fixed pieces of work take on it: measured once, kept in the cache folder.
 A GPU's ceilings (`latbench.gpu.ceilings`) are kept in the same way.
 
-The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second, and bytes
-read a second from working sets of several sizes. No call can be faster than its operations at the one rate, or than
-reading what it must read at the rate of a working set of that size, which the caches may hold as well as they like.
+The ceilings are the roofline (Williams, Waterman, Patterson 2009, "Roofline"): float32 operations a second, those of
+numbers that are multiplied as bfloat16, and bytes read a second from working sets of several sizes. No call can be
+faster than its operations at the one rate, or than reading what it must read at the rate of a working set of that
+size, which the caches may hold as well as they like.
 
 The pace is what the two reference kernels of a sweep usually take: a dense product, which is bound by the vector
 units, and a sum over more memory than the caches hold.
@@ -28,25 +29,30 @@ class Ceilings:
     """Of one device with so many threads.
 
     flop_per_second; read_bytes_per_second: by size of the working set in bytes, which rises; product_seconds and
-    sum_seconds: what the reference kernels usually take.
+    sum_seconds: what the reference kernels usually take; bfloat16_flop_per_second: as flop_per_second unless given.
     """
 
     flop_per_second: float
     read_bytes_per_second: dict[int, float]
     product_seconds: float
     sum_seconds: float
+    bfloat16_flop_per_second: float = 0.0
 
-    def compute_seconds(self, flop: float) -> float:
-        """The least that so many operations can take."""
-        return flop / self.flop_per_second
+    def __post_init__(self) -> None:
+        if not self.bfloat16_flop_per_second:
+            object.__setattr__(self, "bfloat16_flop_per_second", self.flop_per_second)
+
+    def compute_seconds(self, flop: float, dtype: str = "float32") -> float:
+        """The least that so many operations can take, on activations multiplied as `dtype`."""
+        return flop / (self.bfloat16_flop_per_second if dtype == "bfloat16" else self.flop_per_second)
 
     def memory_seconds(self, size: float) -> float:
         """The least that reading so many bytes can take, wherever they lie."""
         return memory_seconds(self.read_bytes_per_second, size)
 
-    def roofline_seconds(self, flop: float, size: float) -> float:
-        """The least that work of so many operations on so many bytes can take."""
-        return max(self.compute_seconds(flop), self.memory_seconds(size))
+    def roofline_seconds(self, flop: float, size: float, dtype: str = "float32") -> float:
+        """The least that work of so many operations on so many bytes can take, as `compute_seconds`."""
+        return max(self.compute_seconds(flop, dtype), self.memory_seconds(size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
         """`weighed` for work of so many operations on so many bytes."""
@@ -61,6 +67,7 @@ class Ceilings:
             higher(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
+            max(self.bfloat16_flop_per_second, other.bfloat16_flop_per_second),
         )
 
 

@@ -148,7 +148,7 @@ class CpuPace(Pace[Ceilings]):
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
         """See Roofline: on a CPU all kernels have the same units."""
-        return self.ceilings.roofline_seconds(flop, size)
+        return self.ceilings.roofline_seconds(flop, size, point.dtype_a)
 
 
 def _typical(readings: list[Reading]) -> tuple[float, float]:

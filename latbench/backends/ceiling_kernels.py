@@ -11,28 +11,31 @@ from numba import njit, prange, types
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx
-from sparse_kernels.cpu.emitter import Emitter, with_literals
+from sparse_kernels.cpu.emitter import FLOATS, PAIRS_BY_UNIT, Emitter, with_literals
 from sparse_kernels.cpu.target import host
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
 LEAST_READ = 2**23  # floats that a thread reads at least: what is smaller is read again
+OF_A_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of float32
 
 
 @with_literals
-def _chains(typing_context: Any, lanes: Any, fused: Any, steps: Any, factor: Any) -> Any:
-    """The sum of SUMS chains of `steps` multiply-adds, s = s * factor + factor."""
-    signature = types.float32(lanes, fused, types.intp, types.float32)
+def _chains(typing_context: Any, lanes: Any, fused: Any, numbers: Any, steps: Any, factor: Any) -> Any:
+    """The sum of SUMS chains of `steps` multiply-adds, s = s * factor + factor, or of those of pairs of bfloat16."""
+    signature = types.float32(lanes, fused, numbers, types.intp, types.float32)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        lanes, fused = (int(literal.literal_value) for literal in signature.args[:2])
+        lanes, fused, kind = (int(literal.literal_value) for literal in signature.args[:3])
         emit = Emitter(builder, lanes, bool(fused))
-        factors = emit.splat(args[3])
+        factors = emit.splat(args[4])
 
         def step(_: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            return [emit.multiply_add(total, factors, factors) for total in sums]
+            if kind == FLOATS:
+                return [emit.multiply_add(total, factors, factors) for total in sums]
+            return [emit.multiply_pairs(factors, factors, total, kind) for total in sums]
 
-        return _together(emit, emit.loop(args[2], emit.zeros(SUMS), step))
+        return _together(emit, emit.loop(args[3], emit.zeros(SUMS), step))
 
     return signature, generate
 
@@ -95,7 +98,13 @@ _LANES, _FUSED = _TARGET.lanes, int(_TARGET.fused)
 @njit(parallel=True, nogil=True)
 def _multiply_adds(results: NDArray[np.float32], steps: int, factor: float) -> None:
     for i in prange(len(results)):
-        results[i] = _chains(_LANES, _FUSED, steps, factor)
+        results[i] = _chains(_LANES, _FUSED, FLOATS, steps, factor)
+
+
+@njit(parallel=True, nogil=True)
+def _multiply_pairs(results: NDArray[np.float32], steps: int, factor: float) -> None:
+    for i in prange(len(results)):
+        results[i] = _chains(_LANES, _FUSED, PAIRS_BY_UNIT, steps, factor)
 
 
 @njit(parallel=True, nogil=True)
@@ -112,12 +121,12 @@ def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
 
 
 def matrix_products(threads: int) -> int:
-    """Keep the matrix units of `threads` threads busy; the operations done, of float32 by products of thirds.
+    """Keep the matrix units of `threads` threads busy; the operations done, of bfloat16.
 
     Of zeros, which may leave the processor a higher clock than numbers do.
     """
     _matrix_products(np.zeros((threads, 64), np.uint8), STEPS)
-    return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads // len(amx.PRODUCTS)
+    return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads
 
 
 def multiply_add(threads: int) -> int:
@@ -126,6 +135,12 @@ def multiply_add(threads: int) -> int:
     """
     _multiply_adds(np.zeros(threads, np.float32), STEPS, 0.5)
     return 2 * SUMS * _LANES * STEPS * threads
+
+
+def multiply_pairs(threads: int) -> int:
+    """The same with pairs of bfloat16, on a processor that multiplies them: twice as many operations."""
+    _multiply_pairs(np.zeros(threads, np.float32), STEPS, 0.5)
+    return 2 * 2 * SUMS * _LANES * STEPS * threads
 
 
 def read(x: NDArray[np.float32], threads: int) -> int:

@@ -1,8 +1,8 @@
 """Fixed work of a CPU's reference worker: what shows its pace during a sweep, and what finds its ceilings.
 
 Runs in a process of its own. The pace is taken with NumPy, which starts fast. The ceilings are found with Numba:
-chains of multiply-adds in registers, of vectors and of tiles where there are any, and a sum by vectors, all emitted
-so that nothing is optimised away.
+chains of multiply-adds in registers, of vectors, and of pairs and tiles where there are any, and a sum by vectors, all
+emitted so that nothing is optimised away.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORKING_SETS = (2**14, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes a thread
 _TRIALS = 30
 _PACE_SECONDS = 0.5
 
-WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 3"
+WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 4"
 """What the reference kernels are; the last number counts changes of how ceilings are found."""
 
 
@@ -50,10 +50,13 @@ def find(threads: int) -> Ceilings:
     for size in _WORKING_SETS:
         x = np.ones(threads * size // 4, np.float32)
         rates[x.nbytes] = _most(lambda: ceiling_kernels.read(x, threads))  # noqa: B023 - called at once
-    flop_per_second = _most(lambda: ceiling_kernels.multiply_add(threads))
+    floats = pairs = _most(lambda: ceiling_kernels.multiply_add(threads))
+    if host().pairs:
+        pairs = max(pairs, _most(lambda: ceiling_kernels.multiply_pairs(threads)))
     if host().matrix:
-        flop_per_second = max(flop_per_second, _most(lambda: ceiling_kernels.matrix_products(threads)))
-    return Ceilings(flop_per_second, never_rising(rates), _usual(product()), _usual(total()))
+        products = _most(lambda: ceiling_kernels.matrix_products(threads))
+        floats, pairs = max(floats, products / ceiling_kernels.OF_A_FLOAT), max(pairs, products)
+    return Ceilings(floats, never_rising(rates), _usual(product()), _usual(total()), pairs)
 
 
 def _most(run: Callable[[], int]) -> float:

@@ -287,6 +287,8 @@ def _roofline(ceilings: dict[str, Any] | None) -> str:
         **{f"{dtype} on tensor cores": rate for dtype, rate in ceilings.get("tensor_flop_per_second", {}).items()},
         "float32": ceilings.get("flop_per_second") or ceilings["ordinary_flop_per_second"],
     }
+    if (halves := ceilings.get("bfloat16_flop_per_second", 0.0)) > rates["float32"]:
+        rates["bfloat16"] = halves
     reads = list(ceilings["read_bytes_per_second"].items())
     return ", ".join(
         [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]

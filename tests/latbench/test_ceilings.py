@@ -1,6 +1,7 @@
 """The roofline and the pace of a machine that the tests make up, and the ceilings of this one, once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,11 @@ def test_the_roofline_is_the_slower_of_computing_and_reading() -> None:
     assert MADE_UP.roofline_seconds(flop=1000, size=20) == 10.0
     assert MADE_UP.roofline_seconds(flop=10, size=20) == 20 / 50
     assert MADE_UP.roofline_seconds(flop=10, size=10_000) == 500.0
+    assert (
+        MADE_UP.roofline_seconds(flop=1000, size=20, dtype="bfloat16") == 10.0
+    )  # of a machine without a unit for it
+    twice = replace(MADE_UP, bfloat16_flop_per_second=200.0)
+    assert twice.roofline_seconds(flop=1000, size=20, dtype="bfloat16") == 5.0 == twice.compute_seconds(500)
 
 
 @pytest.mark.parametrize(("size", "rate"), [(1, 50), (10, 50), (999, 50), (1000, 20), (10**6, 2)])

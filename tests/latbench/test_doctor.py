@@ -182,12 +182,12 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
-    cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3)
+    cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
     Kept(devices.cpu_device(), devices.cores(), reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
     roofline.kept(nvml.environment(nvml.only_gpu()), lambda: gpu).get()
     out = latbench("doctor").out
-    assert "0.15 TFLOP/s float32, reads 200 GB/s of 16 KiB, reads 10 GB/s of 64 MiB" in out
+    assert "0.15 TFLOP/s float32, 0.3 TFLOP/s bfloat16, reads 200 GB/s of 16 KiB, reads 10 GB/s of 64 MiB" in out
     assert "800 TFLOP/s float16 on tensor cores, 60 TFLOP/s float32, reads 6000 GB/s of 1 MiB" in out
 
 
