@@ -150,7 +150,7 @@ def _openvino(reference: str, threads: int, shared: str, precision: str, same: f
 
 
 def dense_torch_bf16(reference: str, threads: int) -> Run:
-    """The model as torch runs it in bfloat16, from float32 to float32."""
+    """The model as torch runs it in bfloat16, what it returns too; float32 inputs are rounded in the call."""
     task = load(reference)
     model, inputs = task.model().bfloat16(), task.example()
 
@@ -305,7 +305,7 @@ def _on(
 
 
 def in_precision(model: nn.Module, choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
-    """The choices as this backend of ours multiplies them: linear layers whose rows share columns in its precision."""
+    """The choices as this backend of ours runs them: linear layers whose rows share columns in its precision."""
 
     def taken(module: nn.Module, pattern: Pattern) -> bool:
         match pattern:

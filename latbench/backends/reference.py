@@ -1,8 +1,8 @@
 """Fixed work of a CPU's reference worker: what shows its pace during a sweep, and what finds its ceilings.
 
 Runs in a process of its own. The pace is taken with NumPy, which starts fast. The ceilings are found with Numba:
-chains of multiply-adds in registers, of vectors, and of pairs and tiles where there are any, and a sum by vectors, all
-emitted so that nothing is optimised away.
+chains of multiply-adds in registers, of vectors, and of pairs and tiles where there are any, and a sum by vectors,
+all emitted so that nothing is optimised away.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,26 @@ from typing import Any
 import pytest
 import torch
 
-from search.engines import Choices, exported_once, layers_free, random_pruned
+from search.engines import (
+    SAME_IN_BFLOAT16,
+    Choices,
+    check_outputs,
+    dense_numba_bf16,
+    dense_openvino_bf16,
+    dense_torch,
+    dense_torch_bf16,
+    exported_once,
+    in_precision,
+    layers_free,
+    random_pruned,
+)
+from search.engines import tensors as engine_tensors
 from search.problem import DENSE
+from search.task import load
 from sparse_kernels import nn as sparse
+from sparse_kernels.convert import LayerPattern
+from sparse_kernels.oracle import WrongResult
+from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 
 TASK = str(Path(__file__).parent / "pruning_task.py")
 # One input through two layers of one convolution: it is asked for outputs of two sizes.
@@ -67,7 +85,7 @@ def test_free_layers_compute_once_and_the_rest_as_always(
         (tmp_path / "twice.py").write_text(TWICE)
         task = str(tmp_path / "twice.py")
     pruned: Any = random_pruned(task, 1, "numba", choices)
-    free = layers_free(task, 1, choices)
+    free = layers_free(task, 1, "numba", choices)
     expected, first = tensors(pruned()), tensors(free())
     computed.clear()
     again = tensors(free())
@@ -77,6 +95,41 @@ def test_free_layers_compute_once_and_the_rest_as_always(
         torch.testing.assert_close(c, b, rtol=0, atol=0)
     pruned()  # others in this process compute
     assert len(computed) == layers
+
+
+CHOICES = {"conv": ("vector:4", 0.5), "fc": ("vector:8", 0.5)}
+
+
+def test_in_bfloat16_linear_layers_are_whose_rows_share_columns() -> None:
+    model = load(TASK).model()
+    patterns = [Dense(), VectorWise(8), ShflBW(4), BlockWise(4, 4), VectorWise(1), Unstructured(), NM(2, 4)]
+    for pattern in patterns:
+        choices = {name: LayerPattern(pattern) for name in ("conv", "fc")}
+        found = {name: choice.precision for name, choice in in_precision(model, choices, "numba-bf16").items()}
+        assert found == {"conv": "float32", "fc": "bfloat16" if pattern in patterns[:4] else "float32"}
+        assert in_precision(model, choices, "numba") == choices
+
+
+def test_models_in_bfloat16_are_near_those_in_float32_and_not_the_same() -> None:
+    dense: Any = dense_torch(TASK, 1)
+    exact: Any = random_pruned(TASK, 1, "numba", CHOICES)
+    for expected, build in (
+        (dense(), partial(dense_torch_bf16, TASK, 1)),
+        (dense(), partial(dense_numba_bf16, TASK, 1)),
+        (exact(), partial(random_pruned, TASK, 1, "numba-bf16", CHOICES)),
+        (exact(), partial(layers_free, TASK, 1, "numba-bf16", CHOICES)),
+    ):
+        run: Any = build()
+        found = run().float()
+        check_outputs(engine_tensors(found), engine_tensors(expected), "this", SAME_IN_BFLOAT16)
+        with pytest.raises(WrongResult):
+            check_outputs(engine_tensors(found), engine_tensors(expected), "this", 1e-6)
+
+
+def test_openvino_computes_a_model_in_bfloat16_where_the_processor_can(tmp_path: Path) -> None:
+    run: Any = dense_openvino_bf16(TASK, 1, str(tmp_path))
+    exact: Any = dense_torch(TASK, 1)
+    check_outputs(run(), engine_tensors(exact()), "OpenVINO", SAME_IN_BFLOAT16)
 
 
 def test_a_model_is_exported_once_for_all_engines_of_a_timing(

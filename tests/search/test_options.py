@@ -33,6 +33,7 @@ class Doubling:
 
 
 LINEAR = LinearShape(m=32, k=16, n=7)
+BFLOAT16 = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "kernel_requested": "bf16"}
 CONV = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1))
 CONV2 = Conv2dShape(batch=1, c_in=8, h=5, w=5, c_out=16, kh=3, kw=3, padding=(1, 1), stride=(2, 2))
 
@@ -54,7 +55,8 @@ def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
         (LINEAR, "vector:8", 0.5, 2.0, {"status": "incorrect", "point_id": "x"}),
         (LINEAR, "vector:8", 0.75, 2.0, {"threads": 1, "point_id": "y"}),
         (LINEAR, "dense", 0.0, 0.1, {"backend": "torch", "point_id": "z"}),
-        (LINEAR, "vector:8", 0.9, 0.5, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"}),
+        (LINEAR, "vector:8", 0.9, 0.5, {"dtype_w": "bfloat16", "kernel_requested": "bf16-weights", "point_id": "v"}),
+        (LINEAR, "vector:8", 0.8, 0.6, BFLOAT16 | {"point_id": "u"}),
         (CONV, "dense", 0.0, 5.0, {}),
         (CONV2, "dense", 0.0, 6.0, {}),
     )
@@ -68,6 +70,27 @@ def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
     assert (found[1].seconds.tolist(), found[2].seconds.tolist()) == ([5.0], [6.0])
     narrow = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, patterns=["nm:2:4"])
     assert narrow[0].options == (Option("dense", 0.0), Option("nm:2:4", 0.5))
+
+
+def test_options_in_bfloat16_are_those_that_were_multiplied_so() -> None:
+    t = table(
+        (LINEAR, "dense", 0.0, 4.0, {}),
+        (LINEAR, "unstructured", 0.9, 2.0, {}),
+        (LINEAR, "vector:8", 0.9, 1.0, {}),
+        (LINEAR, "vector:8", 0.9, 0.9, {"dtype_w": "bfloat16", "kernel_requested": "bf16-weights", "point_id": "v"}),
+        (LINEAR, "vector:8", 0.9, 0.6, BFLOAT16 | {"point_id": "w"}),
+        (LINEAR, "dense", 0.0, 1.9, BFLOAT16 | {"backend": "torch", "point_id": "x"}),
+    )
+    with pytest.raises(BadData, match=r"no valid dense time of layer x .* on numba-bf16 .* --workload --bf16\)"):
+        predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, backend="numba-bf16")
+    t = pd.concat([t, table((LINEAR, "dense", 0.0, 2.0, BFLOAT16 | {"point_id": "y"}))])
+    [found] = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2, backend="numba-bf16")
+    assert found.options == (Option("dense", 0.0), Option("vector:8", 0.9))
+    assert found.seconds.tolist() == [2.0, 0.6]
+    [own] = predicted_layers(Doubling(), t, {"x": LINEAR}, threads=2)
+    assert dict(zip(own.options, own.seconds.tolist(), strict=True)) == {
+        Option("dense", 0.0): 4.0, Option("unstructured", 0.9): 2.0, Option("vector:8", 0.9): 1.0
+    }  # fmt: skip
 
 
 def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp_path: Path) -> None:
@@ -87,15 +110,19 @@ def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp
         *(swept(replace(other, n=n), "vector:8", 0.5) for n in range(20, 40)),
         swept(other, "nm:2:4", 0.5, threads=1),
         swept(other, "nm:2:4", 0.5, status="incorrect", samples_seconds=None),
+        *(swept(other, pattern, level, **BFLOAT16) for pattern, level in (("dense", 0.0), ("vector:8", 0.8))),
     ]
     tables.write_part(tmp_path, rows_of_table)
     rows = swept_rows(tmp_path, [LINEAR], threads=2, backend="numba")
     [layer] = predicted_layers(Learned(), rows, {"fc": LINEAR}, threads=2)
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
-    assert len(rows) == 6  # of twenty more of the same kinds none
+    assert len(rows) == 8  # of twenty more of the same kinds none
     rows = swept_rows(tmp_path, [other], threads=2, backend="numba")
     [layer] = predicted_layers(Doubling(), rows, {"fc": other}, threads=2)
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
+    rows = swept_rows(tmp_path, [other], threads=2, backend="numba-bf16")
+    [layer] = predicted_layers(Doubling(), rows, {"fc": other}, threads=2, backend="numba-bf16")
+    assert layer.options == (Option("dense", 0.0), Option("vector:8", 0.8))
 
 
 def test_a_layer_that_was_not_swept_is_named() -> None:

@@ -112,6 +112,19 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
     assert found.loc["torch", "backend"] == "torch"
 
 
+def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(little: Task, tmp_path: Path) -> None:
+    timed = Timings({"torch": steady(6.0), "torch-bf16": steady(3.0), PRUNED: steady(1.0)}, {})
+    verdict = conclude(little, profile(), "numba-bf16", timed, (0.9, 0.8), "hash")
+    assert verdict.sentence() == (
+        "promise met: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
+    )
+    tables.write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    found = tables.read(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
+    assert found.loc[PRUNED].tolist() == ["numba", "bf16", "bfloat16"]
+    assert found.loc["torch-bf16"].tolist() == ["torch", "bf16", "bfloat16"]
+    assert found.loc["torch"].tolist() == ["torch", "auto", "float32"]
+
+
 def test_without_deepsparse_nothing_is_timed(little: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     folder = pruned_folder(tmp_path / "pruned", little, profile())

@@ -1,7 +1,7 @@
 """A converted model is the masked model: whatever is folded, wherever a layer sits."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels.convert import CONVERTED, FOLDED, LayerPattern, _same, convert
+from sparse_kernels.cpu import target
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
-from sparse_kernels.patterns import Dense, Pattern, Unstructured, VectorWise
+from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.tiles import Tiles
 
 
@@ -208,6 +209,26 @@ def test_rounded_weights_make_the_model_whose_weights_are_rounded(tokens: int, r
     assert not torch.allclose(_masked(model, choices)(x.double()).float(), expected, rtol=1e-5, atol=1e-5)
     assert "precision=bfloat16-weights" in str(converted)
     assert "precision" not in str(convert(model, {"0": LayerPattern(VectorWise(32), masks["0"])}, (x,)))
+
+
+@torch.no_grad()
+def test_a_model_in_bfloat16_is_near_the_one_whose_weights_are_rounded(rng: np.random.Generator) -> None:
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32), nn.Tanh())
+    masks = {name: ShflBW(32).mask(weight_matrix(model[int(name)]).abs().numpy(), 0.5) for name in ("0", "2")}
+    choices = {name: LayerPattern(ShflBW(32), mask, "bfloat16-weights") for name, mask in masks.items()}
+    x = torch.randn(140, 48)
+    weights_alone = convert(model, choices, (x,))(x)
+    converted = convert(
+        model, {name: replace(choice, precision="bfloat16") for name, choice in choices.items()}, (x,)
+    )
+    assert "precision=bfloat16" in str(converted)
+    y = converted(x)
+    # Each product is off by 2**-8 of itself at most; a tanh passes on no more than it gets.
+    torch.testing.assert_close(y, weights_alone, rtol=0, atol=0.02)
+    assert torch.equal(y, weights_alone) != target.host().pairs
+    with pytest.raises(ValueError, match="layer '0': bfloat16 is for rows that share columns"):
+        convert(model, {"0": LayerPattern(Unstructured(), precision="bfloat16")}, (x,))
 
 
 def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
