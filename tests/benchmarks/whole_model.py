@@ -1,6 +1,7 @@
 """A model with one pattern at one sparsity in all of its layers, beside every dense engine: prints a table.
 
     python tests/benchmarks/whole_model.py tests/tasks/bert_base.py [--pattern shflbw:32] [--sparsity 0.9] [--batch 8]
+    python tests/benchmarks/whole_model.py tests/tasks/bert_base.py --backend numba-bf16   # in bfloat16
 
 Masks are random: they take the time that others take. Engines are timed as `latbench verify` does it: each in a
 process of its own, in turns, built anew three times. DeepSparse, where `latbench setup deepsparse` has put it, runs
@@ -28,6 +29,7 @@ from search import task as tasks
 from search.end_to_end import Engine, time_engines
 from search.engines import DENSE_ENGINES, random_pruned
 from search.job import prunable_layers
+from search.options import OWN
 from search.overhead import FREE, dense_engines
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.frames import Framed
@@ -70,13 +72,13 @@ def timed(layer: nn.Module, seconds: list[float]) -> None:
             setattr(layer, name, noted)
 
 
-def sum_of_layers(reference: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
+def sum_of_layers(reference: str, backend: str, choices: dict[str, tuple[str, float]], threads: int) -> float:
     """Seconds that the sparse layers of the pruned model take one by one, in the order of their calls."""
     torch.set_num_threads(threads)
     task = tasks.load(reference)
     calls: list[tuple[sparse._Sparse, Any, dict[str, Any]]] = []
     build = sparse._Sparse.__call__
-    run = random_pruned(reference, threads, "numba", choices)
+    run = random_pruned(reference, threads, backend, choices)
     assert callable(run)
 
     def noted(layer: nn.Module, x: Any, **how: Any) -> Any:
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--pattern", default="shflbw:32")
     parser.add_argument("--sparsity", type=float, default=0.9)
     parser.add_argument("--batch", type=int, default=1, help="how often the task's inputs are repeated")
+    parser.add_argument("--backend", choices=[*OWN], default="numba", help="what runs the pruned model")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=18)
     parser.add_argument("--processes", type=int, default=3, help="how often each engine is built anew")
@@ -124,15 +127,15 @@ def main() -> None:
 
 def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -> None:
     """Time and print."""
-    threads, reference = arguments.threads, task.reference
+    threads, reference, backend = arguments.threads, task.reference, arguments.backend
     choices = dict.fromkeys(layers, (arguments.pattern, arguments.sparsity))
     zeros = dict.fromkeys(layers, ("unstructured", arguments.sparsity))
-    engines = dense_engines(task, threads, "deepsparse")
-    engines[PRUNED] = Engine(PRUNED, "search.engines:random_pruned", (reference, threads, "numba", choices))
+    engines = dense_engines(task, threads, "deepsparse") | dense_engines(task, threads, backend)
+    engines[PRUNED] = Engine(PRUNED, "search.engines:random_pruned", (reference, threads, backend, choices))
     engines["deepsparse, pruned"] = Engine(
         "deepsparse, pruned", "search.engines:random_pruned", (reference, threads, "deepsparse", zeros)
     )
-    engines[FREE] = Engine(FREE, "search.engines:layers_free", (reference, threads, choices))
+    engines[FREE] = Engine(FREE, "search.engines:layers_free", (reference, threads, backend, choices))
     timings = time_engines(
         engines, threads=threads, required=[PRUNED], processes=arguments.processes, rounds=arguments.rounds
     )
@@ -146,7 +149,7 @@ def report(task: tasks.Task, layers: list[str], arguments: argparse.Namespace) -
         )
     for name, reason in timings.left_out.items():
         print(f"  {name:26} left out: {reason}")
-    alone, rest = sum_of_layers(reference, choices, threads), timings.seconds(FREE, COVERAGE).value
+    alone, rest = sum_of_layers(reference, backend, choices, threads), timings.seconds(FREE, COVERAGE).value
     whole = timings.seconds(PRUNED, COVERAGE).value
     print(f"  layers one by one {alone * 1e3:.2f} ms + rest {rest * 1e3:.2f} ms = {(alone + rest) / whole - 1:+.1%}")
 
