@@ -36,6 +36,9 @@ ROUNDED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
     ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
     ("torch", "linear"): {"bf16": _BOTH},
     ("openvino", "linear"): {"bf16": _BOTH},
+    ("numba", "conv2d"): {"bf16": _BOTH},
+    ("torch", "conv2d"): {"bf16": _BOTH},
+    ("openvino", "conv2d"): {"bf16": _BOTH},
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
 STANDARD = ("torch", "onnxruntime", "openvino", "numba")
@@ -48,7 +51,10 @@ _FORMATS = {
     "torch_sparse_cpu": _COMPRESSED, "scipy": _COMPRESSED,
 }  # fmt: skip
 # Where activations lie in another way than models have them by default: oneDNN's convolutions like channels last.
-_LAYOUTS = {("torch", "conv2d", "prepacked"): "nhwc", ("openvino", "conv2d", "auto"): "nhwc"}
+_LAYOUTS = {
+    (engine, "conv2d", kernel): "nhwc"
+    for engine, kernel in (("torch", "prepacked"), ("torch", "bf16"), ("openvino", "auto"), ("openvino", "bf16"))
+}
 
 # Anchors first: a look-up that interpolates over sparsity needs them, the others make it sharper.
 SPARSITIES = (0.5, 0.75, 0.9, 0.6, 0.8, 0.95)

@@ -305,22 +305,20 @@ def _on(
 
 
 def in_precision(model: nn.Module, choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
-    """The choices as this backend of ours runs them: linear layers whose rows share columns in its precision."""
+    """The choices as this backend of ours runs them: layers whose rows share columns in its precision."""
 
-    def taken(module: nn.Module, pattern: Pattern) -> bool:
+    def together(name: str, pattern: Pattern) -> int:
         match pattern:
             case Dense():
-                height = module.out_features if isinstance(module, nn.Linear) else 1
+                return len(weight_matrix(model.get_submodule(name)))
             case VectorWise() | ShflBW():
-                height = pattern.v
+                return pattern.v
             case BlockWise():
-                height = pattern.rows
-            case _:
-                height = 1
-        return isinstance(module, nn.Linear) and height > 1
+                return pattern.rows
+        return 1
 
     return {
-        name: replace(choice, precision=OWN[backend]) if taken(model.get_submodule(name), choice.pattern) else choice
+        name: replace(choice, precision=OWN[backend]) if together(name, choice.pattern) > 1 else choice
         for name, choice in choices.items()
     }
 

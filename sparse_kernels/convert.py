@@ -51,7 +51,7 @@ CHOSEN = 0.05  # of the whole numbers in a result, such as classes chosen, that 
 class LayerPattern:
     """The pattern that a layer gets, and its mask (m, k), True where a weight is kept; None keeps all.
 
-    precision: float32, or of a Linear what its kernel may round to bfloat16, as `prepare` says.
+    precision: float32, or what its kernel may round to bfloat16, as `prepare` and `prepare_conv2d` say.
     """
 
     pattern: Pattern
@@ -135,12 +135,7 @@ def _apply(choice: LayerPattern, module: nn.Module, backend: str) -> None:
         else:
             set_weight_matrix(module, torch.where(mask, matrix, 0.0))
     if choice.precision != "float32":
-        if not isinstance(module, nn.Linear):
-            raise ValueError(
-                f"precision={choice.precision!r} is for linear layers, not for a {type(module).__name__}"
-            )
-        # Refuses what cannot be, while the layer's name is known.
-        SparseLinear.from_dense(module, choice.pattern, choice.mask, backend=backend, precision=choice.precision)
+        _sparse(module, choice, None, backend, tune=False)  # refuses what cannot be, while the layer's name is known
         if parametrize.is_parametrized(module, "weight"):
             parametrize.register_parametrization(module, "weight", _Rounded(), unsafe=True)
         else:
@@ -414,4 +409,6 @@ def _sparse(module: nn.Module, choice: LayerPattern, activation: str | None, bac
             activation=activation, backend=backend, tune=tune, precision=choice.precision,
         )  # fmt: skip
     assert isinstance(module, nn.Conv2d)
-    return SparseConv2d.from_dense(module, choice.pattern, choice.mask, activation=activation, backend=backend)
+    return SparseConv2d.from_dense(
+        module, choice.pattern, choice.mask, activation=activation, backend=backend, precision=choice.precision
+    )

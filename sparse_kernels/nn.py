@@ -536,9 +536,17 @@ class SparseConv2d(_Sparse):
         stride: tuple[int, int],
         padding: tuple[int, int],
         dilation: tuple[int, int],
+        precision: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend)
+        if precision != "float32":
+            if backend != "numba":
+                raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
+            from sparse_kernels.cpu import conv2d
+
+            conv2d.check_precision(packed, precision)
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.precision = precision
 
     @classmethod
     def from_dense(
@@ -549,8 +557,12 @@ class SparseConv2d(_Sparse):
         *,
         activation: str | None = None,
         backend: str = "numba",
+        precision: str = "float32",
     ) -> SparseConv2d:
-        """Pack a Conv2d's weight under a mask (c_out, kh*kw*c_in); mask None keeps every weight."""
+        """Pack a Conv2d's weight under a mask (c_out, kh*kw*c_in); mask None keeps every weight.
+
+        precision: float32 or bfloat16, as `prepare_conv2d` says.
+        """
         kernel_size = (conv.kernel_size[0], conv.kernel_size[1])
         dilation = (conv.dilation[0], conv.dilation[1])
         return cls(
@@ -562,7 +574,12 @@ class SparseConv2d(_Sparse):
             stride=(conv.stride[0], conv.stride[1]),
             padding=symmetric_padding(conv),
             dilation=dilation,
+            precision=precision,
         )
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        return super().extra_repr() + ("" if self.precision == "float32" else f", precision={self.precision}")
 
     def forward(
         self,
@@ -645,7 +662,9 @@ class SparseConv2d(_Sparse):
             dtype = str(x.dtype).removeprefix("torch.")
             return plan.prepare_conv2d(self.packed, shape, plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
         batch, c_in, h, w = x.shape
-        return prepare_conv2d(self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw")
+        return prepare_conv2d(
+            self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw", precision=self.precision
+        )
 
 
 def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:

@@ -70,11 +70,12 @@ def check_conv2d(
     *,
     bias: np.ndarray | None = None,
     activation: str | None = None,
+    roundoff: float = 0.0,
 ) -> float:
     """The same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
     _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
-    return _compare(columns, *_expected(packed, patches(x, shape), bias, activation))
+    return _compare(columns, *_expected(packed, patches(x, shape), bias, activation, roundoff))
 
 
 def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -89,11 +89,14 @@ def prepare(
     return tuner.prepare(packed, layout, n, precision=precision)
 
 
-def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None) -> Plan:
+def prepare_conv2d(
+    packed: Packed, shape: Conv2dShape, backend: str, layout: str | None = None, *, precision: str = "float32"
+) -> Plan:
     """Make a convolution's packed weight (c_out, kh*kw*c_in) ready for about shape.batch images, on `backend`.
 
-    layout: the backend's own unless given. Raises ValueError for an unknown layout or backend, a layout that the
-    backend does not take, or a weight that does not fit the shape.
+    layout: the backend's own unless given. precision: float32, or `bfloat16` as `prepare` takes it. Raises ValueError
+    for an unknown layout or backend, a layout that the backend does not take, a weight that does not fit the shape,
+    and a precision that the backend or the pattern does not take.
     """
     own = "chwn" if backend == "cupy" else "nchw"
     layout = layout or own
@@ -104,6 +107,10 @@ def prepare_conv2d(packed: Packed, shape: Conv2dShape, backend: str, layout: str
     function = registry.find(packed.pattern.format, "conv2d", backend)
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
+    if backend == "numba":
+        return function(packed, shape, layout, precision)
+    if precision != "float32":
+        raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
     return function(packed, shape, layout)
 
 

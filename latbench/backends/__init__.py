@@ -189,4 +189,4 @@ def _check(shape: Shape, layer: Layer, packed: Packed, y: np.ndarray, roundoff: 
     if not isinstance(shape, Conv2dShape):
         return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)
     images = slice(None) if len(y) <= _CHECKED_IMAGES else [0, -1]
-    return oracle.check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias)
+    return oracle.check_conv2d(y[images], packed, shape, layer.x[images], bias=layer.bias, roundoff=roundoff)

@@ -10,7 +10,7 @@ import numpy as np
 import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
-from sparse_kernels.cpu.linear import check_precision
+from sparse_kernels.cpu import conv2d, linear
 from sparse_kernels.plan import Plan
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -26,14 +26,16 @@ def prepare(point: Point, layer: Layer) -> Engine:
     """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying."""
     plan: Any
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
-    if isinstance(point.shape, LinearShape):
-        try:
-            check_precision(layer.packed, precision)
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
+    check = linear.check_precision if isinstance(point.shape, LinearShape) else conv2d.check_precision
+    try:
+        check(layer.packed, precision)
+    except ValueError as error:
+        raise Unsupported(str(error)) from error
     try:
         if isinstance(point.shape, Conv2dShape):
-            plan = sparse_kernels.prepare_conv2d(layer.packed, point.shape, "numba", point.layout)
+            plan = sparse_kernels.prepare_conv2d(
+                layer.packed, point.shape, "numba", point.layout, precision=precision
+            )
         else:
             plan = sparse_kernels.prepare(
                 layer.packed, "numba", point.layout, point.shape.n,

@@ -4,7 +4,7 @@
 The last two hold their weights in oneDNN's blocked order. Plain tensors go into the mkldnn modules and come out, so
 their time has the conversion of the activations in it, as it has in a model where only some layers run this way. The
 prepacked ones take plain activations: a convolution is fastest with channels last, so that is how it is planned.
-`bf16` is the prepacked linear layer in bfloat16, which float32 activations are rounded to before and made from after.
+`bf16` are the prepacked ones in bfloat16, which float32 activations are rounded to before and made from after.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     if point.kernel == "mkldnn":
         runs: list[Run] = [*_to_mkldnn(modules)]
     elif narrow:
-        runs = [_rounding(_prepacked(module.bfloat16(), x)) for module in modules]
+        runs = [_rounding(_prepacked(module.bfloat16(), x.bfloat16())) for module in modules]
     else:
         runs = [(_prepacked if point.kernel == "prepacked" else _functional)(module, x) for module in modules]
     calls = [inference(_ending_in(memory, run), x) for run in runs]

@@ -190,7 +190,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
                     there = values_at + (panel * keys + key) * width * 4
                     source = v_at + (key * v_step + panel * width) * 4
                     for first in range(0, width, lanes):
-                        copy_vector(lanes, source + first * 4, there + first * 4, e - panel * width - first)
+                        copy_vector(lanes, FLOATS, source + first * 4, there + first * 4, e - panel * width - first)
             for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
                 token = tile * tokens
                 q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4

@@ -22,7 +22,7 @@ from numba import njit
 from sparse_kernels.cpu.ahead import FAR, LINE_BYTES, standing, step, walk
 from sparse_kernels.cpu.call import Call
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.micro import copy_run, copy_vector, double, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
@@ -119,7 +119,7 @@ def put_back(  # type: ignore[no-untyped-def]
         else:
             for r in range(begin, end):
                 target = y_at + (r * n + token) * 4
-                copy_run(lanes, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
+                copy_run(lanes, FLOATS, source + (r - begin) * y_stride * 4, target, min(lanes, n - token))
         token += lanes
 
 
@@ -178,7 +178,6 @@ def kernel(
     y_walks = y_fetched and y_layout == "token_major"
     fuse, busy = int(fused), int(x_fetched or y_walks)
     per_step = 1 if numbers == FLOATS else 2  # columns of a tile's step, with which it fetches
-    doubled = numbers != FLOATS and x_layout != "token_major"
     unfinished, unframed = PARTIAL, 0
     x_blocked, y_blocked = x_layout == "token_blocked", y_layout == "token_blocked"
     x_by_token, y_by_token = x_layout == "token_major", y_layout == "token_major"
@@ -217,14 +216,11 @@ def kernel(
                         for c in range(k):
                             source = x_at + (x_from[first + v] + c * x_tile) * 4
                             fetch(source + COLUMNS_AHEAD * x_tile * 4)
-                            copy_run(lanes, source, there + c * x_stride * 4, lanes)
+                            copy_run(lanes, numbers, source, there + c * x_stride * 4, lanes)
                     else:
                         for c in range(k):
                             source = x_at + (c * n + token) * 4
-                            copy_vector(lanes, source, there + c * x_stride * 4, n - token)
-                    if doubled:
-                        for c in range(k):
-                            double(lanes, numbers, there + c * x_stride * 4, 1)
+                            copy_vector(lanes, numbers, source, there + c * x_stride * 4, n - token)
             if single:
                 stream, table, _, bounds = weights
                 stages = table.shape[0]

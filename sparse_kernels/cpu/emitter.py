@@ -231,6 +231,10 @@ class Emitter:
         upper = builder.or_(upper, builder.shl(upper, ir.Constant(wide, [16] * self.lanes)))
         return builder.bitcast(upper, self.vector)
 
+    def as_read(self, x: ir.Value, numbers: int) -> ir.Value:
+        """A vector of x as tiles of such numbers read it."""
+        return x if numbers == FLOATS else self.doubled(x, numbers)
+
     def paired(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """The lower halves of a's lanes beside the upper halves of b's."""
         halves = ir.VectorType(I16, 2 * self.lanes)

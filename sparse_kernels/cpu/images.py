@@ -21,6 +21,7 @@ import numpy as np
 from numba import carray
 from numpy.typing import NDArray
 
+from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, floats_at
 from sparse_kernels.cpu.parts import in_parts
@@ -93,8 +94,9 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 
 
 @cache
-def lay_out(lanes: int) -> Callable[..., bool]:
-    """The compiled copy of images from one layout to another, vectors of `lanes` at a time.
+def lay_out(lanes: int, numbers: int) -> Callable[..., bool]:
+    """The compiled copy of images from one layout to another, vectors of `lanes` at a time; to what tiles of such
+    `numbers` read, which pairs do with strides of 1 and 2 only.
 
     Called with (x, x_steps, y, y_steps, phases, padding, (batch, channels, h, w), begins, ends, apart, parts): x and
     y addresses; x_steps: from an image, a channel, a row to the next; y_steps: these and from a phase to the next;
@@ -125,9 +127,9 @@ def lay_out(lanes: int) -> Callable[..., bool]:
                         there = target + number * y_steps[3] + row * y_steps[2] + column
                         for _ in range(start, stop_row, stride_h):
                             if stride_w == 1:
-                                copy_run(lanes, x_at + here * 4, y_here + there * 4, count)
+                                copy_run(lanes, numbers, x_at + here * 4, y_here + there * 4, count)
                             elif stride_w == 2:
-                                copy_every_other(lanes, x_at + here * 4, y_here + there * 4, count)
+                                copy_every_other(lanes, numbers, x_at + here * 4, y_here + there * 4, count)
                             else:
                                 x = carray(floats_at(x_at + here * 4), (count - 1) * stride_w + 1)
                                 y = carray(floats_at(y_here + there * 4), count)
@@ -141,7 +143,7 @@ def lay_out(lanes: int) -> Callable[..., bool]:
 
 def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
-    run, to, parts = lay_out(lanes), (*steps(y_places), 0), count()
+    run, to, parts = lay_out(lanes, FLOATS), (*steps(y_places), 0), count()
     with exclusive():
         run(
             x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,

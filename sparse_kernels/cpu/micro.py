@@ -333,9 +333,7 @@ def tokens_to_lanes(
                 mask = emit.mask(features)
                 loaded = [emit.load_masked(row, 0, mask) for row in rows]
             at = emit.address(target, builder.mul(first, target_stride))
-            columns = emit.transpose(loaded)
-            if kind != FLOATS:
-                columns = [emit.doubled(column, kind) for column in columns]
+            columns = [emit.as_read(column, kind) for column in emit.transpose(loaded)]
             # From the last to the first: those beyond are written to the last one, and then overwritten.
             for f in reversed(range(n)):
                 emit.store(columns[f], emit.row(at, f, features, target_stride), 0)
@@ -527,20 +525,24 @@ def finish_rows(
 
 
 @with_literals
-def copy_run(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
-    """Copy `count` float32 from one address to another, a vector at a time; for runs too short for memcpy to pay."""
-    signature = types.void(lanes, *([types.intp] * 3))
+def copy_run(typing_context: Any, lanes: Any, numbers: Any, source: Any, target: Any, count: Any) -> Any:
+    """Copy `count` float32 from one address to another, a vector at a time; for runs too short for memcpy to pay.
+
+    numbers: for tiles that multiply what; unless FLOATS, the target gets each as bfloat16 twice (`Emitter.doubled`).
+    """
+    signature = types.void(lanes, numbers, *([types.intp] * 3))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n = int(signature.args[0].literal_value)
-        source, target, count = args[1:]
+        n, kind = (int(literal.literal_value) for literal in signature.args[:2])
+        source, target, count = args[2:]
         emit = Emitter(builder, n, False)
         source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
         whole = builder.sdiv(count, emit.integer(n))
 
         def vector(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
             at = builder.mul(i, emit.integer(n))
-            emit.store(emit.load(builder.gep(source_pointer, [at]), 0), builder.gep(target_pointer, [at]), 0)
+            copied = emit.load(builder.gep(source_pointer, [at]), 0)
+            emit.store(emit.as_read(copied, kind), builder.gep(target_pointer, [at]), 0)
             return []
 
         emit.loop(whole, [], vector)
@@ -548,58 +550,40 @@ def copy_run(typing_context: Any, lanes: Any, source: Any, target: Any, count: A
         with builder.if_then(builder.icmp_signed("<", done, count)):
             mask = emit.mask(builder.sub(count, done))
             rest = emit.load_masked(builder.gep(source_pointer, [done]), 0, mask)
-            emit.store_masked(rest, builder.gep(target_pointer, [done]), 0, mask)
+            emit.store_masked(emit.as_read(rest, kind), builder.gep(target_pointer, [done]), 0, mask)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @with_literals
-def copy_vector(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
+def copy_vector(typing_context: Any, lanes: Any, numbers: Any, source: Any, target: Any, count: Any) -> Any:
     """target = the first `count` of `lanes` float32 at the source, then zeros: of a vector that will be multiplied.
 
     What an earlier call left there may be subnormal, and each product of such a number takes a hundred cycles.
+    numbers: as `copy_run` takes it.
     """
-    signature = types.void(lanes, *([types.intp] * 3))
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        emit = Emitter(builder, int(signature.args[0].literal_value), False)
-        source, target, count = args[1:]
-        emit.store(emit.load_masked(emit.pointer(source), 0, emit.mask(count)), emit.pointer(target), 0)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def double(typing_context: Any, lanes: Any, numbers: Any, at: Any, count: Any) -> Any:
-    """`count` vectors of float32 at an address become what tiles of such numbers read, in place."""
-    signature = types.void(lanes, numbers, types.intp, types.intp)
+    signature = types.void(lanes, numbers, *([types.intp] * 3))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         n, kind = (int(literal.literal_value) for literal in signature.args[:2])
         emit = Emitter(builder, n, False)
-        here = emit.pointer(args[2])
-
-        def vector(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-            at = builder.gep(here, [builder.mul(i, emit.integer(n))])
-            emit.store(emit.doubled(emit.load(at, 0), kind), at, 0)
-            return []
-
-        emit.loop(args[3], [], vector)
+        source, target, count = args[2:]
+        copied = emit.load_masked(emit.pointer(source), 0, emit.mask(count))
+        emit.store(emit.as_read(copied, kind), emit.pointer(target), 0)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @with_literals
-def copy_every_other(typing_context: Any, lanes: Any, source: Any, target: Any, count: Any) -> Any:
-    """target[i] = source[2 * i] for `count` (>= 0) float32; nothing else is touched."""
-    signature = types.void(lanes, *([types.intp] * 3))
+def copy_every_other(typing_context: Any, lanes: Any, numbers: Any, source: Any, target: Any, count: Any) -> Any:
+    """target[i] = source[2 * i] for `count` (>= 0) float32; nothing else is touched. numbers: as for `copy_run`."""
+    signature = types.void(lanes, numbers, *([types.intp] * 3))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n = int(signature.args[0].literal_value)
-        source, target, count = args[1:]
+        n, kind = (int(literal.literal_value) for literal in signature.args[:2])
+        source, target, count = args[2:]
         emit = Emitter(builder, n, False)
         source_pointer, target_pointer = emit.pointer(source), emit.pointer(target)
 
@@ -608,12 +592,13 @@ def copy_every_other(typing_context: Any, lanes: Any, source: Any, target: Any, 
             there = builder.gep(target_pointer, [first])
             if rest is None:
                 # The last element is skipped, and may lie beyond the source.
-                emit.store(emit.every_other(emit.load(here, 0), emit.load_masked(here, 1, all_but_last)), there, 0)
+                copied = emit.every_other(emit.load(here, 0), emit.load_masked(here, 1, all_but_last))
+                emit.store(emit.as_read(copied, kind), there, 0)
                 return
             read = builder.sub(builder.add(rest, rest), emit.integer(1))
             low = emit.load_masked(here, 0, emit.mask(read))
             high = emit.load_masked(here, 1, emit.mask(builder.sub(read, emit.integer(n))))
-            emit.store_masked(emit.every_other(low, high), there, 0, emit.mask(rest))
+            emit.store_masked(emit.as_read(emit.every_other(low, high), kind), there, 0, emit.mask(rest))
 
         all_but_last = emit.mask(emit.integer(n - 1))
         emit.in_tiles(count, tile)

@@ -102,17 +102,19 @@ def prepared(
     threads: int,
     fetched: Callable[[], NDArray[np.int64]],
     apart: int = 0,
+    numbers: int = FLOATS,
 ) -> Product:
     """The product at these vectors of positions, by tiles of up to `vectors` vectors.
 
     columns: how many vectors of x a vector of positions may read. fetched: gives (int64) how far behind each vector
     of positions the vectors of x lie that no vector before it has read; asked only where x is large. apart: where
-    each thread has blocks of its own and an x of its own, elements from one x to the next.
+    each thread has blocks of its own and an x of its own, elements from one x to the next. numbers: what tiles
+    multiply, weights and x.
     """
     total = at.x_starts.size
     own = own_blocks(panels, vectors, total, columns, threads)
     count = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
-    run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None)
+    run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None, numbers)
     ahead = fetched() if columns * total * at.lanes >= LARGE else NOTHING
     weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
 
@@ -125,8 +127,10 @@ def prepared(
 
 
 @cache
-def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Callable[..., bool]:
-    """The compiled loop over blocks, panels and tiles for one tile size.
+def kernel(
+    rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS
+) -> Callable[..., bool]:
+    """The compiled loop over blocks, panels and tiles for one tile size and such numbers.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step
     is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, blocks, parts,
@@ -175,7 +179,7 @@ def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool) -> Ca
                     fuse,
                     frames,
                     idle,
-                    FLOATS,
+                    numbers,
                     width,
                     values_at + table[panel, 0] * 4,
                     columns_at + table[panel, 1] * 4,

@@ -80,7 +80,7 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., bool], Callabl
             else:
                 for f in range(features):
                     there = matrix_at + (f * n + token) * 4
-                    copy_vector(lanes, there, here + f * stride * 4, n - token)
+                    copy_vector(lanes, FLOATS, there, here + f * stride * 4, n - token)
 
     @in_parts
     def unpack(part, matrix_at, buffer_at, starts, stride, n, features, parts):  # type: ignore[no-untyped-def]
@@ -92,6 +92,6 @@ def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., bool], Callabl
             else:
                 for f in range(features):
                     there = matrix_at + (f * n + token) * 4
-                    copy_run(lanes, here + f * stride * 4, there, min(lanes, n - token))
+                    copy_run(lanes, FLOATS, here + f * stride * 4, there, min(lanes, n - token))
 
     return pack, unpack

@@ -7,7 +7,7 @@ from latbench.errors import UsageError
 from latbench.plan import Point
 from latbench.workloads import Layer, Workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.shapes import Conv2dShape, LinearShape
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 LINEAR = LinearShape(768, 768, 128)
 CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
@@ -68,17 +68,19 @@ def test_tuning_adds_our_linear_layers_once_more() -> None:
 def test_bfloat16_adds_our_layers_with_rounded_weights_and_all_in_bfloat16_beside_dense_ones() -> None:
     usual, rounded = set(some_points(LINEAR, CONV)), set(some_points(LINEAR, CONV, bf16=True))
     assert usual < rounded
-    formats: dict[tuple[str, str], set[str]] = {}
+    formats: dict[tuple[Shape, str, str], set[str]] = {}
     for point in rounded - usual:
-        assert point.shape == LINEAR
-        formats.setdefault((point.backend, point.kernel), set()).add(point.pattern.format)
+        formats.setdefault((point.shape, point.backend, point.kernel), set()).add(point.pattern.format)
         key = point.key()
         of_x = "float32" if point.kernel == "bf16-weights" else "bfloat16"
         assert (key["dtype_w"], key["dtype_a"], key["dtype_out"]) == ("bfloat16", of_x, "float32")
     sparse = {"vector", "shflbw", "block"}
-    assert formats == {
-        ("numba", "bf16-weights"): sparse, ("numba", "bf16"): {"dense", *sparse},
-        ("torch", "bf16"): {"dense"}, ("openvino", "bf16"): {"dense"},
+    both = {(shape, engine, "bf16"): {"dense"} for shape in (LINEAR, CONV) for engine in ("torch", "openvino")}
+    ours = {(shape, "numba", "bf16"): {"dense", *sparse} for shape in (LINEAR, CONV)}
+    assert formats == {**both, **ours, (LINEAR, "numba", "bf16-weights"): sparse}
+    # As fast as they can be had: oneDNN's convolutions like channels last.
+    assert {(it.backend, it.layout) for it in rounded - usual if it.shape == CONV} == {
+        ("numba", "nchw"), ("torch", "nhwc"), ("openvino", "nhwc")
     }  # fmt: skip
 
 

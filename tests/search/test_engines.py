@@ -100,13 +100,13 @@ def test_free_layers_compute_once_and_the_rest_as_always(
 CHOICES = {"conv": ("vector:4", 0.5), "fc": ("vector:8", 0.5)}
 
 
-def test_in_bfloat16_linear_layers_are_whose_rows_share_columns() -> None:
+def test_in_bfloat16_layers_are_whose_rows_share_columns() -> None:
     model = load(TASK).model()
     patterns = [Dense(), VectorWise(8), ShflBW(4), BlockWise(4, 4), VectorWise(1), Unstructured(), NM(2, 4)]
     for pattern in patterns:
         choices = {name: LayerPattern(pattern) for name in ("conv", "fc")}
         found = {name: choice.precision for name, choice in in_precision(model, choices, "numba-bf16").items()}
-        assert found == {"conv": "float32", "fc": "bfloat16" if pattern in patterns[:4] else "float32"}
+        assert set(found.values()) == {"bfloat16" if pattern in patterns[:4] else "float32"}
         assert in_precision(model, choices, "numba") == choices
 
 

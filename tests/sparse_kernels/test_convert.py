@@ -235,7 +235,7 @@ def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Flatten(), nn.Linear(32, 32))
     x = (torch.randn(1, 4, 1, 1),)
     with pytest.raises(
-        ValueError, match="layer '0': precision='bfloat16-weights' is for linear layers, not for a Conv2d"
+        ValueError, match="layer '0': precision='bfloat16-weights' is for linear layers, not for convolutions"
     ):
         convert(model, {"0": LayerPattern(VectorWise(32), precision="bfloat16-weights")}, x)
     with pytest.raises(ValueError, match="layer '2': bfloat16 weights are for rows that share columns"):

@@ -79,7 +79,7 @@ def test_copied_runs_end_where_they_must():
 
     @njit
     def copy(source, target, count):
-        copy_run(lanes, source.ctypes.data, target.ctypes.data, count)
+        copy_run(lanes, FLOATS, source.ctypes.data, target.ctypes.data, count)
 
     source = np.arange(100, dtype=np.float32)
     for count in (0, 1, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
@@ -104,7 +104,7 @@ def test_every_other_element_is_copied_and_nothing_else_read():
 
     @njit
     def copy(source, target, count):
-        copy_every_other(lanes, source.ctypes.data, target.ctypes.data, count)
+        copy_every_other(lanes, FLOATS, source.ctypes.data, target.ctypes.data, count)
 
     for count in (0, 1, lanes // 2, lanes - 1, lanes, lanes + 1, 3 * lanes + 2):
         source = before_a_forbidden_page(max(0, 2 * count - 1))
