@@ -27,7 +27,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -167,12 +168,19 @@ class _Sparse(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str) -> None:
+    def __init__(
+        self, packed: Packed, bias: Tensor | None, activation: str | None, backend: str, precision: str
+    ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation {activation!r} is not one of {', '.join(map(str, ACTIVATIONS))}")
         if backend not in CPU_BACKENDS + GPU_BACKENDS:
             raise ValueError(f"no backend {backend!r} for layers: known are {', '.join(CPU_BACKENDS + GPU_BACKENDS)}")
+        if precision != "float32":
+            if backend != "numba":
+                raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
+            self._check_precision(packed, precision)
+        self.precision = precision
         self.shape: tuple[int, int] = packed.shape
         self.pattern: Pattern = packed.pattern
         self.activation = activation
@@ -210,7 +218,8 @@ class _Sparse(nn.Module):
     def extra_repr(self) -> str:
         """Shown by print(model)."""
         m, k = self.shape
-        return f"{m}x{k}, {self.pattern}, activation={self.activation}, backend={self.backend}"
+        rounded = "" if self.precision == "float32" else f", precision={self.precision}"
+        return f"{m}x{k}, {self.pattern}, activation={self.activation}, backend={self.backend}{rounded}"
 
     @property
     def _code(self) -> int:
@@ -280,6 +289,11 @@ class _Sparse(nn.Module):
             self._latest = ready
         return ready
 
+    @staticmethod
+    def _check_precision(packed: Packed, precision: str) -> None:
+        """ValueError unless this kind of layer can gain from it."""
+        raise NotImplementedError
+
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         """What a plan is for: another input with the same key runs on the same plan."""
         raise NotImplementedError
@@ -287,6 +301,17 @@ class _Sparse(nn.Module):
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         """A new plan for inputs like x."""
         raise NotImplementedError
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Within it nothing is rounded that was not before."""
+        precision, self.precision = self.precision, "float32"
+        self._forget_plan()
+        try:
+            yield
+        finally:
+            self.precision = precision
+            self._forget_plan()
 
     def _forget_plan(self) -> None:
         if self._on_gpu and self._plans and torch.cuda.is_available():
@@ -416,16 +441,10 @@ class SparseLinear(_Sparse):
         tune: bool = False,
         precision: str = "float32",
     ) -> None:
-        super().__init__(packed, bias, activation, backend)
+        super().__init__(packed, bias, activation, backend, precision)
         if tune and backend != "numba":
             raise ValueError(f"tune=True is for backend numba, not {backend}")
-        if precision != "float32":
-            if backend != "numba":
-                raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
-            from sparse_kernels.cpu import linear
-
-            linear.check_precision(packed, precision)
-        self.tune, self.precision = tune, precision
+        self.tune = tune
 
     @classmethod
     def from_dense(
@@ -445,9 +464,11 @@ class SparseLinear(_Sparse):
         """
         return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, precision)
 
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return super().extra_repr() + ("" if self.precision == "float32" else f", precision={self.precision}")
+    @staticmethod
+    def _check_precision(packed: Packed, precision: str) -> None:
+        from sparse_kernels.cpu import linear
+
+        linear.check_precision(packed, precision)
 
     def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
         """Run the sparse kernel on the rows of x (..., k), of any number of dimensions and any size, 0 included.
@@ -538,15 +559,8 @@ class SparseConv2d(_Sparse):
         dilation: tuple[int, int],
         precision: str = "float32",
     ) -> None:
-        super().__init__(packed, bias, activation, backend)
-        if precision != "float32":
-            if backend != "numba":
-                raise ValueError(f"precision={precision!r} is for backend numba, not {backend}")
-            from sparse_kernels.cpu import conv2d
-
-            conv2d.check_precision(packed, precision)
+        super().__init__(packed, bias, activation, backend, precision)
         self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
-        self.precision = precision
 
     @classmethod
     def from_dense(
@@ -577,9 +591,11 @@ class SparseConv2d(_Sparse):
             precision=precision,
         )
 
-    def extra_repr(self) -> str:
-        """Shown by print(model)."""
-        return super().extra_repr() + ("" if self.precision == "float32" else f", precision={self.precision}")
+    @staticmethod
+    def _check_precision(packed: Packed, precision: str) -> None:
+        from sparse_kernels.cpu import conv2d
+
+        conv2d.check_precision(packed, precision)
 
     def forward(
         self,

@@ -231,6 +231,28 @@ def test_a_model_in_bfloat16_is_near_the_one_whose_weights_are_rounded(rng: np.r
         convert(model, {"0": LayerPattern(Unstructured(), precision="bfloat16")}, (x,))
 
 
+class Sine(nn.Module):
+    """Of numbers so large that a rounding leads anywhere."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(1000 * x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", [nn.Linear(48, 64), nn.Conv2d(48, 64, 3, padding=1)], ids=["linear", "conv"])
+def test_how_far_rounding_leads_is_no_matter_of_the_conversion(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(140, 48) if isinstance(layer, nn.Linear) else torch.randn(2, 48, 9, 9)
+    model = nn.Sequential(layer, Sine())
+    exact = convert(model, {"0": LayerPattern(Dense(), precision="bfloat16-weights")}, (x,)) if x.ndim == 2 else None
+    converted = convert(model, {"0": LayerPattern(Dense(), precision="bfloat16")}, (x,))
+    assert "precision=bfloat16" in str(converted)
+    if target.host().pairs:
+        rounded = nn.Sequential(copy.deepcopy(layer).bfloat16().float(), Sine())
+        assert not _same(converted(x), rounded(x), CONVERTED)
+        assert exact is None or not _same(converted(x), exact(x), CONVERTED)
+
+
 def test_layers_that_cannot_have_rounded_weights_are_named() -> None:
     model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Flatten(), nn.Linear(32, 32))
     x = (torch.randn(1, 4, 1, 1),)
