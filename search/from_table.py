@@ -16,7 +16,7 @@ from latbench.workloads import Workload
 from search.building import Seconds, all_dense, problem_of
 from search.layers import DENSE, Interval, Layer, Option, interval, listed
 from search.limits import CLOSE
-from search.options import CostModel, layers_inside, predicted_layers, swept_layers
+from search.options import CostModel, in_precision, in_table, layers_inside, predicted_layers, swept_layers
 from search.problem import Problem
 from sparse_kernels.shapes import Shape
 
@@ -73,7 +73,7 @@ def from_table(
         rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network")]
         rows = narrowed(rows[rows["dtype_w"] == rows["dtype_a"]], {"device": device, "threads": threads})
         engine = backend or _sparse_backend(rows)
-        own = rows[rows["backend"] == engine]
+        own = in_precision(rows[rows["backend"] == in_table(engine)], engine)
         if own.empty:
             raise BadData(f"the table holds no swept layer on {engine}")
         if model is None:
@@ -86,7 +86,9 @@ def from_table(
         if dense_seconds is not None:
             engine = DENSE
         else:
-            dense, engine = _fastest_dense(rows, shapes)
+            # What may be multiplied in bfloat16 has rivals of either kind, what may not has those in float32.
+            rivals = rows if engine == "numba-bf16" else in_precision(rows, engine)
+            dense, engine = _fastest_dense(rivals, shapes)
             fixed_seconds = interval(fixed_seconds or 0.0)
             dense_seconds = dense + fixed_seconds
     if model is None:

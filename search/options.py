@@ -59,7 +59,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
     seen: set[tuple[object, ...]] = set()
 
     def wanted(piece: pa.Table) -> pa.Array:
-        ours = pc.and_(pc.equal(piece["backend"], _in_table(backend)), pc.equal(piece["threads"], threads))
+        ours = pc.and_(pc.equal(piece["backend"], in_table(backend)), pc.equal(piece["threads"], threads))
         mask = ours
         for name, values in sizes.items():
             mask = pc.and_(mask, pc.is_in(piece[name], values))
@@ -104,9 +104,8 @@ def predicted_layers(
     dense time on this backend with so many threads.
     """
     rows = tables.timed(table)
-    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == _in_table(backend)) & (rows["threads"] == threads)]
-    if backend in OWN:
-        rows = rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]
+    rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
+    rows = in_precision(rows, backend)
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
     known: dict[Shape, Layer] = {}
@@ -126,8 +125,16 @@ def predicted_layers(
     return tuple(replace(known[shape], name=name) for name, shape in shapes.items())
 
 
-def _in_table(backend: str) -> str:
+def in_table(backend: str) -> str:
+    """What a table calls a backend of a search."""
     return "numba" if backend in OWN else backend
+
+
+def in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
+    """The rows whose numbers are what a backend of a search multiplies; of others than ours, those of one type."""
+    if backend in OWN:
+        return rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]
+    return rows[rows["dtype_w"] == rows["dtype_a"]]
 
 
 def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Layer, ...]:

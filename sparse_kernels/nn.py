@@ -526,7 +526,14 @@ class SparseLinear(_Sparse):
 
     def _about(self, n: int, from_tiles: bool, into_tiles: bool) -> object:
         """What a plan on a CPU is for: another input with the same answer runs on it."""
-        return from_tiles, into_tiles, None if from_tiles else n.bit_length() if self.tune else n <= FEW_TOKENS
+        if from_tiles:
+            return True, into_tiles, None
+        return False, into_tiles, n.bit_length() if self._by_size else n <= FEW_TOKENS
+
+    @property
+    def _by_size(self) -> bool:
+        """Whether plans are for about as many tokens: one in bfloat16 multiplies few of them in another way."""
+        return self.tune or self.precision == "bfloat16"
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
@@ -536,7 +543,7 @@ class SparseLinear(_Sparse):
             return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
-        if not self.tune and n > FEW_TOKENS:
+        if not self._by_size and n > FEW_TOKENS:
             n = max(n, MANY_TOKENS)
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"

@@ -11,6 +11,7 @@ import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.plan import Point
 from sparse_kernels.cpu import conv2d, linear
+from sparse_kernels.cpu.target import host
 from sparse_kernels.plan import Plan
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -26,6 +27,8 @@ def prepare(point: Point, layer: Layer) -> Engine:
     """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying."""
     plan: Any
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
+    if precision == "bfloat16" and not (host().pairs or host().matrix):
+        raise Unsupported("this processor multiplies no bfloat16: the layer would run in float32")
     check = linear.check_precision if isinstance(point.shape, LinearShape) else conv2d.check_precision
     try:
         check(layer.packed, precision)

@@ -40,14 +40,15 @@ def prepare(point: Point, layer: Layer) -> Engine:
             f"openvino runs dense layers, not {point.pattern}: zeros of float32 weights cost it as much as other "
             "numbers, it has a sparse format for int8 alone"
         )
-    copies = [compiled(point, layer) for _ in range(copies_for(layer.weight.nbytes, MOST_SESSIONS))]
+    weight_bytes = layer.weight.nbytes // (2 if point.dtype_w == "bfloat16" else 1)
+    copies = [compiled(point, layer) for _ in range(copies_for(weight_bytes, MOST_SESSIONS))]
     kernel, precision = executed(copies[0])
     if precision != PRECISIONS[point.dtype_a]:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
     x = np.ascontiguousarray(layer.x.transpose(_TO_LAST)) if last else layer.x
     output: Callable[[Any], np.ndarray] = lambda y: y[0].transpose(_FROM_LAST) if last else y[0]  # noqa: E731
-    return Engine(f"openvino.{kernel}", layer.weight.nbytes, [_call(each, x) for each in copies], output)
+    return Engine(f"openvino.{kernel}", weight_bytes, [_call(each, x) for each in copies], output)
 
 
 def compiled(point: Point, layer: Layer, precision: str = "") -> openvino.CompiledModel:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ADAPTIVE_HELP = "Six sparsities a curve first, then those that they say least about, or that are near break-even."
 BF16_HELP = (
-    "Also linear layers on a CPU in bfloat16: our own with rounded weights, and all rounded, beside dense ones so."
+    "Also layers on a CPU in bfloat16: our own with rounded weights, and with all rounded, beside dense ones so."
 )
 FAILED = ("throttled", "impossible", "oom", "incorrect", "timeout", "error")  # which a summary tells the reasons of
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
@@ -304,13 +304,14 @@ def check_ours(engines: Sequence[str], *, tune: bool, bf16: bool) -> None:
     """Raise UsageError for options of our own CPU kernels where those are not among the `engines`: none, of a GPU."""
     from latbench.errors import UsageError
 
-    for asked, name, of_a_gpu in (
-        (tune, "--tune", "kernels of a GPU are not tuned"), (bf16, "--bf16", "a GPU's kernels have 16 bits already"),
-    ):  # fmt: skip
+    for asked, name, of_a_gpu, taken in (
+        (tune, "--tune", "kernels of a GPU are not tuned", ["numba"]),
+        (bf16, "--bf16", "a GPU's kernels have 16 bits already", ["numba", "openvino", "torch"]),
+    ):
         if asked and not engines:
             raise UsageError(f"{name} is not for --gpu: {of_a_gpu}")
-        if asked and "numba" not in engines:
-            raise UsageError(f"{name} is for backend numba, which is not among those asked for")
+        if asked and not set(taken) & set(engines):
+            raise UsageError(f"{name} is for backend {', '.join(taken)}, which is not among those asked for")
 
 
 def _named(

@@ -24,7 +24,7 @@ SHAPE = [
     "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
 ]  # fmt: skip
 # Rounded weights are a kernel's choice, which the engine's name tells (numba bf16-weights). Rounded activations are a
-# setting of their own, with dense layers of their own.
+# setting of their own, in which dense layers in float32 count, too.
 SETTING = [
     "device", "threads", "dtype_a", "dtype_out", "epilogue", "context", "cache_mode", "launch_mode",
 ]  # fmt: skip
@@ -57,7 +57,7 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     weights), bytes (the least that must move) and roofline_seconds, NaN where the table does not tell.
     `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
     """
-    rows = timed_rows(layer_rows(table))
+    rows = _with_lent(timed_rows(layer_rows(table)))
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
         tidy[name] = rows[column].astype(float)
@@ -77,6 +77,17 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     tidy["setting"] = _labels(rows, named, _setting_label(named)) if named else pd.Series("", rows.index, object)
     order = ["setting", "op", "m", "k", "n", "shape", "pattern", "sparsity", "kernel"]
     return tidy.sort_values(order).reset_index(drop=True)
+
+
+def _with_lent(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, with dense layers in float32 once more among those in bfloat16 of the same setting: what may be
+    rounded need not be, and a speedup is over the fastest dense layer of either kind.
+    """
+    same = [name for name in SETTING if name != "dtype_a"]
+    settings = rows.loc[rows["dtype_a"] == "bfloat16", same].drop_duplicates()
+    dense = rows[(rows["pattern"] == "dense") & (rows["dtype_a"] == "float32")]
+    lent = dense.merge(settings, on=same).assign(dtype_a="bfloat16")
+    return pd.concat([rows, lent[rows.columns]], ignore_index=True) if len(lent) else rows
 
 
 def impossible(points: pd.DataFrame) -> pd.Series:

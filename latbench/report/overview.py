@@ -158,7 +158,9 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
     where, whose = (
-        (" on DeepSparse", ", for latbench's own kernels,") if verdict.backend == "deepsparse" else ("", "")
+        (" on DeepSparse", ", for latbench's own kernels,")
+        if verdict.backend == "deepsparse"
+        else (" in bfloat16" if verdict.backend == "numba-bf16" else "", "")
     )
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "

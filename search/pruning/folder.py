@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ from torch import Tensor, nn
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.files import left_behind, sha256, write_text_atomically
 from search import profile as profiles
+from search.options import OWN
 from search.profile import LayerChoice
 from search.pruning.pruner import unwrapped
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.formats import NotOfPattern, pack
 from sparse_kernels.nn import weight_matrix
-from sparse_kernels.patterns import NM, Dense, VectorNM, parse
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise, parse
 
 VERSION = 2
 FILES = ("model.safetensors", "masks.safetensors", "profile.json")
@@ -232,8 +234,8 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
     """Put the pruned weights into `model` (the task's), in place; returns it and {layer: pattern} for `convert`.
 
     The choices name every layer of the profile, dense ones too; dense is also a layer whose groups run along the
-    outputs, which no kernel multiplies by. Raises BadData when the folder is not a whole pruned model, or is one of
-    another model, which is then left as it was.
+    outputs, which no kernel multiplies by. They are in the precision that the profile was searched for. Raises
+    BadData when the folder is not a whole pruned model, or is one of another model, which is then left as it was.
     """
     folder = Path(folder)
     read_manifest(folder)
@@ -245,9 +247,26 @@ def load_pruned(folder: Path, model: nn.Module) -> tuple[nn.Module, dict[str, La
         raise BadData(f"{folder}: pruned from another model than this task's: {unlike[0]} is {there}, here {here}")
     model.load_state_dict(state)
     masks = read_masks(folder)
-    return model.eval(), {
-        layer: layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()
+    choices = {layer: layer_pattern(choice.pattern, masks.get(layer)) for layer, choice in profile.layers.items()}
+    return model.eval(), in_precision(choices, profile.backend)
+
+
+def in_precision(choices: Mapping[str, LayerPattern], backend: str) -> dict[str, LayerPattern]:
+    """The choices as this backend of a search runs them: layers whose rows share columns in its precision."""
+    precision = OWN.get(backend, "float32")
+    return {
+        name: replace(choice, precision=precision) if _share_columns(choice.pattern) else choice
+        for name, choice in choices.items()
     }
+
+
+def _share_columns(pattern: Pattern) -> bool:
+    match pattern:
+        case VectorWise() | ShflBW():
+            return pattern.v > 1
+        case BlockWise():
+            return pattern.rows > 1
+    return isinstance(pattern, Dense)
 
 
 def layer_pattern(spec: str, mask: NDArray[np.bool_] | None) -> LayerPattern:

@@ -147,7 +147,8 @@ def _splits() -> dict[str, Batch]:
     path = cache_folder() / "tasks" / f"images-{TEST_IMAGES}.safetensors"
     try:
         parts = load_file(path)
-    except (FileNotFoundError, SafetensorError):
+        return {part: (parts[f"{part} images"], parts[f"{part} labels"]) for part in ("train", "test")}
+    except (FileNotFoundError, SafetensorError, KeyError):
         parts = _split()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: save_file(parts, temporary))

@@ -289,13 +289,16 @@ def test_rounded_weights_are_held_to_the_rounded_product_and_refused_where_they_
     ("backend", "pattern"), [("torch", Dense()), ("openvino", Dense()), ("numba", Dense()), ("numba", ShflBW(32))]
 )
 def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: str, pattern: Pattern) -> None:
-    exact = point(backend, "bf16", LinearShape(64, 4096, 48), pattern, 0.0 if pattern == Dense() else 0.5)
+    exact = point(backend, "bf16", LinearShape(64, 4096, 64), pattern, 0.0 if pattern == Dense() else 0.5)
     try:
         rotation = backends.prepare(replace(exact, dtype_w="bfloat16", dtype_a="bfloat16"))
     except Unsupported as reason:  # the processor lacks it, and says so
-        assert backend != "numba" and "bfloat16" in str(reason)
+        assert "bfloat16" in str(reason) or "bf16" in str(reason) or "f32" in str(reason)
+        assert backend != "numba" or not (target.host().pairs or target.host().matrix)
         return
     assert rotation.facts["max_rel_err"] < oracle.BFLOAT16_ROUNDOFF
+    if backend != "numba" or (target.host().pairs and not target.host().matrix):
+        assert rotation.facts["max_rel_err"] > 1e-5  # it did round
 
 
 def test_what_bfloat16_does_not_explain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

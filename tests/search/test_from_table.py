@@ -223,9 +223,26 @@ def test_what_goes_with_a_network_narrows_it_and_what_does_not_is_refused(tmp_pa
 
 
 def test_rounded_weights_are_no_option_unless_a_profile_can_ask_for_them() -> None:
-    rounded = (A, "vector:8", 0.9, 0.1, {"dtype_w": "bfloat16", "kernel_requested": "bf16", "point_id": "v"})
+    rounded = (A, "vector:8", 0.9, 0.1, {"dtype_w": "bfloat16", "kernel_requested": "bf16-weights", "point_id": "v"})
     t = pd.concat([a_table(), swept(rounded)])
-    assert Problem.from_table(t, {"a": A}).layers[0].seconds.tolist() == [4.0, 3.0, 2.5, 1.5]
+    before = Problem.from_table(a_table(), {"a": A})
+    both = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "kernel_requested": "bf16"}
+    t = pd.concat([t, swept(
+        (A, "dense", 0.0, 1.9, both | {"point_id": "w"}), (A, "vector:8", 0.9, 0.2, both | {"point_id": "x"}),
+        (A, "vector:8", 0.95, 0.1, both | {"point_id": "y"}),
+        (A, "dense", 0.0, 0.8, both | {"backend": "torch", "point_id": "z"}),
+    )])  # fmt: skip
+    found = Problem.from_table(t, {"a": A})
+    assert found.layers[0].seconds.tolist() == [4.0, 3.0, 2.5, 1.5]
+    assert (found.dense, found.dense_engine) == (before.dense, before.dense_engine)
+    halves = Problem.from_table(t, {"a": A}, backend="numba-bf16")
+    assert halves.layers[0].seconds.tolist() == [1.9, 0.2, 0.1]
+    assert (halves.dense.value, halves.dense_engine) == (0.8, "torch")
+    # Where nothing in bfloat16 is faster, what is in float32 is the rival.
+    slow = t.assign(median_seconds=t["median_seconds"].where(t["point_id"] != "z", 9.0))
+    slow = slow[slow["point_id"] != "w"]
+    slow = pd.concat([slow, swept((A, "dense", 0.0, 9.0, both | {"point_id": "w"}))])
+    assert Problem.from_table(slow, {"a": A}, backend="numba-bf16").dense == before.dense
 
 
 def test_the_command_keeps_a_target_at_two_batches(
