@@ -80,6 +80,8 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
             f"This table holds {len(apart)} settings ({'; '.join(sorted(apart))}). Each time is compared within its "
             "own, but figures over all shapes count a shape once in each: for one alone, report on a table of it."
         )
+    if {"bfloat16", "float32"} <= set(inputs.table["dtype_a"].dropna()):
+        warnings.append("What is multiplied in bfloat16 is held against the fastest dense layer in it or in float32.")
     if len(content.places) > SHAPES:
         warnings.append(
             f"Of {len(content.places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "
