@@ -16,7 +16,7 @@ from latbench.workloads import Workload
 from search.building import Seconds, all_dense, problem_of
 from search.layers import DENSE, Interval, Layer, Option, interval, listed
 from search.limits import CLOSE
-from search.options import CostModel, in_precision, in_table, layers_inside, predicted_layers, swept_layers
+from search.options import CostModel, in_table, layers_inside, predicted_layers, rows_in_precision, swept_layers
 from search.problem import Problem
 from sparse_kernels.shapes import Shape
 
@@ -73,7 +73,7 @@ def from_table(
         rows = rows[(rows["purpose"] == "sweep") & (rows["context"] != "network")]
         rows = narrowed(rows[rows["dtype_w"] == rows["dtype_a"]], {"device": device, "threads": threads})
         engine = backend or _sparse_backend(rows)
-        own = in_precision(rows[rows["backend"] == in_table(engine)], engine)
+        own = rows_in_precision(rows[rows["backend"] == in_table(engine)], engine)
         if own.empty:
             raise BadData(f"the table holds no swept layer on {engine}")
         if model is None:
@@ -87,7 +87,7 @@ def from_table(
             engine = DENSE
         else:
             # What may be multiplied in bfloat16 has rivals of either kind, what may not has those in float32.
-            rivals = rows if engine == "numba-bf16" else in_precision(rows, engine)
+            rivals = rows if engine == "numba-bf16" else rows_in_precision(rows, engine)
             dense, engine = _fastest_dense(rivals, shapes)
             fixed_seconds = interval(fixed_seconds or 0.0)
             dense_seconds = dense + fixed_seconds

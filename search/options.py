@@ -105,7 +105,7 @@ def predicted_layers(
     """
     rows = tables.timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
-    rows = in_precision(rows, backend)
+    rows = rows_in_precision(rows, backend)
     if patterns is not None:
         rows = rows[rows["pattern"].isin([DENSE, *patterns])]
     known: dict[Shape, Layer] = {}
@@ -130,7 +130,7 @@ def in_table(backend: str) -> str:
     return "numba" if backend in OWN else backend
 
 
-def in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
+def rows_in_precision(rows: pd.DataFrame, backend: str) -> pd.DataFrame:
     """The rows whose numbers are what a backend of a search multiplies; of others than ours, those of one type."""
     if backend in OWN:
         return rows[rows[["dtype_w", "dtype_a"]].eq(OWN[backend]).all(axis=1)]

@@ -6,7 +6,8 @@ would cost more than the multiplication saves, and lines that another core has j
 
 x that comes in tiles of tokens (layout `token_blocked`) is read as it lies, and y that is wanted so is written there.
 But where a thread has several blocks, x is too large for its caches: then a block of it is copied there first, in
-order, which takes less time than to wait for columns here and there (3072 features, 2,048 tokens: half the time).
+order, which takes less time than to wait for columns here and there (3072 features, 2,048 tokens: half the time). It
+is copied, too, where tiles multiply bfloat16: laying out and copying round what they read.
 
 While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`ahead`):
 with 2,048 tokens at 90% sparsity up to 12% less time, the less the longer y is beside x.
@@ -38,7 +39,7 @@ RUN = 256
 # How many columns ahead x is fetched that is copied out of tiles, where each has only some lines.
 COLUMNS_AHEAD = 32
 
-COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks
+COPIED = "copied"  # how x in tiles of tokens is read where each thread has several blocks, or rounds it
 
 
 def enough(n: int, lanes: int, threads: int) -> bool:

@@ -20,7 +20,9 @@ than 8 tokens spill general registers and halve the speed.
 The tile sizes are integer literals: they come as free variables of the kernel that calls the tile.
 
 Weights of token_tile may be bfloat16, a shift away from float32: with few tokens a layer does little but read them.
-row_tile broadcasts each weight, which would then take a shift as well: it would gain nothing.
+row_tile broadcasts each weight, which would then take a shift as well: it would gain nothing. But where x may be
+bfloat16 too, and the processor multiplies pairs of them, it takes two columns at a time: each element of x lies there
+twice, in both halves of 32 bits, so that any two columns make pairs by one blend.
 
 The sums are finished in registers: bias added, then the activation. NaN and infinity go through as in dense code:
 no flag here allows the compiler to assume their absence. Addresses are integers, sizes and strides count elements.
