@@ -453,16 +453,17 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
 
 def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """A heading that names the fastest dense engines, and a table: rows patterns and engines, columns sparsities, the
-    median over layer shapes of the speedup over the fastest dense engine of each, measured in the same way.
+    median over layer shapes of the speedup over the fastest dense engine of each, measured in the same way; what is
+    multiplied in bfloat16 has dense engines of its own, and those in float32.
 
     None where no sparse point has a dense one beside it.
     """
     from rich.table import Table
 
     from latbench import tables
-    from latbench.report.data import SETTING, SHAPE, engine_name
+    from latbench.report.data import SETTING, SHAPE, engine_name, with_rivals
 
-    timed = tables.timed(frame)
+    timed = with_rivals(tables.timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[engine_name(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of unlike modes are not compared
@@ -473,20 +474,28 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     sparse = sparse.assign(speedup=sparse["dense_median_seconds"] / sparse["median_seconds"]).dropna(subset="speedup")
     if sparse.empty:
         return None
-    counts = sparse.drop_duplicates(layer)["dense_engine"].value_counts()
-    engines = ", ".join(
-        f"{name} in {counts[name]}" for name in sorted(counts.index, key=lambda name: (-counts[name], name))
-    )
+    rounded = sparse["dtype_a"] == "bfloat16"
+    engines = [
+        f"{of}{_counted(rows.drop_duplicates(layer)['dense_engine'].value_counts())}"
+        for of, rows in (("", sparse[~rounded]), ("in bfloat16 ", sparse[rounded]))
+        if len(rows)
+    ]
     medians = sparse.pivot_table(
         index=["pattern", "engine"], columns="sparsity_target", values="speedup", aggfunc="median"
     )
-    heading = f"speedup over the fastest dense engine ({engines} of {counts.sum()} layers), median of layers:"
+    heading = f"speedup over the fastest dense engine ({'; '.join(engines)}), median of layers:"
     table = Table("pattern", "engine", box=None, pad_edge=False)
     for sparsity in medians.columns:
         table.add_column(f"{sparsity:.0%}", justify="right")
     for (pattern, engine), row in medians.sort_index().iterrows():
         table.add_row(pattern, engine, *("" if value != value else f"{value:.2f}x" for value in row))
     return heading, table
+
+
+def _counted(counts: pd.Series) -> str:
+    """How many layers have each engine."""
+    names = sorted(counts.index, key=lambda name: (-counts[name], name))
+    return f"{', '.join(f'{name} in {counts[name]}' for name in names)} of {counts.sum()} layers"
 
 
 def _with_time_left(tell: Tell, time_budget: float | None = None) -> Callable[[Progress], None]:

@@ -57,7 +57,7 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     weights), bytes (the least that must move) and roofline_seconds, NaN where the table does not tell.
     `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
     """
-    rows = _with_lent(timed_rows(layer_rows(table)))
+    rows = with_rivals(timed_rows(layer_rows(table)))
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
         tidy[name] = rows[column].astype(float)
@@ -79,7 +79,7 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     return tidy.sort_values(order).reset_index(drop=True)
 
 
-def _with_lent(rows: pd.DataFrame) -> pd.DataFrame:
+def with_rivals(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows, with dense layers in float32 once more among those in bfloat16 of the same setting: what may be
     rounded need not be, and a speedup is over the fastest dense layer of either kind.
     """

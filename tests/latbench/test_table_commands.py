@@ -248,3 +248,12 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
         ["vector:32", "numba", "2.00x", "2.00x"],
         ["vector:32", "scipy", "0.50x"],
     ]
+    both = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "kernel_requested": "bf16"}
+    tables.write_part(tmp_path, [
+        timed(1.5, **both), timed(4.5, **dense, **both, backend="torch"), timed(0.5, m=8, sparsity_target=0.9, **both)
+    ])  # fmt: skip
+    heading, table = speedup_table(tables.read(tmp_path)) or ("", None)
+    assert heading.endswith("of 2 layers; in bfloat16 openvino in 1, torch bf16 in 1 of 2 layers), median of layers:")
+    with console.capture() as captured:
+        console.print(table)
+    assert ["vector:32", "numba", "bf16", "3.00x", "4.00x"] in [it.split() for it in captured.get().splitlines()]
