@@ -495,6 +495,11 @@ def test_a_folder_gives_back_weights_masks_and_patterns(task: Task, database: Da
     assert (manifest["predicted_seconds"], manifest["layers"]["fc"]["predicted_seconds"]) == (2e-3, 1e-3)
     assert manifest["bytes"] == {name: (tmp_path / "pruned" / name).stat().st_size for name in FILES}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["database", "pruned"]
+    assert {choice.precision for choice in choices.values()} == {"float32"}
+    save_pruned(tmp_path / "halves", model, masks, replace(profile, backend="numba-bf16"), {"task": "tiny"})
+    _, choices = load_pruned(tmp_path / "halves", task.model())
+    found_so = {name: choice.precision for name, choice in choices.items()}
+    assert found_so["conv"] == found_so["head"] == "bfloat16"  # as it was promised
 
 
 def test_a_damaged_or_foreign_folder_is_refused(task: Task, database: Database, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from latbench import workloads
 from search.job import prunable_layers
@@ -90,7 +91,11 @@ def test_calibration_is_the_same_every_time_and_the_network_can_be_traced(cache:
     assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
 
 
-@pytest.mark.parametrize("damage", [None, b"", b"not safetensors at all"], ids=["kept", "empty", "foreign"])
+@pytest.mark.parametrize(
+    "damage",
+    [None, b"", b"not safetensors at all", save({"x": torch.ones(1)})],
+    ids=["kept", "empty", "foreign", "other"],
+)
 def test_images_are_split_once_and_anew_where_the_file_is_damaged(cache: Path, damage: bytes | None) -> None:
     first = digits._splits.__wrapped__()
     (path,) = cache.rglob("images-*.safetensors")

@@ -14,6 +14,7 @@ from sparse_kernels import oracle
 from sparse_kernels.cpu import blocks, linear, panels, rows, target, transpose, tuner
 from sparse_kernels.cpu.linear import Choice, RowPlan
 from sparse_kernels.formats import Packed, bfloat16, pack, rounded, unpack
+from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
 
@@ -201,6 +202,31 @@ def test_many_tokens_are_multiplied_in_pairs_where_the_processor_does_so(monkeyp
     monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False, pairs=True))
     kinds = [choice.kernel for choice in tuner.candidates(packed, "token_major", 128, "bfloat16")]
     assert kinds[0] == "pairs" and len(kinds) > 1
+
+
+def test_a_dense_layer_of_one_row_has_no_pairs_and_is_no_error(rng: np.random.Generator) -> None:
+    packed = packed_of(Dense(), rng.standard_normal((1, 33)).astype(np.float32))
+    plan = prepare(packed, "numba", "token_major", 64, precision="bfloat16")
+    assert ".pairs" not in plan.kernel
+    x = rng.standard_normal((64, 33)).astype(np.float32)
+    oracle.check(plan(x).T, rounded(packed), x.T)
+
+
+def test_a_torch_layer_has_a_plan_for_few_tokens_and_one_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "host", lambda: replace(target.host(), matrix=False, pairs=True))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        dense = torch.nn.Linear(64, 64)
+        for calls in ((2, 300), (300, 2)):  # whichever comes first
+            layer = SparseLinear.from_dense(dense, Dense(), None, precision="bfloat16")
+            with torch.no_grad():
+                for tokens in calls:
+                    layer(torch.ones(tokens, 64))
+            kernels = {key[2]: ready.plan.kernel for key, ready in layer._plans.items()}
+            assert ".pairs" in kernels[(300).bit_length()] and ".pairs" not in kernels[(2).bit_length()]
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4), VectorWise(1)], ids=str)
