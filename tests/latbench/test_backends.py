@@ -300,7 +300,7 @@ def test_a_layer_in_bfloat16_is_held_to_the_product_of_rounded_numbers(backend: 
     if backend != "numba" or (target.host().pairs and not target.host().matrix):
         assert rotation.facts["max_rel_err"] > 1e-5  # it did round
         usual = replace(exact, kernel="prepacked" if backend == "torch" else "auto")
-        assert rotation.facts["bytes_min"] < 0.8 * backends.prepare(usual).facts["bytes_min"]
+        assert rotation.facts["bytes_min"] < 0.9 * backends.prepare(usual).facts["bytes_min"]
 
 
 def test_what_bfloat16_does_not_explain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
