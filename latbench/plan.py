@@ -33,12 +33,8 @@ TUNED: dict[tuple[str, str], tuple[str, ...]] = {("numba", "linear"): ("tuned",)
 # bytes a weight; and those that round both, dense ones beside them.
 _WEIGHTS, _BOTH = ("bfloat16", ""), ("bfloat16", "bfloat16")
 ROUNDED: dict[tuple[str, str], dict[str, tuple[str, str]]] = {
+    **{(engine, op): {"bf16": _BOTH} for engine in ("torch", "openvino", "numba") for op in ("linear", "conv2d")},
     ("numba", "linear"): {"bf16-weights": _WEIGHTS, "bf16": _BOTH},
-    ("torch", "linear"): {"bf16": _BOTH},
-    ("openvino", "linear"): {"bf16": _BOTH},
-    ("numba", "conv2d"): {"bf16": _BOTH},
-    ("torch", "conv2d"): {"bf16": _BOTH},
-    ("openvino", "conv2d"): {"bf16": _BOTH},
 }
 _ROUNDED_FORMATS = {"bf16-weights": ("block", "vector", "shflbw"), "bf16": ("dense", "block", "vector", "shflbw")}
 STANDARD = ("torch", "onnxruntime", "openvino", "numba")

@@ -157,11 +157,9 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
-    where, whose = (
-        (" on DeepSparse", ", for latbench's own kernels,")
-        if verdict.backend == "deepsparse"
-        else (" in bfloat16" if verdict.backend == "numba-bf16" else "", "")
-    )
+    where, whose = {
+        "deepsparse": (" on DeepSparse", ", for latbench's own kernels,"), "numba-bf16": (" in bfloat16", ""),
+    }.get(verdict.backend, ("", ""))  # fmt: skip
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "

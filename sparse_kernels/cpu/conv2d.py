@@ -356,8 +356,8 @@ def pays_by_pairs(shape: Conv2dShape) -> bool:
     """Whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
 
     ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image and 1.2 to 1.7
-    with 16 (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride, where x is else read as it lies, it is 0.3 to
-    0.9 times.
+    with 16 (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be laid out, which took longer
+    than the product does.
     """
     several = shape.kh * shape.kw > 1 or shape.stride != (1, 1)
     return several and shape.stride[1] <= 2

@@ -17,9 +17,9 @@ sparse and dense ones alike, and in each round a sum over arrays as large takes 
 
 DeepSparse's sparse layers (the share of zeros that the table names, alone, not in a network) are no baseline either.
 
---bf16 adds our linear layers with weights of bfloat16, and with all that is multiplied in bfloat16, still against
-dense float32; and beside them torch's dense layer with weights, activations and results in bfloat16, which counts as
-no baseline: it computes something else.
+--bf16 adds our linear layers with weights of bfloat16, and all layers with all that is multiplied in bfloat16, still
+against dense float32; and beside linear ones torch's dense layer with weights, activations and results in bfloat16,
+which counts as no baseline: it computes something else.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from latbench.plan import Point
 from sparse_kernels.cpu.conv2d import Conv2dPlan
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.cpu.images import copy
-from sparse_kernels.cpu.linear import PRECISIONS, check_precision
+from sparse_kernels.cpu.linear import PRECISIONS
 from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.transpose import blocked
@@ -270,18 +270,20 @@ def numba_cases(
             continue
         for sparsity in sparsities:
             packed = pack(weight, pattern.mask(weight.astype(np.float64) ** 2, sparsity), pattern)
-            run: dict[str, Callable[[Any], object]] = {}
-            plans = {}
+            run: dict[str, Callable[[Any], object]]
+            plans: dict[str, Any] = {}
             if isinstance(shape, Conv2dShape):
                 plans[spec] = prepare_conv2d(packed, shape, "numba")
-                run[spec] = conv2d_run(shape, frames, bias)
+                if bf16:
+                    with suppress(ValueError):  # a pattern that gains nothing from it
+                        plans[f"{spec} bf16"] = prepare_conv2d(packed, shape, "numba", precision="bfloat16")
+                run = dict.fromkeys(plans, conv2d_run(shape, frames, bias))
             else:
                 plans[spec] = prepare(packed, "numba", layout, shape.n)
                 if bf16:
                     for precision in PRECISIONS[1:]:
-                        with suppress(ValueError):  # a pattern that gains nothing from it
-                            check_precision(packed, precision)
-                            name = f"{spec} {precision.replace('bfloat16', 'bf16')}"
+                        name = f"{spec} {precision.replace('bfloat16', 'bf16')}"
+                        with suppress(ValueError):
                             plans[name] = prepare(packed, "numba", layout, shape.n, precision=precision)
                 x = rng.standard_normal((shape.n, shape.k), np.float32)
                 if layout == "feature_major":

@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from halves import nearest
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import blocks, linear, panels, rows, target, transpose, tuner
@@ -19,7 +20,6 @@ from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstr
 from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
 
 PATTERNS = [Dense(), VectorWise(32), VectorWise(4), VectorWise(3), ShflBW(32), BlockWise(16, 4)]
-HAS_UNIT = target.host().pairs
 # A kernel each: all layouts with panels of 8 rows, all panels with one layout.
 PLACES = [
     *((pattern, "token_major") for pattern in PATTERNS),
@@ -32,17 +32,6 @@ def all_threads():
     before = numba.get_num_threads()
     yield
     numba.set_num_threads(before)
-
-
-@pytest.fixture(params=["unit", "multiply-adds"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What multiplies."""
-    if request.param == "unit" and not HAS_UNIT:
-        pytest.skip("this processor does not multiply pairs of bfloat16")
-    if request.param != "unit":
-        own = replace(target.host(), pairs=False)
-        monkeypatch.setattr(linear, "host", lambda: own)
-    return str(request.param)
 
 
 def packed_of(pattern: Pattern, weight: np.ndarray, sparsity: float = 0.7) -> Packed:
@@ -69,10 +58,6 @@ def run(packed: Packed, x: np.ndarray, layout: str = "token_major", **given: Any
         return plan(transpose.blocked(x.T), **given, out=np.empty((n, packed.shape[0]), np.float32)).T
     laid_out = np.ascontiguousarray(x.T) if layout == "into_blocks" else transpose.blocked(x.T)
     return transpose.unblocked(plan(laid_out, **given), n).T
-
-
-def nearest(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
 
 
 @pytest.mark.parametrize(("pattern", "layout"), PLACES, ids=str)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numba
 import numpy as np
 import pytest
-import torch
 from convolving import by_torch, framed, operands, view
+from halves import nearest
 
 from sparse_kernels import oracle
 from sparse_kernels.cpu import conv2d
@@ -36,21 +36,6 @@ def all_threads():
     before = numba.get_num_threads()
     yield
     numba.set_num_threads(before)
-
-
-@pytest.fixture(params=["unit", "multiply-adds"])
-def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What multiplies."""
-    if request.param == "unit" and not host().pairs:
-        pytest.skip("this processor does not multiply pairs of bfloat16")
-    if request.param != "unit":
-        own = replace(host(), pairs=False)
-        monkeypatch.setattr(conv2d, "host", lambda: own)
-    return str(request.param)
-
-
-def nearest(x: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
