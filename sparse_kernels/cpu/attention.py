@@ -23,7 +23,7 @@ from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_l
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
-from sparse_kernels.cpu.threads import count, exclusive
+from sparse_kernels.cpu.threads import count
 from sparse_kernels.plan import Array
 
 # Where an array lies: the address of its first element, and how many elements a batch, a head and a token are apart.
@@ -74,8 +74,7 @@ def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale:
     work = prepared(sizes, threads)
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
     scratch = borrow(work.elements * threads)
-    with exclusive():
-        work.kernel(q, k, v, out, sizes, scale, work.columns, scratch, work.elements, work.splits, threads)
+    work.kernel(q, k, v, out, sizes, scale, work.columns, scratch, work.elements, work.splits, threads)
     give_back(scratch)
 
 

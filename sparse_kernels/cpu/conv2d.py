@@ -35,7 +35,7 @@ from sparse_kernels.cpu.scratch import Pool, address, borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.thirds import has_thirds
-from sparse_kernels.cpu.threads import count, exclusive
+from sparse_kernels.cpu.threads import count
 from sparse_kernels.cpu.vectors import TILE, Vectors, columns
 from sparse_kernels.formats import Packed, rounded
 from sparse_kernels.plan import ACTIVATIONS, Array
@@ -179,8 +179,7 @@ class Conv2dPlan:
 
     def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
         """The same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        with exclusive():
-            self._run(x, x_at, bias, activation, y, y_at, added, count())
+        self._run(x, x_at, bias, activation, y, y_at, added, count())
 
     def _run(
         self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int, threads: int

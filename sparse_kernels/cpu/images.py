@@ -25,7 +25,7 @@ from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, floats_at
 from sparse_kernels.cpu.parts import in_parts
-from sparse_kernels.cpu.threads import count, exclusive
+from sparse_kernels.cpu.threads import count
 from sparse_kernels.shapes import Conv2dShape
 
 ONE_PHASE = np.zeros((1, 1), np.int64)
@@ -144,11 +144,10 @@ def lay_out(lanes: int, numbers: int) -> Callable[..., bool]:
 def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
     run, to, parts = lay_out(lanes, FLOATS), (*steps(y_places), 0), count()
-    with exclusive():
-        run(
-            x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
-            ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, parts), 0, parts,
-        )  # fmt: skip
+    run(
+        x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
+        ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, parts), 0, parts,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

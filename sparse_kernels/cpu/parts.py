@@ -4,6 +4,9 @@ Numba's own way, a kernel with `prange` in it, compiles each part's code four ti
 wrappers to the next, and starts threads even for one part. Here one loop over parts, the same for all kernels
 (`_launch`), knows of a kernel's part nothing but an address, and hands it the address of the arguments: half the time
 to compile a kernel, and a microsecond less for a call with one thread.
+
+Where Numba's threads are those of GNU's OpenMP, the loop asks that for them itself: 0.6 us for two threads, where it
+takes 1.7 by way of `prange`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from numba import prange, types
 from numba.core import cgutils
 
 from sparse_kernels.cpu.compiled import FLAGS, compiled, kept
-from sparse_kernels.cpu.emitter import I64, with_literals
+from sparse_kernels.cpu.emitter import I32, I64, with_literals
+from sparse_kernels.cpu.threads import link_openmp, taking_turns
 
 _PART = ir.FunctionType(ir.VoidType(), [I64, I64])  # of the address of the arguments, and the number of the part
 
@@ -51,12 +55,13 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
             # A compiled function, for one, would be another in each process, and so would the name on disk be.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
         counts.append(f"{part}s")
-    numba.get_num_threads()  # starts Numba's threads: a kernel from disk takes for granted that they are there
+    openmp = link_openmp()
+    launch = _launch_by_openmp if openmp else _launch
     # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
-    own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
+    own = hashlib.sha256(b"".join([bytes([openmp]), *map(_identity, stages)])).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
     names: dict[str, Any] = {
-        "__name__": __name__, "_bound": _bound, "_call": _call, "_launch": _launch, "_integer_at": _integer_at,
+        "__name__": __name__, "_bound": _bound, "_call": _call, "_launch": launch, "_integer_at": _integer_at,
     }  # fmt: skip
     lines = [f"def {name}({given}):", "    _noted = 0"]
     for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
@@ -72,7 +77,7 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
     lines += [f"    if _noted & {_RAISED}:", "        raise RuntimeError('a kernel failed')"]
     lines += ["    return _noted == 0"]
     exec("\n".join(lines), names)  # a function of exactly these parameters: with *args Numba takes as long as a part
-    return kept(numba.njit(**FLAGS)(names[name]), stages[0], own)
+    return taking_turns(kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:
@@ -146,9 +151,50 @@ def _integer_at(typing_context: Any, address: Any) -> Any:
     return signature, generate
 
 
-def _each_part(function: int, arguments: int, parts: int) -> None:
+@with_literals
+def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> Any:
+    """Call the function for each part, shared by as many threads of GNU's OpenMP as Numba would use."""
+    signature = types.void(*[types.intp] * 3)
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        job = cgutils.alloca_once(builder, ir.ArrayType(I64, 3))
+        for i in range(3):
+            builder.store(args[i], cgutils.gep_inbounds(builder, job, 0, i))
+        member = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [I64]), f"{builder.function.name}.member")
+        member.linkage = "internal"
+        inside = ir.IRBuilder(member.append_basic_block("entry"))
+        given = inside.inttoptr(member.args[0], job.type)
+        part, found, count = (inside.load(cgutils.gep_inbounds(inside, given, 0, i)) for i in range(3))
+        number, of = (_asked(inside, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
+        first = inside.sdiv(inside.mul(count, number), of)
+        last = inside.sdiv(inside.mul(count, inside.add(number, I64(1))), of)
+        with cgutils.for_range_slice(inside, first, last, I64(1)) as (each, _):
+            inside.call(inside.inttoptr(part, _PART.as_pointer()), [found, each])
+        inside.ret_void()
+        most, parts = _asked(builder, "get_num_threads"), args[2]
+        threads = builder.trunc(builder.select(builder.icmp_signed("<", parts, most), parts, most), I32)
+        run = ir.FunctionType(ir.VoidType(), [member.type, job.type, I32, I32])
+        parallel = cgutils.get_or_insert_function(builder.module, run, "GOMP_parallel")
+        builder.call(parallel, [member, job, threads, I32(0)])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _asked(builder: ir.IRBuilder, name: str) -> ir.Value:
+    """What a function of C answers, an int of no arguments."""
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), name)
+    return builder.zext(builder.call(function, []), I64)
+
+
+def _by_openmp(function: int, arguments: int, parts: int) -> None:
+    _share(function, arguments, parts)
+
+
+def _by_numba(function: int, arguments: int, parts: int) -> None:
     for part in prange(parts):
         _call(function, arguments, part)
 
 
-_launch = compiled(_each_part, parallel=True)
+_launch_by_openmp = compiled(_by_openmp)
+_launch = compiled(_by_numba, parallel=True)

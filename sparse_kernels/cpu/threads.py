@@ -10,18 +10,21 @@ Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import numba
+from llvmlite import binding
 from numba.np.ufunc import parallel
+
+T = TypeVar("T")
 
 _MOST: int = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 
 _turn = threading.Lock()
-_free: AbstractContextManager[object] = nullcontext()
-_held: AbstractContextManager[object] | None = None  # what to hold, once Numba has chosen how its threads work
 
 _ask: Callable[[], int] | None = None
 
@@ -45,13 +48,34 @@ def use(wanted: int) -> None:
         numba.set_num_threads(wanted)
 
 
-def exclusive() -> AbstractContextManager[object]:
-    """What to hold while kernels run: a lock if Numba's threads must not be used by two callers, else nothing."""
-    global _held
-    if _held is None:
-        try:
-            layer = numba.threading_layer()
-        except ValueError:  # no kernel has run yet, so Numba has not chosen
-            return _turn
-        _held = _turn if layer == "workqueue" else _free
-    return _held
+# What kernels call of GNU's OpenMP: run a function by a team of threads, and what a thread of it asks of itself.
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@cache
+def link_openmp() -> bool:
+    """Start Numba's threads, which kernels take for granted, and let kernels call GNU's OpenMP if they are its."""
+    numba.get_num_threads()
+    if numba.threading_layer() != "omp":
+        return False
+    from numba.np.ufunc import omppool
+
+    library = ctypes.CDLL(omppool.__file__)  # whose symbols are also those of the OpenMP that it uses
+    if not all(hasattr(library, name) for name in _OPENMP):
+        return False
+    for name in _OPENMP:
+        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    return True
+
+
+def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:
+    """The kernel, which two callers never run at once where Numba's threads must not be used by two."""
+    if numba.threading_layer() != "workqueue":
+        return kernel
+
+    @wraps(kernel)
+    def alone(*arguments: Any) -> T:
+        with _turn:
+            return kernel(*arguments)
+
+    return alone

@@ -18,7 +18,7 @@ from functools import cache
 from numba import carray
 
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import AHEAD, floats_at, token_tile
+from sparse_kernels.cpu.micro import AHEAD, copy_picked, floats_at, token_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.split import share
@@ -29,7 +29,7 @@ from sparse_kernels.cpu.vectors import CACHED
 FIRST_LEVEL = 12_288
 
 # Elements from which on threads share the work of putting rows in their places.
-WORTH_SHARING = 16_384
+WORTH_SHARING = 8_192
 
 
 def tile(height: int, target: Target) -> tuple[int, int, int] | None:
@@ -127,7 +127,10 @@ def kernel(
         if permuted:
             biases_at = sums_at + (n + part) * features * 4
             bias, sorted_bias = carray(floats_at(bias_at), m), carray(floats_at(biases_at), features)
-            for row in range(features):
+            # Of the panels from the first to the last one, if they are in the same chunk; else of all.
+            alone = end > item and item // panels == (end - 1) // panels
+            first, stop = (item % panels, (end - 1) % panels + 1) if alone else (0, panels)
+            for row in range(first * width, stop * width):
                 sorted_bias[row] = bias[max(row_ids[row], 0)]
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
@@ -161,28 +164,29 @@ def kernel(
                             activation if stage == stages - 1 else unfinished,
                         )
 
+    def put(  # type: ignore[no-untyped-def]
+        share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting, shares
+    ):  # fmt: skip
+        # A share of the rows that are waiting goes to its places in y: whole chunks, which a thread finds in its
+        # own caches, where there are enough for all; else tokens, whose lines of y no other writes; else some rows.
+        features = weights[4].size
+        grain = chunk if (n + chunk - 1) // chunk >= shares else 1
+        units = (n + grain - 1) // grain
+        first, last, begin, end = 0, n, 0, m
+        if units >= shares:
+            first, last = units * share // shares * grain, min(n, units * (share + 1) // shares * grain)
+        else:
+            begin, end = m * share // shares, m * (share + 1) // shares
+        # Rows from 0 on, or whether they are negative would be asked.
+        count, here, here_at = end - begin, places[begin:end], places.ctypes.data + begin * 4
+        whole = count // lanes * lanes
+        for token in range(first, last):
+            source_at = waiting.ctypes.data + token * features * 4
+            target_at = y_at + (token * m + begin) * 4
+            for row in range(0, whole, lanes):
+                copy_picked(lanes, source_at, here_at + row * 4, target_at + row * 4)
+            source, target = carray(floats_at(source_at), features), carray(floats_at(target_at), count)
+            for row in range(whole, count):
+                target[row] = source[here[row]]
+
     return in_parts(multiply, put) if permuted else in_parts(multiply)
-
-
-def put(  # type: ignore[no-untyped-def]
-    share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting, shares
-):  # fmt: skip
-    """Copy one of `shares` shares of the rows that are waiting to their places in y.
-
-    Whole chunks, which a thread finds in its own caches, where there are enough for all; else tokens, whose lines of
-    y no other writes; else some rows of all tokens.
-    """
-    features = weights[4].size
-    grain = chunk if (n + chunk - 1) // chunk >= shares else 1
-    tokens = (n + grain - 1) // grain
-    first, last, begin, end = 0, n, 0, m
-    if tokens >= shares:
-        first, last = tokens * share // shares * grain, min(n, tokens * (share + 1) // shares * grain)
-    else:
-        begin, end = m * share // shares, m * (share + 1) // shares
-    count, here = end - begin, places[begin:end]  # rows from 0 on, or whether they are negative would be asked
-    for token in range(first, last):
-        source = carray(floats_at(waiting.ctypes.data + token * features * 4), features)
-        target = carray(floats_at(y_at + (token * m + begin) * 4), count)
-        for row in range(count):
-            target[row] = source[here[row]]

@@ -17,7 +17,6 @@ from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tok
 from sparse_kernels.cpu.parts import in_parts
 from sparse_kernels.cpu.scratch import address
 from sparse_kernels.cpu.target import host
-from sparse_kernels.cpu.threads import exclusive
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
 from sparse_kernels.plan import Array
 
@@ -35,10 +34,7 @@ def blocked(x: Array) -> Array:
         lanes, x = host().lanes, np.ascontiguousarray(x, np.float32)
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        with exclusive():
-            kernels(lanes, True)[0](
-                address(x), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads()
-            )
+        kernels(lanes, True)[0](address(x), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads())
         tiles[-1, :, n - (len(tiles) - 1) * tokens :] = 0
     return tiles
 
@@ -56,10 +52,7 @@ def unblocked(tiles: Array, n: int) -> Array:
         lanes, tiles = host().lanes, np.ascontiguousarray(tiles, np.float32)
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        with exclusive():
-            kernels(lanes, True)[1](
-                address(y), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads()
-            )
+        kernels(lanes, True)[1](address(y), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads())
     return y
 
 
