@@ -181,7 +181,7 @@ def _looking() -> Callable[..., tuple[int, int, int]]:
     return dispatcher
 
 
-def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> tuple[int, int, int]:
+def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> Any:
     # Signed, as unsigned and signed integers would meet in float64.
     x_at, y_at, bias_at = np.intp(x.ctypes.data), np.intp(y.ctypes.data), np.intp(bias.ctypes.data)
     right = n > 0 and bias.shape[0] == m and bias.strides[0] == 4

@@ -58,7 +58,7 @@ def link_openmp() -> bool:
     numba.get_num_threads()
     if numba.threading_layer() != "omp":
         return False
-    from numba.np.ufunc import omppool
+    from numba.np.ufunc import omppool  # type: ignore[attr-defined]
 
     library = ctypes.CDLL(omppool.__file__)  # whose symbols are also those of the OpenMP that it uses
     if not all(hasattr(library, name) for name in _OPENMP):
