@@ -8,19 +8,17 @@ in the first-level cache. The scores of 8 queries with all keys are kept, so not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numpy.typing import NDArray
 
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_lanes
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Bound, Kernel, in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.threads import count
@@ -70,39 +68,34 @@ def _place(array: Array) -> Place:
 
 def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None) -> None:
     """The same for arrays at these places; nothing is checked. sizes: batch, heads, n, d, keys, e, all positive."""
-    threads = count()
-    work = prepared(sizes, threads)
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
-    scratch = borrow(work.elements * threads)
-    work.kernel(q, k, v, out, sizes, scale, work.columns, scratch, work.elements, work.splits, threads)
+    work, needed = prepared((q[1:], k[1:], v[1:], out[1:]), sizes, scale, count())
+    scratch = borrow(needed)
+    work(q[0], k[0], v[0], out[0], scratch.at)
     give_back(scratch)
 
 
-@dataclass(frozen=True)
-class Work:
-    """What is the same for all attention of one size.
-
-    columns: 0 1 2 ... up to the larger of d and keys, int32. elements: of scratch that each thread needs. splits:
-    shares of a head. Heads are shared; where there are fewer than threads, so are their queries, in whole tiles.
-    """
-
-    kernel: Callable[..., bool]
-    columns: NDArray[np.int32]
-    elements: int
-    splits: int
-
-
 @lru_cache(maxsize=64)
-def prepared(sizes: tuple[int, ...], threads: int) -> Work:
-    """The work of this size (as of `run`) for so many threads."""
+def prepared(
+    steps: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], scale: float, threads: int
+) -> tuple[Bound, int]:
+    """All attention of these sizes (as of `run`) by so many threads, and the elements of scratch that it needs.
+
+    steps: of `Place`, for q, k, v and out, whose addresses it is called with, and that of scratch. Heads are shared;
+    where there are fewer than threads, so are their queries, in whole tiles.
+    """
     batch, heads, n, d, keys, e = sizes
     target = host()
     tokens, width = 8 if target.registers >= 32 else 4, VECTORS * target.lanes
     key_panels, value_panels = -(-keys // width), -(-e // width)
     elements = key_panels * d * width + value_panels * keys * width + tokens * key_panels * width
     splits = min(-(-threads // (batch * heads)), -(-n // tokens))
-    columns = np.arange(max(keys, d), dtype=np.int32)
-    return Work(kernel(tokens, target.lanes, target.fused), columns, -(-elements // LINE) * LINE, splits)
+    elements = -(-elements // LINE) * LINE
+    work = kernel(tokens, target.lanes, target.fused).bound(
+        "q_at k_at v_at out_at scratch_at", steps=steps, sizes=sizes, scale=scale,
+        columns=np.arange(max(keys, d), dtype=np.int32), elements=elements, splits=splits, parts=threads,
+    )  # fmt: skip
+    return work, elements * threads
 
 
 @with_literals
@@ -144,11 +137,12 @@ def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, s
 
 
 @cache
-def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
+def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
     """The compiled loop over heads and tiles of `tokens` queries.
 
-    Called with (q, k, v, out: each a `Place`; (batch, heads, n, d, keys, e); scale; and what `Work` says: columns,
-    scratch, its elements for each part, shares of a head; parts).
+    Called with (addresses of q, k, v and out; for each how many elements a batch, a head and a token are apart;
+    (batch, heads, n, d, keys, e); scale; 0 1 2 ... up to the larger of d and keys, int32; address of scratch, its
+    elements for each part; shares of a head; parts).
     """
     fuse = int(fused)
     unfinished, ahead = PARTIAL, AHEAD
@@ -157,42 +151,43 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
 
     @in_parts
     def attend(  # type: ignore[no-untyped-def]
-        part, q, k, v, out, sizes, scale, columns, scratch, elements, splits, parts
+        part, q_at, k_at, v_at, out_at, steps, sizes, scale, columns, scratch_at, elements, splits, parts
     ):  # fmt: skip
         batch, heads, n, d, keys, e = sizes
-        q_step, k_step, v_step, out_step = q[3], k[3], v[3], out[3]
+        q, k, v, out = steps
+        q_step, k_step, v_step, out_step = q[2], k[2], v[2], out[2]
         scale = np.float32(scale)
         key_panels, value_panels = (keys + width - 1) // width, (e + width - 1) // width
         tiles = (n + tokens - 1) // tokens
         items = batch * heads * splits
         row, all_keys, all_values = key_panels * width, key_panels * d * width, value_panels * keys * width
         columns_at = columns.ctypes.data
-        keys_at = scratch.ctypes.data + part * elements * 4
+        keys_at = scratch_at + part * elements * 4
         values_at = keys_at + all_keys * 4
         scores_at = values_at + all_values * 4
         for item in range(items * part // parts, items * (part + 1) // parts):
             b, h = item // splits // heads, item // splits % heads
             share = item % splits
-            q_head, k_at, v_at, out_head = (
-                q[0] + (b * q[1] + h * q[2]) * 4,
-                k[0] + (b * k[1] + h * k[2]) * 4,
-                v[0] + (b * v[1] + h * v[2]) * 4,
-                out[0] + (b * out[1] + h * out[2]) * 4,
+            q_head, k_head, v_head, out_head = (
+                q_at + (b * q[0] + h * q[1]) * 4,
+                k_at + (b * k[0] + h * k[1]) * 4,
+                v_at + (b * v[0] + h * v[1]) * 4,
+                out_at + (b * out[0] + h * out[1]) * 4,
             )
             # All of the panels is written: what an earlier call left there may be slow to multiply.
             for key in range(0, row, lanes):
                 there = keys_at + (key // width * d * width + key % width) * 4
                 source = min(key, keys - 1)
-                tokens_to_lanes(lanes, FLOATS, k_at + source * k_step * 4, k_step, keys - source, d, there, width)
+                tokens_to_lanes(lanes, FLOATS, k_head + source * k_step * 4, k_step, keys - source, d, there, width)
             for panel in range(value_panels):
                 for key in range(keys):
                     there = values_at + (panel * keys + key) * width * 4
-                    source = v_at + (key * v_step + panel * width) * 4
+                    source = v_head + (key * v_step + panel * width) * 4
                     for first in range(0, width, lanes):
                         copy_vector(lanes, FLOATS, source + first * 4, there + first * 4, e - panel * width - first)
             for tile in range(tiles * share // splits, tiles * (share + 1) // splits):
                 token = tile * tokens
-                q_at, out_at = q_head + token * q_step * 4, out_head + token * out_step * 4
+                queries, results = q_head + token * q_step * 4, out_head + token * out_step * 4
                 for panel in range(key_panels):
                     token_tile(
                         tokens,
@@ -205,7 +200,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
                         keys_at + panel * d * width * 4,
                         columns_at,
                         d,
-                        q_at,
+                        queries,
                         q_step,
                         n - token,
                         scores_at + panel * width * 4,
@@ -232,7 +227,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Callable[..., bool]:
                         scores_at,
                         row,
                         n - token,
-                        out_at + panel * width * 4,
+                        results + panel * width * 4,
                         out_step,
                         e - panel * width,
                         0,

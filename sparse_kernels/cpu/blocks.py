@@ -15,7 +15,6 @@ with 2,048 tokens at 90% sparsity up to 12% less time, the less the longer y is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 from numba import njit
@@ -25,7 +24,7 @@ from sparse_kernels.cpu.call import Call
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
@@ -91,12 +90,15 @@ def prepared(
     x_fetched = far and (x_layout == "token_major" or (x_layout == COPIED and k >= m))
     y_fetched = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
     multiply = kernel(single, rows, vectors, lanes, target.fused, numbers, x_layout, y_layout, x_fetched, y_fetched)
-    arrays = weights.arrays
-    places = x_starts, y_starts, there.x_starts, block, tokens, run, x_stride, y_stride
+    bound = multiply.bound(
+        "x_at y_at bias_at activation scratch_at", weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads,
+        x_starts=x_starts, y_starts=y_starts, x_from=there.x_starts, most=block, tokens=tokens, run=run,
+        x_stride=x_stride, y_stride=y_stride, parts=threads,
+    )  # fmt: skip
 
     def call(x: int, y: int, bias: int, activation: int) -> bool:
         scratch = borrow(needed)
-        multiply(arrays, x, y, n, k, m, bias, activation, scratch, needed // threads, *places, threads)
+        bound(x, y, bias, activation, scratch.at)
         give_back(scratch)
         return True
 
@@ -165,13 +167,14 @@ def kernel(
     y_layout: str,
     x_fetched: bool,
     y_fetched: bool,
-) -> Callable[..., bool]:
+) -> Kernel:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows, of such `numbers`.
 
-    Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, scratch, its
-    elements for each part, where the vectors start in x and in y (int64; in those of a block, unless x or y is
-    blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows of y put
-    in their places together, elements from one column of x to the next, from one row of y to the next, parts).
+    Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, address of
+    scratch, its elements for each part, where the vectors start in x and in y (int64; in those of a block, unless
+    they are blocked), where they start in blocked x, vectors of a block, tokens that there is room for in one, rows
+    of y put in their places together, elements from one column of x to the next, from one row of y to the next,
+    parts).
     scratch of a part: x and such rows of y of a block, less what is blocked. x_layout: also COPIED. x_fetched: tiles
     fetch x of the next block, which is token-major or copied. y_fetched: y is, token-major or blocked, before it is
     written.
@@ -190,12 +193,11 @@ def kernel(
 
     @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        part, weights, x_at, y_at, n, k, m, bias_at, activation, scratch, elements, x_starts, y_starts, x_from,
+        part, weights, x_at, y_at, n, k, m, bias_at, activation, scratch_at, elements, x_starts, y_starts, x_from,
         most, tokens, run, x_stride, y_stride, parts
     ):  # fmt: skip
         total = (n + lanes - 1) // lanes
         units = (total + unit - 1) // unit
-        scratch_at = scratch.ctypes.data
         x_starts_at, y_starts_at = x_starts.ctypes.data, y_starts.ctypes.data
         begin, end = units * part // parts, units * (part + 1) // parts
         here = scratch_at + part * elements * 4

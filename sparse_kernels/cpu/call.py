@@ -32,7 +32,7 @@ Call = Callable[[int, int, int, int], bool]
 # The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
 # bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
 # adds nothing. activation(w @ x + added + bias) is in y, or y means nothing if the result is False.
-Product = Callable[..., bool]
+Product = Callable[[int, int, int, int, int], bool]
 
 KEPT_CALLS = 64  # by a plan; then it forgets them all
 

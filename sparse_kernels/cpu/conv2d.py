@@ -236,40 +236,33 @@ class Conv2dPlan:
             begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
         apart = 0 if where is None or copies == 1 else where.size
         product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
-        collected = images.even_rows(batch * self.shape.out_h, threads)
-        lay_out, pool = images.lay_out(self.target.lanes, self.numbers), self._pool
-        collect = images.lay_out(self.target.lanes, FLOATS)
-        x_steps, y_steps = images.steps(x_at), (*images.steps(y_at), 0)
-        x_first, y_first, x_shape, y_shape = 4 * x_at.first, 4 * y_at.first, x_at.shape, y_at.shape
-        c_in, padding = self.shape.c_in, self.shape.padding
+        x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
+        if where is not None:
+            lay_out = images.lay_out(self.target.lanes, self.numbers).bound(
+                "x_at y_at", x_steps=images.steps(x_at),
+                y_steps=(where.image, where.plane, where.pitch, self.shape.c_in * where.plane), phases=where.phases,
+                padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, apart=apart, parts=threads,
+            )  # fmt: skip
+        if at.flat is not None:
+            begins, ends = images.even_rows(batch * self.shape.out_h, threads)
+            collect = images.lay_out(self.target.lanes, FLOATS).bound(
+                "x_at y_at", x_steps=(at.flat[0], at.y_stride, at.flat[1]), y_steps=(*images.steps(y_at), 0),
+                phases=images.ONE_PHASE, padding=(0, 0), shape=y_at.shape, begins=begins, ends=ends, apart=0,
+                parts=threads,
+            )  # fmt: skip
 
-        def call(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+        def call(x: int, y: int, bias: int, activation: int, added: int) -> bool:
             source, result = x, y
             if where is not None:
                 laid = pool.take(where.size * copies, batch)
-                source = address(laid)
-                steps = where.image, where.plane, where.pitch, c_in * where.plane
-                lay_out(
-                    x + x_first, x_steps, source, steps, where.phases, padding, x_shape, begins, ends, apart, threads
-                )
+                source = laid.at
+                lay_out(x + x_first, source)
             if at.flat is not None:
                 flat = borrow(c_out * at.y_stride)
-                result = address(flat)
+                result = flat.at
             finite = product(source, result, bias, activation, added)
             if at.flat is not None:
-                flat_steps = at.flat[0], at.y_stride, at.flat[1]
-                collect(
-                    result,
-                    flat_steps,
-                    y + y_first,
-                    y_steps,
-                    images.ONE_PHASE,
-                    (0, 0),
-                    y_shape,
-                    *collected,
-                    0,
-                    threads,
-                )
+                collect(result, y + y_first)
                 give_back(flat)
             if where is not None:
                 pool.give_back(laid, batch)

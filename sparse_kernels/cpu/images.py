@@ -12,7 +12,6 @@ zeros are written once, when the buffer is made: laying out writes only what x h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.micro import copy_every_other, copy_run, floats_at
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Bound, Kernel, in_parts
 from sparse_kernels.cpu.threads import count
 from sparse_kernels.shapes import Conv2dShape
 
@@ -94,7 +93,7 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 
 
 @cache
-def lay_out(lanes: int, numbers: int) -> Callable[..., bool]:
+def lay_out(lanes: int, numbers: int) -> Kernel:
     """The compiled copy of images from one layout to another, vectors of `lanes` at a time; to what tiles of such
     `numbers` read, which pairs do with strides of 1 and 2 only.
 
@@ -143,10 +142,16 @@ def lay_out(lanes: int, numbers: int) -> Callable[..., bool]:
 
 def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
-    run, to, parts = lay_out(lanes, FLOATS), (*steps(y_places), 0), count()
-    run(
-        x + 4 * x_places.first, steps(x_places), y + 4 * y_places.first, to,
-        ONE_PHASE, (0, 0), x_places.shape, *even_rows(x_places.batch * x_places.h, parts), 0, parts,
+    _copying(lanes, x_places, y_places, count())(x + 4 * x_places.first, y + 4 * y_places.first)
+
+
+@lru_cache(maxsize=64)
+def _copying(lanes: int, x_places: Places, y_places: Places, parts: int) -> Bound:
+    """The copy from one address to another."""
+    begins, ends = even_rows(x_places.batch * x_places.h, parts)
+    return lay_out(lanes, FLOATS).bound(
+        "x_at y_at", x_steps=steps(x_places), y_steps=(*steps(y_places), 0), phases=ONE_PHASE, padding=(0, 0),
+        shape=x_places.shape, begins=begins, ends=ends, apart=0, parts=parts,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from sparse_kernels.cpu.call import Call, LinearPlan
 from sparse_kernels.cpu.emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
-from sparse_kernels.cpu.scratch import address, borrow, give_back
+from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
 from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
@@ -83,14 +83,19 @@ class TokenPlan(LinearPlan):
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
         fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
-        run = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
-        weights, places = panels.arrays, panels.places
-        needed = (n + threads) * panels.row_ids.size if permuted else 0
-        shares = threads if n * m >= tokens.WORTH_SHARING else 1
+        multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
+        constant = {
+            "weights": panels.arrays, "n": n, "k": k, "m": m, "chunk": order[0], "block": order[1], "parts": threads,
+            "places": panels.places, "shares": threads if n * m >= tokens.WORTH_SHARING else 1,
+        }  # fmt: skip
+        if not permuted:
+            return multiply.bound("x_at y_at bias_at activation", waiting_at=0, **constant)
+        run = multiply.bound("x_at y_at bias_at activation waiting_at", **constant)
+        needed = (n + threads) * panels.row_ids.size
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             waiting = borrow(needed)
-            run(weights, x, y, n, k, m, bias, activation, *order, threads, places, waiting, shares)
+            run(x, y, bias, activation, waiting.at)
             give_back(waiting)
             return True
 
@@ -150,16 +155,17 @@ class RowPlan(LinearPlan):
         pack, unpack = transpose.kernels(lanes, self.layout == "token_major")
         at = in_tiles(n, vectors, lanes, k, m)
         size = -(-at.x_starts.size // vectors) * vectors * lanes
-        product = self._multiplied(at, threads)
+        product, places = self._multiplied(at, threads), "matrix_at buffer_at"
+        to_tiles = pack.bound(places, starts=at.x_starts, stride=at.x_stride, n=n, features=k, parts=threads)
+        from_tiles = unpack.bound(places, starts=at.y_starts, stride=at.y_stride, n=n, features=m, parts=threads)
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
-            buffer = borrow(size * (k + m))
-            x_packed = address(buffer)
-            y_packed = x_packed + 4 * size * k
-            pack(x, x_packed, at.x_starts, at.x_stride, n, k, threads)
-            product(x_packed, y_packed, bias, activation)
-            unpack(y, y_packed, at.y_starts, at.y_stride, n, m, threads)
-            give_back(buffer)
+            packed = borrow(size * (k + m))
+            y_packed = packed.at + 4 * size * k
+            to_tiles(x, packed.at)
+            product(packed.at, y_packed, bias, activation)
+            from_tiles(y, y_packed)
+            give_back(packed)
             return True
 
         return call
@@ -168,9 +174,11 @@ class RowPlan(LinearPlan):
         """The product of laid out x, or of x as it lies, whose columns have these offsets."""
         fused = self.target.fused
         if isinstance(self.panels, SingleRows):
-            return single.prepared(self.panels, fused, at, offsets, threads)
-        used = partial(self.panels.used, at.x_stride)
-        return rows.prepared(self.panels, self.tile[1], fused, at, self.shape[1], threads, used)
+            product = single.prepared(self.panels, fused, at, offsets, threads)
+        else:
+            used = partial(self.panels.used, at.x_stride)
+            product = rows.prepared(self.panels, self.tile[1], fused, at, self.shape[1], threads, used)
+        return lambda x, y, bias, activation: product(x, y, bias, activation, 0)
 
 
 def prepare(packed: Packed, layout: str, n: int, precision: str = "float32") -> TokenPlan | RowPlan | MatrixPlan:

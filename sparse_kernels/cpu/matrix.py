@@ -30,7 +30,7 @@ from sparse_kernels.cpu.amx import (
 )  # fmt: skip
 from sparse_kernels.cpu.call import Call, LinearPlan
 from sparse_kernels.cpu.panels import Groups, group_height, groups
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
 from sparse_kernels.cpu.thirds import has_thirds, thirds
 from sparse_kernels.cpu.vectors import TILE, columns
@@ -210,13 +210,17 @@ class MatrixPlan(LinearPlan):
         m, k = self.shape
         parts = min(threads, -(-n // ROWS))
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
-        run = kernel(self.panels.row_tiles, *layouts.get(self.layout, (self.layout, self.layout)), self.emulated)
-        weights, places, needed = self.panels.arrays, self.panels.places, room(self.panels, k, n, parts)
-        sizes = needed.tiles, needed.x_bytes, needed.y_bytes, needed.thread_bytes
+        between = layouts.get(self.layout, (self.layout, self.layout))
+        needed = room(self.panels, k, n, parts)
+        bound = kernel(self.panels.row_tiles, *between, self.emulated).bound(
+            "x_at y_at bias_at activation scratch_at", weights=self.panels.arrays, places=self.panels.places,
+            n=n, k=k, m=m, tiles=needed.tiles, x_bytes=needed.x_bytes, y_bytes=needed.y_bytes,
+            thread_bytes=needed.thread_bytes, parts=parts,
+        )  # fmt: skip
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             scratch = borrow(parts * needed.thread_bytes // 4)
-            finite = run(weights, places, x, y, n, k, m, bias, activation, scratch, *sizes, parts)
+            finite = bound(x, y, bias, activation, scratch.at)
             give_back(scratch)
             return finite
 
@@ -235,11 +239,11 @@ class MatrixPlan(LinearPlan):
 
 
 @cache
-def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Callable[..., bool]:
+def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Kernel:
     """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
 
     Called with (panels.arrays, panels.places, addresses of x and y, n, k, m, address of bias (m), activation code,
-    scratch float32 at a cache line, and what `Room` says of it, parts, at most as many as there are vectors of 16
+    address of scratch, at a cache line, and what `Room` says of it, parts, at most as many as there are vectors of 16
     tokens). Returns whether all sums were finite; else y means nothing.
     """
     if not (emulated or amx.available()):
@@ -253,7 +257,7 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
 
     @in_parts
     def multiply(  # type: ignore[no-untyped-def]
-        part, weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch,
+        part, weights, places, x_at, y_at, n, k, m, bias_at, activation, scratch_at,
         tiles, x_bytes, y_bytes, thread_bytes, parts,
     ):  # fmt: skip
         values, columns, table = weights
@@ -261,7 +265,7 @@ def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False)
         panels = table.shape[0]
         units = (n + unit - 1) // unit
         flags = np.zeros(1, np.int32)
-        saved = scratch.ctypes.data + part * thread_bytes
+        saved = scratch_at + part * thread_bytes
         gathered = saved + amx.SAVED_BYTES
         x_here = gathered + 2 * GATHERED_BYTES + TILE_BYTES
         y_here = x_here + tiles * x_bytes

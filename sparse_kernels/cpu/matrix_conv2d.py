@@ -10,7 +10,6 @@ where a segment is what the block has of an image.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,7 +20,7 @@ from sparse_kernels.cpu import amx
 from sparse_kernels.cpu.amx import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
 from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.matrix import MatrixPanels
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.vectors import Vectors
 
@@ -103,17 +102,17 @@ def prepared(
 ) -> Product:
     """The product at these vectors of LANES positions; false if not all sums were finite. x_size: elements of x."""
     parts, framed = min(threads, at.x_starts.size), at.keep is not None
-    run = kernel(panels.row_tiles, framed, emulated)
-    weights, row_ids, keep = panels.arrays, panels.row_ids, at.y_starts if at.keep is None else at.keep
-    sizes = (
-        (cut.per_image, cut.size, cut.images), (cut.planes, cut.plane_size, cut.before, cut.reach),
-        (cut.segment, cut.plane, cut.thread_bytes),
+    bound = kernel(panels.row_tiles, framed, emulated).bound(
+        "x_at y_at bias_at activation added_at scratch_at", weights=panels.arrays, row_ids=panels.row_ids,
+        x_size=x_size, x_starts=at.x_starts, y_stride=at.y_stride, y_starts=at.y_starts,
+        keep=at.y_starts if at.keep is None else at.keep, cut=(cut.per_image, cut.size, cut.images),
+        source=(cut.planes, cut.plane_size, cut.before, cut.reach),
+        split=(cut.segment, cut.plane, cut.thread_bytes), parts=parts,
     )  # fmt: skip
 
-    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+    def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(parts * cut.thread_bytes // 4)
-        places = x, x_size, at.x_starts, y, at.y_stride, at.y_starts, keep
-        finite = run(weights, row_ids, *places, added, bias, activation, scratch, *sizes, parts)
+        finite = bound(x, y, bias, activation, added, scratch.at)
         give_back(scratch)
         return finite
 
@@ -121,14 +120,14 @@ def prepared(
 
 
 @cache
-def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[..., bool]:
+def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Kernel:
     """The compiled loops for panels of so many tiles.
 
     Called with (panels.arrays, panels.row_ids, x, its elements, starts of vectors in x, y, elements of y a row step
     is, starts of vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch at a
     cache line, and of `Blocks` (per_image, size, images), (planes, plane_size, before, reach), (segment, plane,
-    thread_bytes), and parts). x, y, bias and what is added: addresses, the last one 0 for nothing. Starts, lanes to
-    keep: int64.
+    thread_bytes), and parts). x, y, bias, scratch and what is added: addresses, of which 0 adds nothing. Starts,
+    lanes to keep: int64.
     """
     if not (emulated or amx.available()):
         raise RuntimeError("this process has no matrix unit")
@@ -137,7 +136,7 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
     @in_parts
     def multiply(  # type: ignore[no-untyped-def]
         part, weights, row_ids, x_at, x_size, x_starts, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
-        scratch, cut, source, split, parts,
+        scratch_at, cut, source, split, parts,
     ):  # fmt: skip
         values, columns, table = weights
         per_image, size, images = cut
@@ -148,7 +147,7 @@ def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Callable[...
         distance = planes * plane * 2
         flags = np.zeros(1, np.int32)
         places = np.empty(images * per_image, np.int64)  # where each vector of a block lies
-        saved = scratch.ctypes.data + part * thread_bytes
+        saved = scratch_at + part * thread_bytes
         gathered = saved + amx.SAVED_BYTES
         sums = gathered + 2 * GATHERED_BYTES + TILE_BYTES
         thirds = sums + 4 * TILE_BYTES

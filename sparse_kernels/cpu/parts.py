@@ -1,11 +1,12 @@
 """A kernel in parts that threads share, with as little between its call and a part as there can be.
 
 Numba's own way, a kernel with `prange` in it, compiles each part's code four times, as it passes from one of Numba's
-wrappers to the next, and starts threads even for one part. Here one loop over parts, the same for all kernels
-(`_launch`), knows of a kernel's part nothing but an address, and hands it the address of the arguments: half the time
-to compile a kernel, and a microsecond less for a call with one thread.
+wrappers to the next, and starts threads even for one part. Here one function, the same for all kernels (`_running`),
+knows of a kernel's parts nothing but an address, and hands them the address of the arguments: half the time to
+compile a kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's objects
+Numba needs a microsecond, and two or three where these are cold.
 
-Where Numba's threads are those of GNU's OpenMP, the loop asks that for them itself: 0.6 us for two threads, where it
+Where Numba's threads are those of GNU's OpenMP, that is asked for them directly: 0.6 us for two threads, where it
 takes 1.7 by way of `prange`.
 """
 
@@ -14,16 +15,19 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
 import numba
+import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import carray, prange, types
 from numba.core import cgutils
 
 from sparse_kernels.cpu.compiled import FLAGS, compiled, kept
 from sparse_kernels.cpu.emitter import I32, I64, with_literals
+from sparse_kernels.cpu.scratch import aligned
 from sparse_kernels.cpu.threads import link_openmp, taking_turns
 
 _PART = ir.FunctionType(ir.VoidType(), [I64, I64])  # of the address of the arguments, and the number of the part
@@ -31,8 +35,56 @@ _PART = ir.FunctionType(ir.VoidType(), [I64, I64])  # of the address of the argu
 # What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
 _RAISED = 2
 
+MOST_WORDS = 256  # int64 that all arguments of a kernel may take; an array takes 7 or more
+_HEAD = 3  # words of a record before its stages
 
-def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
+
+class Kernel:
+    """What `in_parts` makes: called with all of its arguments, or `bound` to those that stay as they are."""
+
+    def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
+        """lay: compiled, puts the arguments down at an address, as `_LAID` says."""
+        self._parameters, self._counts, self._lay = parameters, counts, lay
+
+    def __call__(self, *arguments: Any) -> bool:
+        """Run the stages with these arguments; whether all parts returned 0."""
+        return self.bound("", **dict(zip(self._parameters, arguments, strict=True)))()
+
+    def bound(self, varying: str, **constant: Any) -> Bound:
+        """The kernel as a function of the `varying` parameters, integers; the others are worked out for all calls.
+
+        Arrays among the others are those whose elements are read and written. How many parts there are never varies.
+        """
+        names = varying.split()
+        if sorted([*names, *constant]) != sorted(self._parameters) or {*names} & {*self._counts}:
+            raise TypeError(
+                f"a kernel of {', '.join(self._parameters)} is bound to all of them but what varies, which parts do "
+                f"not: not to {', '.join(constant)} with {varying or 'nothing'} left"
+            )
+        given = [constant.get(name, 0) for name in self._parameters]
+        frame = np.empty(MOST_WORDS, np.int64)
+        (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
+        stages = [word for part, count in zip(parts, self._counts, strict=True) for word in (part, constant[count])]
+        varied = [places[self._parameters.index(name)] for name in names]
+        record = aligned(_HEAD + len(stages) + len(names) + words, np.int64)
+        record[:] = [words, noted, len(parts), *stages, *varied, *frame[:words]]
+        run = Bound(_running(len(names)), record.ctypes.data)
+        run.held = record, given, self
+        return run
+
+    @property
+    def stats(self) -> Any:
+        """Numba's, of where the compiled code came from."""
+        return self._lay.stats  # type: ignore[attr-defined]
+
+
+class Bound(partial[bool]):
+    """A kernel as a function of some integers. All it needs lies in one piece: in a model each call finds it cold."""
+
+    held: Any  # what lives as long as it may be called
+
+
+def in_parts(*stages: Callable[..., Any]) -> Kernel:
     """The kernel of these stages, one after the other; compiled at its first call, or loaded from disk.
 
     A stage is a function of the number of its part and of all that the kernel is called with. The kernel's parameter
@@ -55,29 +107,54 @@ def in_parts(*stages: Callable[..., Any]) -> Callable[..., bool]:
             # A compiled function, for one, would be another in each process, and so would the name on disk be.
             raise TypeError(f"{stage.__qualname__} encloses more than numbers")
         counts.append(f"{part}s")
-    openmp = link_openmp()
-    launch = _launch_by_openmp if openmp else _launch
     # Kernels that other processes left on disk bring their symbols with them: each needs a name that none other has.
-    own = hashlib.sha256(b"".join([bytes([openmp]), *map(_identity, stages)])).hexdigest()[:16]
+    own = hashlib.sha256(b"".join(_identity(stage) for stage in stages)).hexdigest()[:16]
     name = f"{stages[0].__name__}_{own}"
-    names: dict[str, Any] = {
-        "__name__": __name__, "_bound": _bound, "_call": _call, "_launch": launch, "_integer_at": _integer_at,
-    }  # fmt: skip
-    lines = [f"def {name}({given}):", "    _noted = 0"]
-    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+    names: dict[str, Any] = {"__name__": __name__, "_laid": _laid, "_part": _part}
+    for number, stage in enumerate(stages):
         names[f"_stage_{number}"] = numba.njit(**FLAGS)(_renamed(stage, f"{stage.__qualname__}_{own}"))
-        lines += [
-            f"    _part, _arguments, _answer = _bound(_stage_{number}, ({given},))",
-            f"    if {count} == 1:",
-            "        _call(_part, _arguments, 0)",
-            f"    elif {count} > 1:",
-            f"        _launch(_part, _arguments, {count})",
-            "    _noted |= _integer_at(_answer)",
-        ]
-    lines += [f"    if _noted & {_RAISED}:", "        raise RuntimeError('a kernel failed')"]
-    lines += ["    return _noted == 0"]
-    exec("\n".join(lines), names)  # a function of exactly these parameters: with *args Numba takes as long as a part
-    return taking_turns(kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
+    parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
+    # A function of exactly these parameters: with *args Numba takes as long as a part.
+    exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
+    return Kernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
+
+
+@cache
+def _running(count: int) -> Callable[..., bool]:
+    """What runs any bound kernel with so many varying arguments, compiled: called with its record's address and them.
+
+    A record is int64: how many words the frame has, which of them notes what parts say, how many stages there are; of
+    each the address of its part and how many parts; which words of the frame vary; the frame. Each call works on a
+    copy of the frame, so any number of threads may call at once.
+    """
+    openmp = link_openmp()
+    values = [f"value_{i}" for i in range(count)]
+    name = f"run_{count}{'_by_openmp' if openmp else ''}"
+    names: dict[str, Any] = {
+        "__name__": __name__, "_room": _room, "_integers_at": _integers_at, "_call": _call, "carray": carray,
+        "_launch": _by_openmp if openmp else _by_numba,
+    }  # fmt: skip
+    lines = [
+        f"def {name}({', '.join(['_record_at', *values])}):",
+        f"    _words, _noted, _stages = carray(_integers_at(_record_at), {_HEAD})",
+        f"    _varied = {_HEAD} + 2 * _stages",
+        f"    _record = carray(_integers_at(_record_at), _varied + {count} + _words)",
+        "    _frame_at = _room()",
+        "    _frame = carray(_integers_at(_frame_at), _words)",
+        "    for _i in range(_words):",
+        f"        _frame[_i] = _record[_varied + {count} + _i]",
+        *[f"    _frame[_record[_varied + {i}]] = {value}" for i, value in enumerate(values)],
+        f"    for _stage in range({_HEAD}, _varied, 2):",
+        "        if _record[_stage + 1] == 1:",
+        "            _call(_record[_stage], _frame_at, 0)",
+        "        elif _record[_stage + 1] > 1:",
+        "            _launch(_record[_stage], _frame_at, _record[_stage + 1])",
+        f"    if _frame[_noted] & {_RAISED}:",
+        "        raise RuntimeError('a kernel failed')",
+        "    return _frame[_noted] == 0",
+    ]
+    exec("\n".join(lines), names)
+    return taking_turns(kept(numba.njit(**FLAGS)(names[name]), _running.__wrapped__, name))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:
@@ -94,24 +171,62 @@ def _renamed(stage: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 @with_literals
-def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
-    """Addresses: of a function of (address of arguments, part), of arguments, of what is noted of their parts."""
+def _laid(typing_context: Any, at: Any, given: Any) -> Any:
+    """Put the arguments down at an address, then a 0 where parts note what they say: a frame.
+
+    Returns its words, which of them is that 0, and at which word each argument begins. Nothing in a frame keeps an
+    array alive.
+    """
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        value = _not_counted(context, builder, given, args[1])
+        kind = _frame_type(value.type)
+        frame = builder.inttoptr(args[0], kind.as_pointer())
+        builder.store(value, cgutils.gep_inbounds(builder, frame, 0, 0))
+        noted = cgutils.gep_inbounds(builder, frame, 0, 1)
+        builder.store(I64(0), noted)
+        words = context.get_abi_sizeof(kind) // 8
+        if words > MOST_WORDS:
+            raise TypeError(f"a kernel's arguments take {words} words, for which there is no room")
+        places = [noted, *(cgutils.gep_inbounds(builder, frame, 0, 0, i) for i in range(len(given.types)))]
+        found = [builder.lshr(builder.sub(builder.ptrtoint(place, I64), args[0]), I64(3)) for place in places]
+        return context.make_tuple(builder, signature.return_type, [I64(words), *found])
+
+    return types.UniTuple(types.intp, 2 + len(given.types))(at, given), generate
+
+
+def _frame_type(arguments: ir.Type) -> ir.Type:
+    return ir.LiteralStructType([arguments, I64])
+
+
+def _not_counted(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> ir.Value:
+    """The same arrays, of which Numba does not count who uses them: what it counts by is gone when they are bound."""
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = cgutils.get_null_value(array.meminfo.type)
+        array.parent = cgutils.get_null_value(array.parent.type)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for i, each in enumerate(kind.types):  # type: ignore[attr-defined]
+            item = _not_counted(context, builder, each, builder.extract_value(value, i))
+            value = builder.insert_value(value, item, i)
+    return value
+
+
+@with_literals
+def _part(typing_context: Any, stage: Any, given: Any) -> Any:
+    """The address of a function of (address of a frame, part) that runs this part of the stage."""
     wanted = (types.intp, *given.types)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[ir.Value]) -> ir.Value:
         stage.dispatcher.compile(wanted)
         function = stage.dispatcher.overloads[wanted]
         context.active_code_library.add_linking_library(function.library)
-        frame = cgutils.alloca_once(builder, ir.LiteralStructType([values[1].type, I64]))
-        arguments, answer = (cgutils.gep_inbounds(builder, frame, 0, i) for i in range(2))
-        builder.store(values[1], arguments)
-        builder.store(I64(0), answer)
-
         part = ir.Function(builder.module, _PART, f"{function.fndesc.mangled_name}.part")
         part.linkage = "internal"
         inside = ir.IRBuilder(part.append_basic_block("entry"))
-        found = inside.inttoptr(part.args[0], frame.type)
-        each = cgutils.unpack_tuple(inside, inside.load(cgutils.gep_inbounds(inside, found, 0, 0)), len(given.types))
+        frame = inside.inttoptr(part.args[0], _frame_type(values[1].type).as_pointer())
+        each = cgutils.unpack_tuple(inside, inside.load(cgutils.gep_inbounds(inside, frame, 0, 0)), len(given.types))
         returned = function.signature.return_type
         declared = context.declare_function(builder.module, function.fndesc)
         status, told = context.call_conv.call_function(inside, declared, returned, wanted, [part.args[1], *each])
@@ -120,12 +235,31 @@ def _bound(typing_context: Any, stage: Any, given: Any) -> Any:
             told = context.cast(inside, told, returned, types.intp)
             noted = inside.zext(inside.icmp_signed("!=", told, I64(0)), I64)
         noted = inside.select(status.is_error, I64(_RAISED), noted)
-        inside.atomic_rmw("or", cgutils.gep_inbounds(inside, found, 0, 1), noted, "monotonic")
+        inside.atomic_rmw("or", cgutils.gep_inbounds(inside, frame, 0, 1), noted, "monotonic")
         inside.ret_void()
-        addresses = [builder.ptrtoint(pointer, I64) for pointer in (part, frame, answer)]
-        return context.make_tuple(builder, signature.return_type, addresses)
+        return builder.ptrtoint(part, I64)
 
-    return types.UniTuple(types.intp, 3)(stage, given), generate
+    return types.intp(stage, given), generate
+
+
+@with_literals
+def _room(typing_context: Any) -> Any:
+    """The address of room for a frame, which lasts until the function returns."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, MOST_WORDS)), I64)
+
+    return types.intp(), generate
+
+
+@with_literals
+def _integers_at(typing_context: Any, address: Any) -> Any:
+    """A pointer to int64 from an address, as `numba.carray` takes it."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        return builder.inttoptr(args[0], I64.as_pointer())
+
+    return types.CPointer(types.int64)(types.intp), generate
 
 
 @with_literals
@@ -136,17 +270,6 @@ def _call(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         builder.call(builder.inttoptr(args[0], _PART.as_pointer()), args[1:])
         return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def _integer_at(typing_context: Any, address: Any) -> Any:
-    """The int64 at an address."""
-    signature = types.intp(types.intp)
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.load(builder.inttoptr(args[0], I64.as_pointer()))
 
     return signature, generate
 
@@ -187,14 +310,14 @@ def _asked(builder: ir.IRBuilder, name: str) -> ir.Value:
     return builder.zext(builder.call(function, []), I64)
 
 
-def _by_openmp(function: int, arguments: int, parts: int) -> None:
+def _each_by_openmp(function: int, arguments: int, parts: int) -> None:
     _share(function, arguments, parts)
 
 
-def _by_numba(function: int, arguments: int, parts: int) -> None:
+def _each_by_numba(function: int, arguments: int, parts: int) -> None:
     for part in prange(parts):
         _call(function, arguments, part)
 
 
-_launch_by_openmp = compiled(_by_openmp)
-_launch = compiled(_by_numba, parallel=True)
+_by_openmp = compiled(_each_by_openmp)
+_by_numba = compiled(_each_by_numba, parallel=True)

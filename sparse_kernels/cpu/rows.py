@@ -25,7 +25,7 @@ from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.micro import fetch, row_tile
 from sparse_kernels.cpu.panels import Panels
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, Vectors
@@ -114,22 +114,15 @@ def prepared(
     total = at.x_starts.size
     own = own_blocks(panels, vectors, total, columns, threads)
     count = blocks(total, vectors, CACHED // (columns * at.lanes), threads, own)
-    run = kernel(panels.width, vectors, at.lanes, fused, at.keep is not None, numbers)
-    ahead = fetched() if columns * total * at.lanes >= LARGE else NOTHING
-    weights, keep = panels.arrays, at.y_starts if at.keep is None else at.keep
-
-    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
-        places = x, at.x_stride, at.x_starts, y, at.y_stride, at.y_starts, keep
-        run(weights, *places, added, bias, activation, count, threads, ahead, apart)
-        return True
-
-    return product
+    return kernel(panels.width, vectors, at.lanes, fused, at.keep is not None, numbers).bound(
+        "x_at y_at bias_at activation added_at", weights=panels.arrays, x_scale=at.x_stride, x_starts=at.x_starts,
+        y_stride=at.y_stride, y_starts=at.y_starts, keep=at.y_starts if at.keep is None else at.keep, blocks=count,
+        parts=threads, fetched=fetched() if columns * total * at.lanes >= LARGE else NOTHING, apart=apart,
+    )  # fmt: skip
 
 
 @cache
-def kernel(
-    rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS
-) -> Callable[..., bool]:
+def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS) -> Kernel:
     """The compiled loop over blocks, panels and tiles for one tile size and such numbers.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step

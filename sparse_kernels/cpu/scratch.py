@@ -21,44 +21,53 @@ LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and wri
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
-_free: deque[NDArray[np.float32]] = deque(maxlen=KEPT)
+class Room:
+    """So many elements, float32, at an address; alive as long as this."""
+
+    __slots__ = ("_array", "at", "size")
+
+    def __init__(self, array: NDArray[np.float32]) -> None:
+        self._array, self.at, self.size = array, address(array), array.size
 
 
-def borrow(size: int) -> NDArray[np.float32]:
+_free: deque[Room] = deque(maxlen=KEPT)
+
+
+def borrow(size: int) -> Room:
     """Room for at least `size` elements, aligned, with anything in it."""
     try:
-        buffer = _free.pop()
+        room = _free.pop()
     except IndexError:
-        return aligned(size)
-    return buffer if buffer.size >= size else aligned(size)  # the smaller one is not missed
+        return Room(aligned(size))
+    return room if room.size >= size else Room(aligned(size))  # the smaller one is not missed
 
 
-def give_back(buffer: NDArray[np.float32]) -> None:
+def give_back(room: Room) -> None:
     """Let a later call have what `borrow` gave, all of it."""
-    _free.append(buffer)
+    _free.append(room)
 
 
 class Pool:
     """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads."""
 
     def __init__(self) -> None:
-        self._free: deque[tuple[int, NDArray[np.float32]]] = deque(maxlen=KEPT)
+        self._free: deque[tuple[int, Room]] = deque(maxlen=KEPT)
 
-    def take(self, size: int, key: int = 0) -> NDArray[np.float32]:
-        """A buffer of `size` elements, aligned: one that was given back with this key and size, else zeros."""
+    def take(self, size: int, key: int = 0) -> Room:
+        """Room for `size` elements, aligned: what was given back with this key and size, else zeros."""
         for _ in range(KEPT):
             try:
-                kept, buffer = self._free.pop()
+                kept, room = self._free.pop()
             except IndexError:
                 break
-            if kept == key and buffer.size == size:
-                return buffer
-            self._free.appendleft((kept, buffer))
-        return aligned(size)
+            if kept == key and room.size == size:
+                return room
+            self._free.appendleft((kept, room))
+        return Room(aligned(size))
 
-    def give_back(self, buffer: NDArray[np.float32], key: int = 0) -> None:
+    def give_back(self, room: Room, key: int = 0) -> None:
         """Let a later call have it."""
-        self._free.append((key, buffer))
+        self._free.append((key, room))
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -16,7 +16,7 @@ Registers: vectors x sets of sums (4 x 2, 3 x 3, 2 x 4, 1 x 4), four weights and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -30,7 +30,7 @@ from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
@@ -213,17 +213,19 @@ def prepared(rows: SingleRows, fused: bool, at: Vectors, offsets: NDArray[np.int
     offsets None: x and y are packed (`vectors.in_tiles`).
     """
     gathers = offsets is not None
-    run = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
-    weights, keep = rows.arrays, at.y_starts if at.keep is None else at.keep
-    offsets = np.empty(1, np.int32) if offsets is None else offsets
+    multiply = kernel(rows.stride // at.lanes, at.lanes, fused, gathers, at.keep is not None)
     # Each thread packs its y, and the x of a stage.
     elements = (min(_bundles_at_a_time(rows.stride) * BUNDLE, rows.m) + int(np.diff(rows.bounds).max())) * rows.stride
     elements = elements if gathers else 0
+    bound = multiply.bound(
+        "x_at y_at bias_at activation added_at scratch_at", rows=rows.arrays, m=rows.m, x_starts=at.x_starts,
+        offsets=np.empty(1, np.int32) if offsets is None else offsets, y_stride=at.y_stride, y_starts=at.y_starts,
+        keep=at.y_starts if at.keep is None else at.keep, elements=elements, parts=threads,
+    )  # fmt: skip
 
-    def product(x: int, y: int, bias: int, activation: int, added: int = 0) -> bool:
+    def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(threads * elements)
-        places = x, at.x_starts, offsets, y, at.y_stride, at.y_starts, keep
-        run(weights, rows.m, *places, added, bias, activation, scratch, elements, threads)
+        bound(x, y, bias, activation, added, scratch.at)
         give_back(scratch)
         return True
 
@@ -236,15 +238,15 @@ def _bundles_at_a_time(stride: int) -> int:
 
 
 @cache
-def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Callable[..., bool]:
+def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Kernel:
     """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
 
     Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of
     vectors in y, lanes of them to keep, what is added to y, bias (m), activation code, scratch, its elements for each
-    part, parts). x, y, bias and what is added: addresses, the last 0 for nothing. Starts, lanes to keep: int64. A
-    kernel that gathers finds column c of a vector of x at its start plus offsets[c] (int32), and packs x and y in
-    scratch. One that does not gather takes them packed, and reads neither offsets nor scratch. Lanes to keep and what
-    is added are looked at if `framed`, by one that gathers.
+    part, parts). x, y, bias, scratch and what is added: addresses, of which 0 adds nothing. Starts, lanes to keep:
+    int64. A kernel that gathers finds column c of a vector of x at its start plus offsets[c] (int32), and packs x and
+    y in scratch. One that does not gather takes them packed, and reads neither offsets nor scratch. Lanes to keep and
+    what is added are looked at if `framed`, by one that gathers.
     """
     fuse = int(fused)
     unfinished, unchanged = PARTIAL, IDENTITY
@@ -255,13 +257,13 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
     @in_parts
     def multiply(  # type: ignore[no-untyped-def]
         part, rows, m, x_at, x_starts, offsets, y_at, y_stride, y_starts, keep, added_at, bias_at, activation,
-        scratch, elements, parts,
+        scratch_at, elements, parts,
     ):  # fmt: skip
         stream, table, work, bounds = rows
         stages, bundles = table.shape
         total = x_starts.size
         tiles = (total + vectors - 1) // vectors
-        stream_at, scratch_at = stream.ctypes.data, scratch.ctypes.data
+        stream_at = stream.ctypes.data
         x_starts_at, offsets_at = x_starts.ctypes.data, offsets.ctypes.data
         begin, end = share(work, tiles, part, parts), share(work, tiles, part + 1, parts)
         while begin < end:

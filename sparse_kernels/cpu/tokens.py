@@ -12,7 +12,6 @@ done: threads that wrote here and there in the same rows of y would take its cac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 from numba import carray
@@ -20,7 +19,7 @@ from numba import carray
 from sparse_kernels.cpu.emitter import PARTIAL
 from sparse_kernels.cpu.micro import AHEAD, copy_picked, floats_at, token_tile
 from sparse_kernels.cpu.panels import Panels
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED
@@ -99,26 +98,26 @@ def kernel(
     size: int = 4,
     ahead: int = AHEAD,
     close: bool = False,
-) -> Callable[..., bool]:
+) -> Kernel:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
     ahead, close: how weights are fetched, as `fetched` says it.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
-    tokens of a chunk, panels of a block, parts, places, waiting, shares). Where permuted, places are those of the
-    panels, and waiting is room for rows of all panels: n of sums, which are put in their places in so many shares,
-    and one of bias for each part. Else these three are not looked at.
+    tokens of a chunk, panels of a block, parts, places, address of waiting, shares). Where permuted, places are those
+    of the panels, and waiting is room for rows of all panels: n of sums, which are put in their places in so many
+    shares, and one of bias for each part. Else these three are not looked at.
     """
     fuse, near, unfinished = int(fused), int(close), PARTIAL
     width = vectors * lanes
 
     def multiply(  # type: ignore[no-untyped-def]
-        part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting,
+        part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at,
         shares,
     ):  # fmt: skip
         table, values, columns, work, row_ids = weights
         panels = work.size - 1
-        sums_at, features = (waiting.ctypes.data, panels * width) if permuted else (y_at, m)
+        sums_at, features = (waiting_at, panels * width) if permuted else (y_at, m)
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
@@ -165,7 +164,7 @@ def kernel(
                         )
 
     def put(  # type: ignore[no-untyped-def]
-        share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting, shares
+        share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at, shares
     ):  # fmt: skip
         # A share of the rows that are waiting goes to its places in y: whole chunks, which a thread finds in its
         # own caches, where there are enough for all; else tokens, whose lines of y no other writes; else some rows.
@@ -181,7 +180,7 @@ def kernel(
         count, here, here_at = end - begin, places[begin:end], places.ctypes.data + begin * 4
         whole = count // lanes * lanes
         for token in range(first, last):
-            source_at = waiting.ctypes.data + token * features * 4
+            source_at = waiting_at + token * features * 4
             target_at = y_at + (token * m + begin) * 4
             for row in range(0, whole, lanes):
                 copy_picked(lanes, source_at, here_at + row * 4, target_at + row * 4)

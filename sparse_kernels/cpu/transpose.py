@@ -6,7 +6,6 @@ starts at starts[v], and its feature f lies `stride` * f behind that. Lanes beyo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import numba
@@ -14,7 +13,7 @@ import numpy as np
 
 from sparse_kernels.cpu.emitter import FLOATS
 from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import address
 from sparse_kernels.cpu.target import host
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
@@ -57,7 +56,7 @@ def unblocked(tiles: Array, n: int) -> Array:
 
 
 @cache
-def kernels(lanes: int, token_major: bool) -> tuple[Callable[..., bool], Callable[..., bool]]:
+def kernels(lanes: int, token_major: bool) -> tuple[Kernel, Kernel]:
     """(pack, unpack), compiled, called with (addresses of matrix and buffer, starts, stride, n, features, parts).
 
     The matrix is (n, features) where token_major, else (features, n). Threads share vectors.

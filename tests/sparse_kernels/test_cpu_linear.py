@@ -280,20 +280,20 @@ def test_amd_reads_the_weights_of_one_or_two_tokens_without_being_told():
 def test_calls_share_room_one_after_the_other_and_never_at_once():
     first = scratch.borrow(100)
     other = scratch.borrow(50)
-    assert not np.may_share_memory(first, other)
+    assert abs(first.at - other.at) >= 50 * 4
     scratch.give_back(first)
     again = scratch.borrow(80)
-    assert np.may_share_memory(first, again)
+    assert again.at == first.at
     scratch.give_back(again)
     assert scratch.borrow(10**6).size >= 10**6
-    assert first.ctypes.data % scratch.ALIGNMENT == 0
+    assert first.at % scratch.ALIGNMENT == 0
 
 
 def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch):
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
     plan, lanes = prepare(packed, "numba", "feature_major", 1), target.host().lanes
     room = np.full(10**5, np.nan, np.float32)
-    monkeypatch.setattr(scratch, "_free", deque([room]))
+    monkeypatch.setattr(scratch, "_free", deque([scratch.Room(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
     oracle.check(plan(x), packed, x)
     multiplied = room[: 40 * plan.tile[1] * lanes].reshape(40, -1)[:, :lanes]

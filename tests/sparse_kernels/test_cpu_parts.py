@@ -1,12 +1,17 @@
-"""Kernels in parts: each part once, stages one after the other, what parts return, and what is no kernel."""
+"""Kernels in parts: each part once, stages one after the other, what parts return, and what is no kernel; and bound
+ones, which know most of their arguments."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numba
 import numpy as np
 import pytest
+from numba import carray
 
+from sparse_kernels.cpu.parts import _integers_at as integers_at
 from sparse_kernels.cpu.parts import in_parts
 
 
@@ -94,9 +99,9 @@ def test_callers_of_several_threads_have_arguments_of_their_own() -> None:
 
     def work(number: int) -> None:
         for _ in range(200):
-            fill(arrays[number], number, 1)  # one part, as Numba's own queue of threads takes one caller at a time
+            fill(arrays[number], number, 2)
 
-    fill(arrays[0], 0, 1)
+    fill(arrays[0], 0, 2)
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
@@ -133,6 +138,93 @@ def test_a_stage_of_several_kernels_belongs_to_each() -> None:
         x = np.zeros(3)
         kernels[number](x, 3, 2)
         assert x.tolist() == [10 * number + 11] * 2 + [10 * number + 10]
+
+
+def write(part, x, pair, value, parts):  # type: ignore[no-untyped-def]
+    """Each part's element is the value, some steps of a table, and what lies in an array inside a tuple."""
+    step, (table, empty) = pair
+    x[part] = value + step * table[part] + empty.size
+
+
+def test_a_bound_kernel_is_called_with_what_varies_in_the_order_asked_for() -> None:
+    @in_parts
+    def tell(part, x, a, b, scale, parts):
+        x[part] = a + 10 * b + scale * part
+
+    x = np.zeros(3)
+    run = tell.bound("b a", x=x, scale=0.5, parts=3)
+    for a, b in ((1, 2), (-3, 2**40)):
+        assert run(b, a)
+        assert x.tolist() == [a + 10 * b + scale for scale in (0, 0.5, 1)]
+    assert tell.bound("", x=x, a=1, b=0, scale=0.0, parts=1)()
+    assert x[0] == 1
+
+
+def test_a_bound_kernel_keeps_its_arrays_no_longer_than_it_lives() -> None:
+    x, table = np.zeros(2, np.int64), np.array([5, 7])
+    last = weakref.ref(table)
+    run = in_parts(write).bound("value", x=x, pair=(100, (table, np.zeros(0, np.float32))), parts=2)
+    del table
+    for value in range(1000):  # as often as a count that went wrong by one would need to be seen
+        assert run(value)
+    assert x.tolist() == [999 + 500, 999 + 700]
+    assert last() is not None
+    del run
+    gc.collect()
+    assert last() is None
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
+    table = np.arange(2)
+    results = [np.zeros(2, np.int64) for _ in range(4)]
+
+    @in_parts
+    def add(part, x_at, table, size, parts):
+        x = carray(integers_at(x_at), size)
+        for _ in range(1000):
+            x[part] += table[part]
+
+    run = add.bound("x_at", table=table, size=2, parts=parts)
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            run(results[number].ctypes.data)
+
+    callers = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert [result.tolist() for result in results] == [[0, 20_000 if parts == 2 else 0]] * 4
+
+
+def test_a_bound_kernel_forgets_what_a_call_said() -> None:
+    @in_parts
+    def tell(part, told, parts):
+        if told < 0:
+            raise ValueError
+        return told
+
+    run = tell.bound("told", parts=2)
+    for _ in range(2):
+        assert run(0)
+        assert not run(1)
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            run(-1)
+
+
+def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
+    kernel = in_parts(write)
+    x = np.zeros(2, np.int64)
+    for varying, constant in (
+        ("value", {"x": x, "parts": 2}),
+        ("value", {"x": x, "pair": (), "value": 1, "parts": 2}),
+        ("value other", {"x": x, "pair": (), "parts": 2}),
+        ("value parts", {"x": x, "pair": ()}),
+    ):
+        with pytest.raises(TypeError, match="a kernel of x, pair, value, parts"):
+            kernel.bound(varying, **constant)
 
 
 def test_what_is_no_stage_is_refused() -> None:
