@@ -60,12 +60,15 @@ def link_openmp() -> bool:
         return False
     from numba.np.ufunc import omppool  # type: ignore[attr-defined]
 
-    library = ctypes.CDLL(omppool.__file__)  # whose symbols are also those of the OpenMP that it uses
-    if not all(hasattr(library, name) for name in _OPENMP):
-        return False
-    for name in _OPENMP:
-        binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
-    return True
+    # As the loader looks for them: torch shows its own OpenMP to all, and a second pool beside it would stand in its
+    # way, each waiting for work on all cores. Else it is the one that Numba's own library was linked with.
+    for path in (None, omppool.__file__):
+        library = ctypes.CDLL(path)
+        if all(hasattr(library, name) for name in _OPENMP):
+            for name in _OPENMP:
+                binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+            return True
+    return False
 
 
 def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:

@@ -2,8 +2,12 @@
 ones, which know most of their arguments."""
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from collections.abc import Iterator
 
 import numba
@@ -225,6 +229,40 @@ def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
     ):
         with pytest.raises(TypeError, match="a kernel of x, pair, value, parts"):
             kernel.bound(varying, **constant)
+
+
+# Prints how many threads there are once torch has used two, and once a kernel has used two as well.
+ONE_POOL = """
+import os
+import numba, numpy as np, torch
+from sparse_kernels.cpu.parts import in_parts
+
+torch.set_num_threads(2)
+numba.set_num_threads(2)
+torch.ones(500, 500) @ torch.ones(500, 500)
+torch.ones(10**6).exp()
+print(len(os.listdir("/proc/self/task")))
+
+@in_parts
+def fill(part, x, parts):
+    x[part] = 1
+
+fill(np.zeros(2), 2)
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.mark.slow  # a process with torch
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="Linux lists a process's threads")
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread needs no pool")
+def test_kernels_use_the_threads_that_torch_has(tmp_path: Path) -> None:
+    # Two pools wait for work on the same cores: a model of both would take ten times as long.
+    program = tmp_path / "program.py"
+    program.write_text(ONE_POOL)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after == before
 
 
 def test_what_is_no_stage_is_refused() -> None:
