@@ -7,8 +7,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from pathlib import Path
 from collections.abc import Iterator
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -231,7 +231,7 @@ def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
             kernel.bound(varying, **constant)
 
 
-# Prints how many threads there are once torch has used two, and once a kernel has used two as well.
+# Prints how many threads there are when torch has used two, and when a kernel has used two as well.
 ONE_POOL = """
 import os
 import numba, numpy as np, torch
@@ -241,13 +241,14 @@ torch.set_num_threads(2)
 numba.set_num_threads(2)
 torch.ones(500, 500) @ torch.ones(500, 500)
 torch.ones(10**6).exp()
-print(len(os.listdir("/proc/self/task")))
 
 @in_parts
 def fill(part, x, parts):
     x[part] = 1
 
-fill(np.zeros(2), 2)
+run = fill.bound("", x=np.zeros(2), parts=2)
+print(len(os.listdir("/proc/self/task")))
+run()
 print(len(os.listdir("/proc/self/task")))
 """
 
