@@ -1,13 +1,10 @@
 """A kernel in parts that threads share, with as little between its call and a part as there can be.
 
 Numba's own way, a kernel with `prange` in it, compiles each part's code four times, as it passes from one of Numba's
-wrappers to the next, and starts threads even for one part. Here one function, the same for all kernels (`_running`),
-knows of a kernel's parts nothing but an address, and hands them the address of the arguments: half the time to
-compile a kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's objects
-Numba needs a microsecond, and two or three where these are cold.
-
-Where Numba's threads are those of GNU's OpenMP, that is asked for them directly: 0.6 us for two threads, where it
-takes 1.7 by way of `prange`.
+wrappers to the next, and starts threads even for one part. Here what runs parts is the same for all kernels
+(`launch`): it knows nothing of them but an address, and hands them the address of the arguments, which halves the
+time to compile a kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's
+objects Numba needs a microsecond, and two or three where these are cold.
 """
 
 from __future__ import annotations
@@ -15,35 +12,26 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, prange, types
+from numba import types
 from numba.core import cgutils
 
-from sparse_kernels.cpu.compiled import FLAGS, compiled, kept
-from sparse_kernels.cpu.emitter import I32, I64, with_literals
-from sparse_kernels.cpu.scratch import aligned
-from sparse_kernels.cpu.threads import link_openmp, taking_turns
-
-_PART = ir.FunctionType(ir.VoidType(), [I64, I64])  # of the address of the arguments, and the number of the part
-
-# What is noted of a part that raised, as an index out of bounds may do; of one that did not return 0, 1 is.
-_RAISED = 2
-
-MOST_WORDS = 256  # int64 that all arguments of a kernel may take; an array takes 7 or more
-_HEAD = 3  # words of a record before its stages
+from sparse_kernels.cpu.compiled import FLAGS, kept
+from sparse_kernels.cpu.emitter import I64, with_literals
+from sparse_kernels.cpu.launch import MOST_WORDS, PART, RAISED, record, runner
 
 
 class Kernel:
     """What `in_parts` makes: called with all of its arguments, or `bound` to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
-        """lay: compiled, puts the arguments down at an address, as `_LAID` says."""
+        """lay: compiled, puts all arguments down at an address; gives what `_laid` says of that, and where parts are."""
         self._parameters, self._counts, self._lay = parameters, counts, lay
 
     def __call__(self, *arguments: Any) -> bool:
@@ -64,12 +52,11 @@ class Kernel:
         given = [constant.get(name, 0) for name in self._parameters]
         frame = np.empty(MOST_WORDS, np.int64)
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
-        stages = [word for part, count in zip(parts, self._counts, strict=True) for word in (part, constant[count])]
+        stages = [(part, constant[count]) for part, count in zip(parts, self._counts, strict=True)]
         varied = [places[self._parameters.index(name)] for name in names]
-        record = aligned(_HEAD + len(stages) + len(names) + words, np.int64)
-        record[:] = [words, noted, len(parts), *stages, *varied, *frame[:words]]
-        run = Bound(_running(len(names)), record.ctypes.data)
-        run.held = record, given, self
+        kept_record = record(frame[:words], noted, stages, varied)
+        run = Bound(runner(len(names)), kept_record.ctypes.data)
+        run.held = kept_record, given, self
         return run
 
     @property
@@ -117,44 +104,6 @@ def in_parts(*stages: Callable[..., Any]) -> Kernel:
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
     return Kernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
-
-
-@cache
-def _running(count: int) -> Callable[..., bool]:
-    """What runs any bound kernel with so many varying arguments, compiled: called with its record's address and them.
-
-    A record is int64: how many words the frame has, which of them notes what parts say, how many stages there are; of
-    each the address of its part and how many parts; which words of the frame vary; the frame. Each call works on a
-    copy of the frame, so any number of threads may call at once.
-    """
-    openmp = link_openmp()
-    values = [f"value_{i}" for i in range(count)]
-    name = f"run_{count}{'_by_openmp' if openmp else ''}"
-    names: dict[str, Any] = {
-        "__name__": __name__, "_room": _room, "_integers_at": _integers_at, "_call": _call, "carray": carray,
-        "_launch": _by_openmp if openmp else _by_numba,
-    }  # fmt: skip
-    lines = [
-        f"def {name}({', '.join(['_record_at', *values])}):",
-        f"    _words, _noted, _stages = carray(_integers_at(_record_at), {_HEAD})",
-        f"    _varied = {_HEAD} + 2 * _stages",
-        f"    _record = carray(_integers_at(_record_at), _varied + {count} + _words)",
-        "    _frame_at = _room()",
-        "    _frame = carray(_integers_at(_frame_at), _words)",
-        "    for _i in range(_words):",
-        f"        _frame[_i] = _record[_varied + {count} + _i]",
-        *[f"    _frame[_record[_varied + {i}]] = {value}" for i, value in enumerate(values)],
-        f"    for _stage in range({_HEAD}, _varied, 2):",
-        "        if _record[_stage + 1] == 1:",
-        "            _call(_record[_stage], _frame_at, 0)",
-        "        elif _record[_stage + 1] > 1:",
-        "            _launch(_record[_stage], _frame_at, _record[_stage + 1])",
-        f"    if _frame[_noted] & {_RAISED}:",
-        "        raise RuntimeError('a kernel failed')",
-        "    return _frame[_noted] == 0",
-    ]
-    exec("\n".join(lines), names)
-    return taking_turns(kept(numba.njit(**FLAGS)(names[name]), _running.__wrapped__, name))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:
@@ -222,7 +171,7 @@ def _part(typing_context: Any, stage: Any, given: Any) -> Any:
         stage.dispatcher.compile(wanted)
         function = stage.dispatcher.overloads[wanted]
         context.active_code_library.add_linking_library(function.library)
-        part = ir.Function(builder.module, _PART, f"{function.fndesc.mangled_name}.part")
+        part = ir.Function(builder.module, PART, f"{function.fndesc.mangled_name}.part")
         part.linkage = "internal"
         inside = ir.IRBuilder(part.append_basic_block("entry"))
         frame = inside.inttoptr(part.args[0], _frame_type(values[1].type).as_pointer())
@@ -234,90 +183,9 @@ def _part(typing_context: Any, stage: Any, given: Any) -> Any:
         if returned != types.none:
             told = context.cast(inside, told, returned, types.intp)
             noted = inside.zext(inside.icmp_signed("!=", told, I64(0)), I64)
-        noted = inside.select(status.is_error, I64(_RAISED), noted)
+        noted = inside.select(status.is_error, I64(RAISED), noted)
         inside.atomic_rmw("or", cgutils.gep_inbounds(inside, frame, 0, 1), noted, "monotonic")
         inside.ret_void()
         return builder.ptrtoint(part, I64)
 
     return types.intp(stage, given), generate
-
-
-@with_literals
-def _room(typing_context: Any) -> Any:
-    """The address of room for a frame, which lasts until the function returns."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, MOST_WORDS)), I64)
-
-    return types.intp(), generate
-
-
-@with_literals
-def _integers_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to int64 from an address, as `numba.carray` takes it."""
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.inttoptr(args[0], I64.as_pointer())
-
-    return types.CPointer(types.int64)(types.intp), generate
-
-
-@with_literals
-def _call(typing_context: Any, function: Any, arguments: Any, part: Any) -> Any:
-    """Call the function at an address."""
-    signature = types.void(types.intp, types.intp, types.intp)
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        builder.call(builder.inttoptr(args[0], _PART.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> Any:
-    """Call the function for each part, shared by as many threads of GNU's OpenMP as Numba would use."""
-    signature = types.void(*[types.intp] * 3)
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        job = cgutils.alloca_once(builder, ir.ArrayType(I64, 3))
-        for i in range(3):
-            builder.store(args[i], cgutils.gep_inbounds(builder, job, 0, i))
-        member = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [I64]), f"{builder.function.name}.member")
-        member.linkage = "internal"
-        inside = ir.IRBuilder(member.append_basic_block("entry"))
-        given = inside.inttoptr(member.args[0], job.type)
-        part, found, count = (inside.load(cgutils.gep_inbounds(inside, given, 0, i)) for i in range(3))
-        number, of = (_asked(inside, name) for name in ("omp_get_thread_num", "omp_get_num_threads"))
-        first = inside.sdiv(inside.mul(count, number), of)
-        last = inside.sdiv(inside.mul(count, inside.add(number, I64(1))), of)
-        with cgutils.for_range_slice(inside, first, last, I64(1)) as (each, _):
-            inside.call(inside.inttoptr(part, _PART.as_pointer()), [found, each])
-        inside.ret_void()
-        most, parts = _asked(builder, "get_num_threads"), args[2]
-        threads = builder.trunc(builder.select(builder.icmp_signed("<", parts, most), parts, most), I32)
-        run = ir.FunctionType(ir.VoidType(), [member.type, job.type, I32, I32])
-        parallel = cgutils.get_or_insert_function(builder.module, run, "GOMP_parallel")
-        builder.call(parallel, [member, job, threads, I32(0)])
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-def _asked(builder: ir.IRBuilder, name: str) -> ir.Value:
-    """What a function of C answers, an int of no arguments."""
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), name)
-    return builder.zext(builder.call(function, []), I64)
-
-
-def _each_by_openmp(function: int, arguments: int, parts: int) -> None:
-    _share(function, arguments, parts)
-
-
-def _each_by_numba(function: int, arguments: int, parts: int) -> None:
-    for part in prange(parts):
-        _call(function, arguments, part)
-
-
-_by_openmp = compiled(_each_by_openmp)
-_by_numba = compiled(_each_by_numba, parallel=True)

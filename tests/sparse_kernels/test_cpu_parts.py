@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numba import carray
 
-from sparse_kernels.cpu.parts import _integers_at as integers_at
+from sparse_kernels.cpu.launch import integers_at
 from sparse_kernels.cpu.parts import in_parts
 
 
