@@ -31,7 +31,7 @@ class Kernel:
     """What `in_parts` makes: called with all of its arguments, or `bound` to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
-        """lay: compiled, puts all arguments down at an address; gives what `_laid` says of that, and where parts are."""
+        """lay: compiled, puts all arguments down at an address; returns what `_laid` and `_part` say."""
         self._parameters, self._counts, self._lay = parameters, counts, lay
 
     def __call__(self, *arguments: Any) -> bool:
