@@ -75,7 +75,7 @@ def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale:
     give_back(scratch)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def prepared(
     steps: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], scale: float, threads: int
 ) -> tuple[Bound, int]:

@@ -74,8 +74,9 @@ class LinearPlan:
     ) -> Array:
         """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
         m, k = self.shape
-        axis = _TOKENS_ALONG.get(self.layout)
-        if axis is not None and type(x) is np.ndarray and x.ndim == 2 and activation in ACTIVATIONS:
+        axis = _TOKENS_ALONG.get(self.layout, -1)
+        plain = axis >= 0 and type(x) is np.ndarray and x.ndim == 2 and activation in ACTIVATIONS
+        if plain and x.shape[1 - axis] == k:
             n = x.shape[axis]
             y = _empty([m, n] if axis else [n, m]) if out is None else out
             given = np.zeros(m, np.float32) if bias is None else bias

@@ -125,7 +125,8 @@ class Conv2dPlan:
         return 0 if placed.where is None else 4 * placed.where.size * self._copies(placed, threads)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_calls": {}}  # compiled kernels, which copies and pickles find again
+        # Compiled kernels and room, which copies and pickles find again.
+        return {**self.__dict__, "_calls": {}, "_pool": Pool()}
 
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None

@@ -50,7 +50,7 @@ def record(
 def runner(count: int) -> Callable[..., bool]:
     """What runs any record of so many words that vary, compiled: called with its address and these words.
 
-    Returns whether all parts returned 0; RuntimeError if one raised.
+    Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
     openmp = link_openmp()
     name = f"run_{count}{'_by_openmp' if openmp else ''}"
@@ -58,7 +58,10 @@ def runner(count: int) -> Callable[..., bool]:
     names: dict[str, Any] = {"__name__": __name__, "_run": _run, "_launch": _by_openmp if openmp else _by_numba}
     # A function of so many parameters, as Numba takes twice as long over a tuple. The 0 is for no words at all.
     exec(f"def {name}(at, {words}):\n    return _run(_launch, at, ({words}0,))", names)
-    return taking_turns(kept(njit(**FLAGS)(names[name]), _run.py_func, name))
+    found = kept(njit(**FLAGS)(names[name]), _run.py_func, name)
+    found.compile((types.intp,) * (1 + count))
+    found.disable_compile()
+    return taking_turns(found)
 
 
 @njit(inline="always")
@@ -88,7 +91,9 @@ def _room(typing_context: Any) -> Any:
     """The address of room for a frame, which lasts until the function that asks for it returns."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(I64, MOST_WORDS)), I64)
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(I64, MOST_WORDS))  # Numba's own way would fill it with zeros
+        return builder.ptrtoint(room, I64)
 
     return types.intp(), generate
 
@@ -135,8 +140,8 @@ def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> An
         with cgutils.for_range_slice(inside, first, last, I64(1)) as (each, _):
             inside.call(inside.inttoptr(part, PART.as_pointer()), [found, each])
         inside.ret_void()
-        most, parts = _asked(builder, "get_num_threads"), args[2]
-        threads = builder.trunc(builder.select(builder.icmp_signed("<", parts, most), parts, most), I32)
+        # Also where parts are fewer: of a smaller team OpenMP would end the other threads, and start them anew later.
+        threads = builder.trunc(_asked(builder, "get_num_threads"), I32)
         run = ir.FunctionType(ir.VoidType(), [member.type, job.type, I32, I32])
         parallel = cgutils.get_or_insert_function(builder.module, run, "GOMP_parallel")
         builder.call(parallel, [member, job, threads, I32(0)])

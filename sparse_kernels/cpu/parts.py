@@ -70,9 +70,12 @@ class Bound(partial[bool]):
 
     held: Any  # what lives as long as it may be called
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an address means nothing to a copy")
+
 
 def in_parts(*stages: Callable[..., Any]) -> Kernel:
-    """The kernel of these stages, one after the other; compiled at its first call, or loaded from disk.
+    """The kernel of these stages, one after the other; compiled when first bound or called, or loaded from disk.
 
     A stage is a function of the number of its part and of all that the kernel is called with. The kernel's parameter
     with the name of that number and an s says how many parts there are (part, parts). One part is run by the calling

@@ -29,6 +29,9 @@ class Room:
     def __init__(self, array: NDArray[np.float32]) -> None:
         self._array, self.at, self.size = array, address(array), array.size
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an address means nothing to a copy")
+
 
 _free: deque[Room] = deque(maxlen=KEPT)
 

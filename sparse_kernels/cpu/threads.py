@@ -1,16 +1,19 @@
 """Numba's threads. Kernels use numba.get_num_threads() of them; a thread of the caller that has set fewer keeps that.
 
-With OpenMP, which Numba takes where libgomp is installed, torch and Numba share one pool in a process: calls of one
-after calls of the other cost nothing extra. Where it is missing, Numba falls back to a queue of its own that ends the
-process when two threads of the caller use it at once; only then kernels take turns.
+With OpenMP, which Numba takes where libgomp is installed, torch and kernels share one pool in a process, if torch was
+there when the first kernel was made: calls of one after calls of the other cost nothing extra. Where it is missing,
+Numba falls back to a queue of its own that ends the process when two threads of the caller use it at once; only then
+kernels take turns.
 
-A process that has run a kernel must not fork and run one in the child: libgomp cannot, and Numba ends the child.
-Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the first kernel.
+A process that has run a kernel must not fork and run one in the child with more than one thread, as libgomp cannot:
+that is refused. Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the
+first kernel.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from functools import cache, wraps
@@ -67,8 +70,24 @@ def link_openmp() -> bool:
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
                 binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+            os.register_at_fork(after_in_child=_refuse_threads)
             return True
     return False
+
+
+def _refuse_threads() -> None:
+    """Let nobody wait for threads that stayed in the process that this one was forked from."""
+    global _ask
+
+    def ask() -> int:
+        if numba.get_num_threads() > 1:
+            raise RuntimeError(
+                "this process was forked from one that had run kernels, whose threads it lacks: start processes anew "
+                "(spawn or forkserver), fork before the first kernel, or set one thread"
+            )
+        return 1
+
+    _ask = ask
 
 
 def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:

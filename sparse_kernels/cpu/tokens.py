@@ -127,8 +127,9 @@ def kernel(
             biases_at = sums_at + (n + part) * features * 4
             bias, sorted_bias = carray(floats_at(bias_at), m), carray(floats_at(biases_at), features)
             # Of the panels from the first to the last one, if they are in the same chunk; else of all.
-            alone = end > item and item // panels == (end - 1) // panels
-            first, stop = (item % panels, (end - 1) % panels + 1) if alone else (0, panels)
+            first, stop = 0, panels
+            if item // panels == (end - 1) // panels:
+                first, stop = item % panels, (end - 1) % panels + 1
             for row in range(first * width, stop * width):
                 sorted_bias[row] = bias[max(row_ids[row], 0)]
         while item < end:

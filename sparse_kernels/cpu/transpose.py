@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numba
 import numpy as np
 
 from sparse_kernels.cpu.emitter import FLOATS
@@ -16,6 +15,7 @@ from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, tok
 from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import address
 from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.threads import count
 from sparse_kernels.cpu.vectors import TILE, whole_tiles
 from sparse_kernels.plan import Array
 
@@ -33,7 +33,7 @@ def blocked(x: Array) -> Array:
         lanes, x = host().lanes, np.ascontiguousarray(x, np.float32)
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        kernels(lanes, True)[0](address(x), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads())
+        kernels(lanes, True)[0](address(x), address(tiles), starts, at.x_stride, n, features, count())
         tiles[-1, :, n - (len(tiles) - 1) * tokens :] = 0
     return tiles
 
@@ -43,15 +43,15 @@ def unblocked(tiles: Array, n: int) -> Array:
 
     ValueError for tiles of another length, or too few of them.
     """
-    count, features, tokens = tiles.shape
-    if tokens != tokens_in_tile() or n > count * tokens:
+    total, features, tokens = tiles.shape
+    if tokens != tokens_in_tile() or n > total * tokens:
         raise ValueError(f"{tiles.shape} are no tiles of {tokens_in_tile()} tokens that hold {n} of them")
     y = np.empty((n, features), np.float32)
     if y.size:
         lanes, tiles = host().lanes, np.ascontiguousarray(tiles, np.float32)
         at = whole_tiles(len(tiles), lanes, features, features)
         starts = at.x_starts[: -(-n // lanes)]
-        kernels(lanes, True)[1](address(y), address(tiles), starts, at.x_stride, n, features, numba.get_num_threads())
+        kernels(lanes, True)[1](address(y), address(tiles), starts, at.x_stride, n, features, count())
     return y
 
 

@@ -275,6 +275,8 @@ def test_a_plan_that_was_called_goes_with_its_last_name_and_can_be_copied(rng, p
     for copied in (plan.copy(), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         np.testing.assert_array_equal(copied(x), expected)
         assert not np.shares_memory(copied.panels.arrays[0], plan.panels.arrays[0])
+        (mine,), (its,) = ({room.at for _, room in one._pool._free} for one in (copied, plan))
+        assert mine != its
     gone = weakref.ref(plan)
     gc.disable()
     try:

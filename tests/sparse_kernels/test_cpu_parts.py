@@ -1,8 +1,10 @@
 """Kernels in parts: each part once, stages one after the other, what parts return, and what is no kernel; and bound
 ones, which know most of their arguments."""
 
+import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -180,7 +182,7 @@ def test_a_bound_kernel_keeps_its_arrays_no_longer_than_it_lives() -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
-    table = np.arange(2)
+    table = np.array([3, 5])
     results = [np.zeros(2, np.int64) for _ in range(4)]
 
     @in_parts
@@ -200,7 +202,7 @@ def test_callers_of_several_threads_share_a_bound_kernel(parts: int) -> None:
         caller.start()
     for caller in callers:
         caller.join()
-    assert [result.tolist() for result in results] == [[0, 20_000 if parts == 2 else 0]] * 4
+    assert [result.tolist() for result in results] == [[60_000, 100_000 if parts == 2 else 0]] * 4
 
 
 def test_a_bound_kernel_forgets_what_a_call_said() -> None:
@@ -264,6 +266,63 @@ def test_kernels_use_the_threads_that_torch_has(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert after == before
+
+
+# Prints what a child that is forked after a kernel has run can do with two threads, and with one.
+FORKED = """
+import os
+import numba, numpy as np
+from sparse_kernels.cpu import threads
+from sparse_kernels.cpu.parts import in_parts
+
+@in_parts
+def fill(part, x, parts):
+    x[part] = 1
+
+numba.set_num_threads(2)
+x = np.zeros(2)
+fill(x, threads.count())
+if os.fork() == 0:
+    try:
+        fill(x, threads.count())
+    except RuntimeError as error:
+        print(error)
+    numba.set_num_threads(1)
+    x[:] = 0
+    fill(x, threads.count())
+    print(x.tolist(), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.slow  # two processes
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread may go on")
+def test_a_forked_process_is_refused_threads_that_it_lacks(tmp_path: Path) -> None:
+    if numba.threading_layer() != "omp":
+        pytest.skip("Numba's own threads are started anew")
+    (tmp_path / "program.py").write_text(FORKED)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    refused, right = done.stdout.splitlines()
+    assert refused.startswith("this process was forked from one that had run kernels, whose threads it lacks")
+    assert right == "[1.0, 0.0]"
+
+
+def test_a_bound_kernel_cannot_be_copied() -> None:
+    run = in_parts(write).bound("value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1)
+    for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="an address means nothing to a copy"):
+            copy_of(run)
+
+
+def test_only_integers_vary() -> None:
+    run = in_parts(write).bound("value", x=np.zeros(1, np.int64), pair=(1, (np.ones(1), np.ones(1))), parts=1)
+    with pytest.raises(TypeError):
+        run("1")
 
 
 def test_what_is_no_stage_is_refused() -> None:
