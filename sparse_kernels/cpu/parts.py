@@ -54,9 +54,9 @@ class Kernel:
         (words, noted, *places), parts = self._lay(frame.ctypes.data, *given)
         stages = [(part, constant[count]) for part, count in zip(parts, self._counts, strict=True)]
         varied = [places[self._parameters.index(name)] for name in names]
-        kept_record = record(frame[:words], noted, stages, varied)
-        run = Bound(runner(len(names)), kept_record.ctypes.data)
-        run.held = kept_record, given, self
+        laid = record(frame[:words], noted, stages, varied)
+        run = Bound(runner(len(names)), laid.ctypes.data)
+        run.held = laid, given, self
         return run
 
     @property

@@ -233,6 +233,15 @@ def test_a_kernel_is_bound_to_all_that_it_takes_and_to_nothing_else() -> None:
             kernel.bound(varying, **constant)
 
 
+def printed(program: str, folder: Path) -> str:
+    """What a process of its own prints that runs the program, from a file, or Numba would keep nothing of it."""
+    path = folder / "program.py"
+    path.write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, path]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
 # Prints how many threads there are when torch has used two, and when a kernel has used two as well.
 ONE_POOL = """
 import os
@@ -260,11 +269,7 @@ print(len(os.listdir("/proc/self/task")))
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one thread needs no pool")
 def test_kernels_use_the_threads_that_torch_has(tmp_path: Path) -> None:
     # Two pools wait for work on the same cores: a model of both would take ten times as long.
-    program = tmp_path / "program.py"
-    program.write_text(ONE_POOL)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=True)
-    before, after = map(int, done.stdout.split())
+    before, after = map(int, printed(ONE_POOL, tmp_path).split())
     assert after == before
 
 
@@ -302,12 +307,7 @@ os.wait()
 def test_a_forked_process_is_refused_threads_that_it_lacks(tmp_path: Path) -> None:
     if numba.threading_layer() != "omp":
         pytest.skip("Numba's own threads are started anew")
-    (tmp_path / "program.py").write_text(FORKED)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], env=environment, capture_output=True, text=True, timeout=60
-    )
-    refused, right = done.stdout.splitlines()
+    refused, right = printed(FORKED, tmp_path).splitlines()
     assert refused.startswith("this process was forked from one that had run kernels, whose threads it lacks")
     assert right == "[1.0, 0.0]"
 
