@@ -16,8 +16,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from sparse_kernels.cpu.emitter import FLOATS, PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import AHEAD, copy_vector, token_tile, tokens_to_lanes
+from sparse_kernels.cpu.emitter import FLOATS, Emitter, with_literals
+from sparse_kernels.cpu.micro import AHEAD, ROWS, copy_vector, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.parts import Bound, Kernel, in_parts
 from sparse_kernels.cpu.scratch import LINE, borrow, give_back
 from sparse_kernels.cpu.target import host
@@ -145,7 +145,7 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
     elements for each part; shares of a head; parts).
     """
     fuse = int(fused)
-    unfinished, ahead = PARTIAL, AHEAD
+    form, ahead = ROWS, AHEAD
     vectors = VECTORS
     width = vectors * lanes
 
@@ -197,6 +197,8 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
                         4,
                         ahead,
                         0,
+                        form,
+                        0,
                         keys_at + panel * d * width * 4,
                         columns_at,
                         d,
@@ -207,8 +209,9 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
                         row,
                         width,
                         0,
-                        keys_at,
-                        unfinished,
+                        0,
+                        0,
+                        0,
                     )
                 for t in range(min(tokens, n - token)):
                     softmax(lanes, fuse, scores_at + t * row * 4, keys, scale)
@@ -221,6 +224,8 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
                         4,
                         ahead,
                         0,
+                        form,
+                        0,
                         values_at + panel * keys * width * 4,
                         columns_at,
                         keys,
@@ -231,8 +236,9 @@ def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
                         out_step,
                         e - panel * width,
                         0,
-                        values_at,
-                        unfinished,
+                        0,
+                        0,
+                        0,
                     )
 
     return attend

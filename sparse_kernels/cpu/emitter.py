@@ -462,7 +462,7 @@ class Emitter:
         """
         n = self.lanes
         # inside[j][g]: in its 128 bits number q, column 4 * q + j of rows 4 * g to 4 * g + 3.
-        fours = [self._transpose_inside(*rows[g : g + 4]) for g in range(0, n, 4)]
+        fours = [self.transpose_inside(*rows[g : g + 4]) for g in range(0, n, 4)]
         inside = [list(column) for column in zip(*fours, strict=True)]
         between = [self._transpose_quarters(vectors) for vectors in inside]
         return [between[column % 4][column // 4] for column in range(n)]
@@ -472,11 +472,16 @@ class Emitter:
 
         What `transpose` does between 128 bits last, loads of 128 bits into their place do first.
         """
+        fours = (self.four_columns(rows, begin) for begin in range(0, self.lanes, 4))
+        return [column for columns in fours for column in columns]
+
+    def four_columns(self, rows: list[ir.Value], begin: int = 0) -> list[ir.Value]:
+        """Four columns, from `begin` on, of as many rows as there are lanes, from a pointer to each row."""
         builder, n = self.builder, self.lanes
         four = ir.VectorType(F32, 4)
 
-        def joined(number: int, begin: int) -> ir.Value:
-            """Four columns from `begin` on of rows number, number + 4, ..."""
+        def joined(number: int) -> ir.Value:
+            """Of rows number, number + 4, ..."""
             total = None
             for q in range(0, n, 4):
                 at = builder.gep(rows[number + q], [self.integer(begin)])
@@ -487,11 +492,10 @@ class Emitter:
                 total = wide if total is None else builder.select(here, wide, total)
             return total
 
-        fours = (self._transpose_inside(*(joined(number, begin) for number in range(4))) for begin in range(0, n, 4))
-        return [column for four_columns in fours for column in four_columns]
+        return self.transpose_inside(*(joined(number) for number in range(4)))
 
-    def _transpose_inside(self, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value) -> list[ir.Value]:
-        """Four vectors as rows of 4 x 4 tiles, one in each 128 bits: their columns."""
+    def transpose_inside(self, a: ir.Value, b: ir.Value, c: ir.Value, d: ir.Value) -> list[ir.Value]:
+        """Four vectors as rows of 4 x 4 tiles, one in each 128 bits: their columns. Twice is as they were."""
         n, out = self.lanes, []
         for high in (0, 2):
             pattern = [i + high for q in range(0, n, 4) for i in (q, n + q, q + 1, n + q + 1)]

@@ -32,7 +32,7 @@ from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
 from sparse_kernels.cpu.target import Target, host
-from sparse_kernels.cpu.vectors import TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
+from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed, rounded
 from sparse_kernels.plan import BLOCKED_LAYOUTS
 
@@ -86,12 +86,13 @@ class TokenPlan(LinearPlan):
         multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
         constant = {
             "weights": panels.arrays, "n": n, "k": k, "m": m, "chunk": order[0], "block": order[1], "parts": threads,
-            "places": panels.places, "shares": threads if n * m >= tokens.WORTH_SHARING else 1,
+            "places": panels.places_in_fours(self.tile[2]) if tokens.in_fours(step) else panels.places,
+            "shares": threads if n * m >= tokens.WORTH_SHARING else 1,
         }  # fmt: skip
         if not permuted:
             return multiply.bound("x_at y_at bias_at activation", waiting_at=0, **constant)
         run = multiply.bound("x_at y_at bias_at activation waiting_at", **constant)
-        needed = (n + threads) * panels.row_ids.size
+        needed = -(-n // step) * step * panels.row_ids.size
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             waiting = borrow(needed)
@@ -255,12 +256,19 @@ def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
 def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
     """Whether blocks of tokens beat this tile of kernel tokens."""
     (_, vectors, lanes), (m, k) = tile, packed.shape
-    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are
-    # put in their places one by one, which from a block costs nothing, but there x has to be laid out: Intel's second
-    # level takes longer for that.
-    slow = vectors == 1 or (permuted(packed) and (k < 2 * m or not host().shared))
     total, threads = -(-n // lanes), numba.get_num_threads()
-    return slow and total >= 2 * threads and blocks.enough(n, lanes, threads)
+    if not blocks.enough(n, lanes, threads):
+        return False
+    if vectors > 1 and permuted(packed) and not host().shared:
+        # Sums that wait are not fetched before they are put in their places, and x is read a cache line a token.
+        far = n * (m + k) >= LARGE or tile[0] * k > CACHED // 4
+        full = 8 * n >= 7 * lanes * total
+        return far or (full and total <= 2 * threads)
+    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are
+    # put in their places here and there, which from a block costs nothing, but there x has to be laid out: Intel's
+    # second level takes longer for that.
+    slow = vectors == 1 or (permuted(packed) and k < 2 * m)
+    return slow and total >= 2 * threads
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:

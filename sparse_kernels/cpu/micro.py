@@ -51,6 +51,9 @@ AHEAD = 1536
 # hardware follows none of them well. Of a layer with 2,048 tokens at 90% sparsity it saves 2% to 5% (AMD).
 ROW_AHEAD = 128
 
+# How token_tile leaves its sums: with bias and activation in their rows; as they are, so or in fours of tokens.
+FINISHED, ROWS, FOURS = 0, 1, 2
+
 # A pace is a fraction with so many binary digits.
 PACE_BITS = 32
 
@@ -76,6 +79,8 @@ def token_tile(
     size: Any,
     ahead: Any,
     close: Any,
+    form: Any,
+    busy: Any,
     values: Any,
     columns: Any,
     count: Any,
@@ -88,6 +93,7 @@ def token_tile(
     more: Any,
     bias: Any,
     activation: Any,
+    elsewhere: Any,
 ) -> Any:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
@@ -96,13 +102,20 @@ def token_tile(
     beyond lanes_left no output is written and no bias read. ahead: how many floats ahead weights are fetched, 0
     leaves that to the hardware; close: 1 fetches them to the first-level cache. more: 1 adds what y holds to the
     sums, 0 does not look at it.
+
+    form: FINISHED; or ROWS or FOURS of sums as they are, all outputs of the tile, bias and activation not looked at.
+    FOURS: four tokens of an output lie side by side, y[t // 4, place, t % 4], outputs of a vector in the order that
+    `Panels.places_in_fours` knows, also for tokens that are not left; y_stride is that of a token.
+
+    busy = 1: with each column the cache line is fetched that lies so many bytes from its weights, `elsewhere`.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, size, ahead, close), *([types.intp] * 12))
+    signature = types.void(*(tokens, vectors, lanes, fused, size, ahead, close, form, busy), *([types.intp] * 13))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(each.literal_value) for each in signature.args[:7])
-        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, bias, activation = args[7:]
+        sizes = (int(each.literal_value) for each in signature.args[:9])
+        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches = sizes
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[9:]
+        bias, activation, elsewhere = args
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -124,20 +137,46 @@ def token_tile(
             for v in range(0, n_vectors, per_float) if distance else ():
                 further = builder.gep(at, [emit.integer(distance * per_float + v * n_lanes)])
                 emit.will_load(further, close=bool(near))
+            if fetches:
+                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere)))
             weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]
             return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
         sums = emit.loop(count, emit.zeros(len(outputs)), column)
+        if left_as == FOURS:
+            fours = [
+                (four, v, emit.pointer(y, builder.mul(y_stride, emit.integer(four))))
+                for four in range(0, n_tokens, 4)
+                for v in range(n_vectors)
+            ]
+
+            def load_fours() -> list[ir.Value]:
+                loaded = {
+                    (four, v): emit.transpose_inside(*(emit.load(at, 4 * v + j) for j in range(4)))
+                    for four, v, at in fours
+                }
+                return [loaded[t // 4 * 4, v][t % 4] for t in range(n_tokens) for v in range(n_vectors)]
+
+            sums = emit.continued(more, sums, load_fours)
+            for four, v, at in fours:
+                rows = sums[four * n_vectors + v : (four + 4) * n_vectors : n_vectors]
+                for j, joined in enumerate(emit.transpose_inside(*rows)):
+                    emit.store(joined, at, 4 * v + j)
+            return context.get_dummy_value()
+
         sums = emit.continued(more, sums, lambda: [emit.load_masked(row, v, masks[v]) for row, v in outputs])
-        bias_pointer = emit.pointer(bias)
-        biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
 
         def store(sums: list[ir.Value]) -> None:
             for (row, v), total in zip(outputs, sums, strict=True):
                 emit.store_masked(total, row, v, masks[v])
 
+        if left_as == ROWS:
+            store(sums)
+            return context.get_dummy_value()
+        bias_pointer = emit.pointer(bias)
+        biases = [emit.load_masked(bias_pointer, v, masks[v]) for v in range(n_vectors)]
         emit.finish(activation, sums, lambda: [biases[v] for _, v in outputs], store)
         return context.get_dummy_value()
 
@@ -604,28 +643,6 @@ def copy_every_other(typing_context: Any, lanes: Any, numbers: Any, source: Any,
 
         all_but_last = emit.mask(emit.integer(n - 1))
         emit.in_tiles(count, tile)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def copy_picked(typing_context: Any, lanes: Any, source: Any, indices: Any, target: Any) -> Any:
-    """target[i] = source[indices[i]] for a vector of float32; indices are uint32, anywhere.
-
-    Each is loaded by itself, all are stored at once: half the time of a loop that stores each.
-    """
-    signature = types.void(lanes, *([types.intp] * 3))
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n = int(signature.args[0].literal_value)
-        emit = Emitter(builder, n, False)
-        read, picked = emit.pointer(args[1]), ir.Constant(emit.vector, ir.Undefined)
-        index = emit.pointer(args[2], kind=I32)
-        for i in range(n):
-            at = builder.zext(builder.load(builder.gep(index, [I64(i)])), I64)
-            picked = builder.insert_element(picked, builder.load(builder.gep(read, [at])), I32(i))
-        emit.store(picked, emit.pointer(args[3]), 0)
         return context.get_dummy_value()
 
     return signature, generate

@@ -7,19 +7,22 @@ cache. It is to fit there: long rows are multiplied in stages, and y holds the s
 (chunk, panel) pairs by cost.
 
 Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all are
-done: threads that wrote here and there in the same rows of y would take its cache lines from each other.
+done: threads that wrote here and there in the same rows of y would take its cache lines from each other. Until then
+four tokens of each lie side by side, where tiles have fours of tokens: what is read here and there are 16 bytes, not 4.
 """
 
 from __future__ import annotations
 
 from functools import cache
 
-from numba import carray
+from numba import njit
 
+from sparse_kernels.cpu.ahead import LINE_BYTES
 from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import AHEAD, copy_picked, floats_at, token_tile
+from sparse_kernels.cpu.micro import AHEAD, FINISHED, FOURS, ROWS, token_tile
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
+from sparse_kernels.cpu.put import put_fours, put_row
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED
@@ -70,22 +73,40 @@ def order(tokens: int, k: int, n: int, weights: Panels, parts: int, permuted: bo
     chunks = -(-tiles // most)
     if own or chunks > 1:
         chunks = min(-(-chunks // parts) * parts, tiles)
-    return -(-tiles // chunks) * tokens, max(1, (3 * CACHED if own else CACHED // 2) // panel)
+    return -(-tiles // chunks) * tokens, max(1, (3 * CACHED if weights.stages > 1 else CACHED // 2) // panel)
 
 
-def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool]:
-    """How far ahead weights are fetched for n tokens, `tokens` at a time, in floats, and whether to the first level.
+def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
+    """How weights are fetched for n tokens, `tokens` at a time: how far ahead, in floats; whether to the first level;
+    whether those of the next block are, too.
 
     A tile reads whole cache lines of them for each column. Where they are passed over often they lie in the second
     level, which Intel's units wait for: with the first level 3% to 9% less time for 128 tokens. Where they come from
     memory, or where x of few tokens needs the first level for itself, it takes 2% to 6% longer (8 and 32 tokens).
 
     One or two tokens AMD's units compute so fast that they read ahead themselves as far as memory gives: fetching
-    takes a tenth longer then.
+    takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory and the others have
+    nothing to fetch, unless it is the next block: XX for 64 and 128 tokens, weights from memory.
     """
     if target.shared:
-        return AHEAD, n >= 8 * tokens
-    return (AHEAD if n > 2 else 0), False
+        return AHEAD, n >= 8 * tokens, False
+    return (AHEAD if n > 2 else 0), False, n > tokens
+
+
+@njit(inline="always")
+def upcoming(first, stop, stage, stages, panels, item, end, block):  # type: ignore[no-untyped-def]
+    """The rows of the table, from one to before another, that a part multiplies after panels `first` to `stop`."""
+    if stage + 1 < stages:
+        return first + (stage + 1) * panels, stop + (stage + 1) * panels
+    if item == end:
+        return first, first
+    begin = item % panels
+    return begin, min(begin + block, panels, begin + end - item)
+
+
+def in_fours(tokens: int) -> bool:
+    """Whether sums of tiles of so many tokens, whose rows are permuted, wait in fours of them."""
+    return tokens % 4 == 0
 
 
 @cache
@@ -98,50 +119,56 @@ def kernel(
     size: int = 4,
     ahead: int = AHEAD,
     close: bool = False,
+    coming: bool = False,
 ) -> Kernel:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
-    ahead, close: how weights are fetched, as `fetched` says it.
+    ahead, close, coming: how weights are fetched, as `fetched` says it.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
-    tokens of a chunk, panels of a block, parts, places, address of waiting, shares). Where permuted, places are those
-    of the panels, and waiting is room for rows of all panels: n of sums, which are put in their places in so many
-    shares, and one of bias for each part. Else these three are not looked at.
+    tokens of a chunk, panels of a block, parts, places, address of waiting, shares). Where permuted, places are where
+    the rows of y wait, of the panels themselves or `in_fours`, and waiting is room for the sums of all panels, for n
+    tokens in whole tiles; in so many shares they are finished and put in their places. Else these three are not
+    looked at.
     """
-    fuse, near, unfinished = int(fused), int(close), PARTIAL
+    fuse, near, busy, unfinished = int(fused), int(close), int(coming), PARTIAL
+    form = (FOURS if in_fours(tokens) else ROWS) if permuted else FINISHED
     width = vectors * lanes
+    per_column = max(1, width * size // LINE_BYTES)  # cache lines
+    # Elements from one row of a tile to the next.
+    side, together = (4, 4) if form == FOURS else (1, 1)
 
     def multiply(  # type: ignore[no-untyped-def]
         part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at,
         shares,
     ):  # fmt: skip
-        table, values, columns, work, row_ids = weights
+        table, values, columns, work, _ = weights
         panels = work.size - 1
         sums_at, features = (waiting_at, panels * width) if permuted else (y_at, m)
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
-        biases_at = bias_at
-        if permuted:
-            biases_at = sums_at + (n + part) * features * 4
-            bias, sorted_bias = carray(floats_at(bias_at), m), carray(floats_at(biases_at), features)
-            # Of the panels from the first to the last one, if they are in the same chunk; else of all.
-            first, stop = 0, panels
-            if item // panels == (end - 1) // panels:
-                first, stop = item % panels, (end - 1) % panels + 1
-            for row in range(first * width, stop * width):
-                sorted_bias[row] = bias[max(row_ids[row], 0)]
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin = item // panels * chunk
             first = item % panels
             stop = min(first + block, panels, first + end - item)
             item += stop - first
+            chunk_end = min(chunk_begin + chunk, n)
             for stage in range(stages):
-                for token in range(chunk_begin, min(chunk_begin + chunk, n), tokens):
+                # Tiles fetch the weights of the next block, every so many of them a line of each column of a panel.
+                begin, behind = upcoming(first, stop, stage, stages, panels, item, end, block)
+                turns = (stop - first) * ((chunk_end - chunk_begin + tokens - 1) // tokens)
+                lines, asked, due = (behind - begin) * per_column, 0, 0
+                for token in range(chunk_begin, chunk_end, tokens):
                     for panel in range(first, stop):
-                        row, here = panel * width, stage * panels + panel
+                        row, here, elsewhere = panel * width, stage * panels + panel, 0
+                        due += lines
+                        if busy and due >= turns:
+                            there = table[begin + asked // per_column, 0]
+                            elsewhere = (there - table[here, 0]) * size + asked % per_column * LINE_BYTES
+                            asked, due = asked + 1, due - turns
                         token_tile(
                             tokens,
                             vectors,
@@ -150,18 +177,21 @@ def kernel(
                             size,
                             ahead,
                             near,
+                            form,
+                            busy,
                             values_at + table[here, 0] * size,
                             columns_at + table[here, 1] * 4,
                             table[here, 2],
                             x_at + token * k * 4,
                             k,
                             n - token,
-                            sums_at + (token * features + row) * 4,
+                            sums_at + (token * features + row * side) * 4,
                             features,
                             features - row,
                             min(stage, 1),
-                            biases_at + row * 4,
+                            bias_at + row * 4,
                             activation if stage == stages - 1 else unfinished,
+                            elsewhere,
                         )
 
     def put(  # type: ignore[no-untyped-def]
@@ -169,24 +199,22 @@ def kernel(
     ):  # fmt: skip
         # A share of the rows that are waiting goes to its places in y: whole chunks, which a thread finds in its
         # own caches, where there are enough for all; else tokens, whose lines of y no other writes; else some rows.
-        features = weights[4].size
-        grain = chunk if (n + chunk - 1) // chunk >= shares else 1
+        features = (weights[3].size - 1) * width
+        grain = chunk if (n + chunk - 1) // chunk >= shares else together
         units = (n + grain - 1) // grain
         first, last, begin, end = 0, n, 0, m
         if units >= shares:
             first, last = units * share // shares * grain, min(n, units * (share + 1) // shares * grain)
         else:
             begin, end = m * share // shares, m * (share + 1) // shares
-        # Rows from 0 on, or whether they are negative would be asked.
-        count, here, here_at = end - begin, places[begin:end], places.ctypes.data + begin * 4
-        whole = count // lanes * lanes
-        for token in range(first, last):
-            source_at = waiting_at + token * features * 4
-            target_at = y_at + (token * m + begin) * 4
-            for row in range(0, whole, lanes):
-                copy_picked(lanes, source_at, here_at + row * 4, target_at + row * 4)
-            source, target = carray(floats_at(source_at), features), carray(floats_at(target_at), count)
-            for row in range(whole, count):
-                target[row] = source[here[row]]
+        places_at, here_at = places.ctypes.data + begin * 4, bias_at + begin * 4
+        for token in range(first, last, together):
+            sums_at, target_at = waiting_at + token * features * 4, y_at + (token * m + begin) * 4
+            if together == 4:
+                put_fours(
+                    lanes, fuse, sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation
+                )
+            else:
+                put_row(lanes, fuse, sums_at, places_at, end - begin, target_at, here_at, activation)
 
     return in_parts(multiply, put) if permuted else in_parts(multiply)

@@ -1,0 +1,123 @@
+"""Permuted rows (Shfl-BW) to their places: sums that wait in the order of the panels become rows of y.
+
+Bias and activation come here, where outputs lie in their own order and a bias is loaded as a vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
+
+
+@with_literals
+def put_row(
+    typing_context: Any, lanes: Any, fused: Any, sums: Any, places: Any, count: Any, y: Any, bias: Any, activation: Any
+) -> Any:
+    """y[i] = activation(sums[places[i]] + bias[i]) for i < count; places are uint32, anywhere.
+
+    Each sum is loaded by itself, those of a vector are stored at once: half the time of a loop that stores each.
+    """
+    signature = types.void(lanes, fused, *([types.intp] * 6))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n, fuse = (int(literal.literal_value) for literal in signature.args[:2])
+        sums, places, count, y, bias, activation = args[2:]
+        emit = Emitter(builder, n, bool(fuse))
+        read, target, biases = (emit.pointer(each) for each in (sums, y, bias))
+
+        def tile(first: ir.Value, rest: ir.Value | None) -> None:
+            picked = ir.Constant(emit.vector, ir.Undefined)
+            for i, place in enumerate(_places(emit, places, first, rest)):
+                picked = builder.insert_element(picked, builder.load(builder.gep(read, [place])), I32(i))
+            _finish_put(emit, [picked], [target], biases, first, rest, activation)
+
+        emit.in_tiles(count, tile)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@with_literals
+def put_fours(
+    typing_context: Any,
+    lanes: Any,
+    fused: Any,
+    sums: Any,
+    places: Any,
+    count: Any,
+    tokens: Any,
+    y: Any,
+    y_stride: Any,
+    bias: Any,
+    activation: Any,
+) -> Any:
+    """y[t, i] = activation(sums[places[i], t] + bias[i]) for i < count and four tokens, or as many as there are (>= 1).
+
+    sums: (places, 4), as `token_tile` leaves FOURS; places: uint32. What is read of a place is 16 bytes, where a row
+    of each token would be gone through here and there: a third of the time.
+    """
+    signature = types.void(lanes, fused, *([types.intp] * 8))
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
+        n, fuse = (int(literal.literal_value) for literal in signature.args[:2])
+        sums, places, count, tokens, y, y_stride, bias, activation = args[2:]
+        emit = Emitter(builder, n, bool(fuse))
+        read, biases = emit.pointer(sums), emit.pointer(bias)
+        targets = [emit.row(y, t, tokens, y_stride) for t in range(4)]
+
+        def tile(first: ir.Value, rest: ir.Value | None) -> None:
+            found = _places(emit, places, first, rest)
+            columns = emit.four_columns([builder.gep(read, [builder.mul(place, I64(4))]) for place in found])
+            _finish_put(emit, columns, targets, biases, first, rest, activation)
+
+        emit.in_tiles(count, tile)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _places(emit: Emitter, places: ir.Value, first: ir.Value, rest: ir.Value | None) -> list[ir.Value]:
+    """The places of a vector of rows from `first` on; of those beyond the `rest`, the last one's again."""
+    builder, found = emit.builder, []
+    for i in range(emit.lanes):
+        number: ir.Value = I64(i)
+        if rest is not None:
+            last = builder.sub(rest, I64(1))
+            number = builder.select(builder.icmp_signed("<", last, number), last, number)
+        at = emit.pointer(places, builder.add(first, number), kind=I32)
+        found.append(builder.zext(builder.load(at), I64))
+    return found
+
+
+def _finish_put(
+    emit: Emitter,
+    sums: list[ir.Value],
+    rows: list[ir.Value],
+    bias: ir.Value,
+    first: ir.Value,
+    rest: ir.Value | None,
+    activation: ir.Value,
+) -> None:
+    """Finish a vector of sums of each row of y, from element `first` on, all of it or the `rest`."""
+    builder = emit.builder
+    mask = None if rest is None else emit.mask(rest)
+
+    def biases() -> list[ir.Value]:
+        at = builder.gep(bias, [first])
+        return [emit.load(at, 0) if mask is None else emit.load_masked(at, 0, mask)] * len(sums)
+
+    def store(sums: list[ir.Value]) -> None:
+        # From the last to the first: tokens beyond are written to the last one, and then overwritten.
+        for row, total in reversed(list(zip(rows, sums, strict=True))):
+            place = builder.gep(row, [first])
+            if mask is None:
+                emit.store(total, place, 0)
+            else:
+                emit.store_masked(total, place, 0, mask)
+
+    emit.finish(activation, sums, biases, store)
