@@ -38,6 +38,7 @@ from cost_models.rows import Array, sparsities
 Mask = npt.NDArray[np.bool_]
 
 _LANES = 16
+_FAR, _LONG_ROWS = 2**20, 3125  # elements of x and y, of a row of x, from which on kernel tokens waits for memory
 _CLOSE_BYTES = 48 * 2**10  # first-level cache
 _PAGE_BYTES, _PAGES = 4096, 64  # what a first-level TLB holds, about
 _STAGE, _WORTHWHILE = 7_500, 12  # `sparse_kernels.cpu.single`: elements of x in a stage, columns of a row in it
@@ -82,9 +83,9 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
 def along_outputs(X: pd.DataFrame) -> Mask:
     """Whether each row of X, (rows,), is a linear layer with its outputs along the vector, of token-major x and y.
 
-    As `sparse_kernels.cpu.linear.default` chooses: groups of rows must fill vectors, and where they fill but one, or
-    are permuted and x has no long rows, many tokens are better along the vector. Of few tokens they need to fill but
-    a half or a quarter of one.
+    As `sparse_kernels.cpu.linear.default` chooses without Intel's second level: groups of rows must fill vectors, and
+    where they fill but one, or are permuted and x has no long rows, many tokens are better along the vector. Of few
+    tokens they need to fill but a half or a quarter of one.
     """
     m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
     structure = Structure.of(X)
@@ -92,8 +93,11 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     two = (structure.format == "dense") | (height % (2 * _LANES) == 0)
     total, threads = np.ceil(n / _LANES), _column(X, "threads", 1)
     shared = 4 * threads * np.ceil(total / threads) <= 5 * total
-    few = ~shared | (total < 2 * threads)
-    better = few | np.where(structure.format == "shflbw", long, two)
+    each = np.ceil(total / threads)
+    full = 16 * n >= 15 * each * threads * _LANES
+    along_tokens = (full & (~long | (each <= 2))) | (n * (m + k) >= _FAR) | (k > _LONG_ROWS)
+    by_panels = (total < 2 * threads) | two
+    better = ~shared | np.where((structure.format == "shflbw") & two, ~along_tokens, by_panels)
     part = ((height % (_LANES // 2) == 0) & (n <= 8)) | ((height % (_LANES // 4) == 0) & (n <= 2))
     filled = two | (height % _LANES == 0) | part
     found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & filled & better

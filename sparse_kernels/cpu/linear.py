@@ -82,7 +82,8 @@ class TokenPlan(LinearPlan):
     def _prepared(self, n: int, threads: int) -> Call:
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
-        fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, permuted)
+        own = tokens.own_chunks(n, threads, permuted, host())
+        fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own)
         multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
         constant = {
             "weights": panels.arrays, "n": n, "k": k, "m": m, "chunk": order[0], "block": order[1], "parts": threads,
@@ -254,21 +255,26 @@ def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
 
 
 def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> bool:
-    """Whether blocks of tokens beat this tile of kernel tokens."""
-    (_, vectors, lanes), (m, k) = tile, packed.shape
-    total, threads = -(-n // lanes), numba.get_num_threads()
+    """Whether blocks of tokens beat this tile of kernel tokens.
+
+    A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are put
+    in their places here and there, which from a block costs nothing, but there x has to be laid out; on Intel's
+    processors, for their second level, it should not have long rows then. On AMD's, kernel tokens has 1.02 to 1.1
+    times the speed where rows of x are twice as long as those of y. Otherwise minutes decided (0.94 to 1.04 times),
+    but where vectors of tokens are not full: 1.1 to 1.36 times.
+    """
+    (size, vectors, lanes), (m, k) = tile, packed.shape
+    threads = numba.get_num_threads()
+    total = -(-n // lanes)
     if not blocks.enough(n, lanes, threads):
         return False
     if vectors > 1 and permuted(packed) and not host().shared:
-        # Sums that wait are not fetched before they are put in their places, and x is read a cache line a token.
-        far = n * (m + k) >= LARGE or tile[0] * k > CACHED // 4
-        full = 8 * n >= 7 * lanes * total
-        return far or (full and total <= 2 * threads)
-    # A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are
-    # put in their places here and there, which from a block costs nothing, but there x has to be laid out: Intel's
-    # second level takes longer for that.
-    slow = vectors == 1 or (permuted(packed) and k < 2 * m)
-    return slow and total >= 2 * threads
+        each = -(-total // threads)
+        full = 16 * n >= 15 * each * threads * lanes
+        # One pass over the weights is enough. Or more lies in memory than kernel tokens fetches ahead: x and y, or x
+        # of a tile beside the weights.
+        return (full and (k < 2 * m or each <= 2)) or n * (m + k) >= LARGE or 4 * size * k > CACHED
+    return total >= 2 * threads and (vectors == 1 or (permuted(packed) and k < 2 * m))
 
 
 def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:

@@ -138,7 +138,7 @@ def token_tile(
                 further = builder.gep(at, [emit.integer(distance * per_float + v * n_lanes)])
                 emit.will_load(further, close=bool(near))
             if fetches:
-                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere)))
+                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere), kind=kind))
             weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]

@@ -78,13 +78,12 @@ class Panels:
         return found
 
     def places_in_fours(self, lanes: int) -> NDArray[np.uint32]:
-        """The same where fours of tokens lie in the order of `micro.token_tile`, by vectors of so many lanes.
+        """The same where fours of tokens lie as `micro.token_tile` leaves them, by vectors of so many lanes.
 
-        Of a vector first every fourth row from the first on, then every fourth from the second on, and so on.
+        Of a vector every fourth row from the first on, then from the second, the third and the fourth on.
         """
-        vector, row = np.divmod(self.places, np.uint32(lanes))
-        found: NDArray[np.uint32] = vector * np.uint32(lanes) + row % 4 * (lanes // 4) + row // 4
-        return found.astype(np.uint32)
+        vector, row = np.divmod(self.places.astype(np.int64), lanes)
+        return (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
 
     def used(self, stride: int) -> NDArray[np.int64]:
         """Where the columns start that any panel has, `stride` elements apart; rising."""

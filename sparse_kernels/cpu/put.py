@@ -16,7 +16,15 @@ from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
 
 @with_literals
 def put_row(
-    typing_context: Any, lanes: Any, fused: Any, sums: Any, places: Any, count: Any, y: Any, bias: Any, activation: Any
+    typing_context: Any,
+    lanes: Any,
+    fused: Any,
+    sums: Any,
+    places: Any,
+    count: Any,
+    y: Any,
+    bias: Any,
+    activation: Any,
 ) -> Any:
     """y[i] = activation(sums[places[i]] + bias[i]) for i < count; places are uint32, anywhere.
 
@@ -56,10 +64,10 @@ def put_fours(
     bias: Any,
     activation: Any,
 ) -> Any:
-    """y[t, i] = activation(sums[places[i], t] + bias[i]) for i < count and four tokens, or as many as there are (>= 1).
+    """y[t, i] = activation(sums[places[i], t] + bias[i]) for i < count, t < 4, as far as there are `tokens` (>= 1).
 
-    sums: (places, 4), as `token_tile` leaves FOURS; places: uint32. What is read of a place is 16 bytes, where a row
-    of each token would be gone through here and there: a third of the time.
+    sums: (places, 4), as `token_tile` leaves FOURS; places: uint32. To read 16 bytes of a place takes a third of the
+    time of `put_row` for each token.
     """
     signature = types.void(lanes, fused, *([types.intp] * 8))
 

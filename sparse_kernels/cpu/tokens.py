@@ -8,7 +8,8 @@ cache. It is to fit there: long rows are multiplied in stages, and y holds the s
 
 Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all are
 done: threads that wrote here and there in the same rows of y would take its cache lines from each other. Until then
-four tokens of each lie side by side, where tiles have fours of tokens: what is read here and there are 16 bytes, not 4.
+sums wait in fours of tokens, side by side, so that 16 bytes are read here and there and not 4. With eights it took as
+long, with few tokens up to a tenth longer.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from sparse_kernels.cpu.vectors import CACHED
 
 # Elements in the first-level data cache: 48 KB, as Intel's have had it since Ice Lake.
 FIRST_LEVEL = 12_288
+
+# Tokens of a thread from which on it has chunks of its own also where rows are in order.
+OWN_TOKENS = 32
 
 # Elements from which on threads share the work of putting rows in their places.
 WORTH_SHARING = 8_192
@@ -58,22 +62,29 @@ def stages(tokens: int, k: int, target: Target) -> int:
     return -(-tokens * k // (FIRST_LEVEL // 2))
 
 
-def order(tokens: int, k: int, n: int, weights: Panels, parts: int, permuted: bool) -> tuple[int, int]:
+def order(tokens: int, k: int, n: int, weights: Panels, parts: int, own: bool) -> tuple[int, int]:
     """(tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
     Chunks are as many for each of the `parts` threads, because pairs of a chunk and a panel count alike, also those
-    of a last chunk with fewer tokens. One chunk that fits is shared by panels. In stages each thread has tokens of
-    its own, of which only a stage has to stay in its second-level cache, beside the weights of as many panels as fit.
-    So it is where rows are permuted: a thread finds in its own caches what it puts in their places.
+    of a last chunk with fewer tokens. Threads have chunks of their `own`, or one that fits is shared by panels. In
+    stages they have their own: only a stage has to stay in a second-level cache, beside as many panels as fit.
     """
     panel = max(1, weights.values.size // len(weights.table))
     most = max(1, CACHED * weights.stages // (k * tokens))
     tiles = -(-n // tokens)
-    own = weights.stages > 1 or permuted
     chunks = -(-tiles // most)
-    if own or chunks > 1:
+    if own or weights.stages > 1 or chunks > 1:
         chunks = min(-(-chunks // parts) * parts, tiles)
     return -(-tiles // chunks) * tokens, max(1, (3 * CACHED if weights.stages > 1 else CACHED // 2) // panel)
+
+
+def own_chunks(n: int, threads: int, permuted: bool, target: Target) -> bool:
+    """Whether threads do better with tokens of their own than with panels.
+
+    Permuted rows they put in their places out of their own caches. Others come out evenly then: 64 and 128 tokens at
+    1.0 to 1.1 times the speed (AMD). With 16 and 32 it is 0.75 to 1.0 times: each thread has to read all weights.
+    """
+    return permuted or (not target.shared and n >= OWN_TOKENS * threads)
 
 
 def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
@@ -86,7 +97,7 @@ def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
 
     One or two tokens AMD's units compute so fast that they read ahead themselves as far as memory gives: fetching
     takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory and the others have
-    nothing to fetch, unless it is the next block: XX for 64 and 128 tokens, weights from memory.
+    nothing to fetch, unless it is the next block: up to 1.1 times the speed for 64 and 128 tokens.
     """
     if target.shared:
         return AHEAD, n >= 8 * tokens, False
@@ -127,16 +138,14 @@ def kernel(
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
     tokens of a chunk, panels of a block, parts, places, address of waiting, shares). Where permuted, places are where
-    the rows of y wait, of the panels themselves or `in_fours`, and waiting is room for the sums of all panels, for n
-    tokens in whole tiles; in so many shares they are finished and put in their places. Else these three are not
-    looked at.
+    rows of y wait among the panels' rows, or `in_fours`, and waiting is room for the sums of all panels, for n tokens
+    in whole tiles; in so many shares they are finished and put in their places. Else these three are not looked at.
     """
     fuse, near, busy, unfinished = int(fused), int(close), int(coming), PARTIAL
     form = (FOURS if in_fours(tokens) else ROWS) if permuted else FINISHED
     width = vectors * lanes
     per_column = max(1, width * size // LINE_BYTES)  # cache lines
-    # Elements from one row of a tile to the next.
-    side, together = (4, 4) if form == FOURS else (1, 1)
+    together = 4 if form == FOURS else 1  # tokens that wait side by side
 
     def multiply(  # type: ignore[no-untyped-def]
         part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at,
@@ -185,7 +194,7 @@ def kernel(
                             x_at + token * k * 4,
                             k,
                             n - token,
-                            sums_at + (token * features + row * side) * 4,
+                            sums_at + (token * features + row * together) * 4,
                             features,
                             features - row,
                             min(stage, 1),
@@ -210,10 +219,8 @@ def kernel(
         places_at, here_at = places.ctypes.data + begin * 4, bias_at + begin * 4
         for token in range(first, last, together):
             sums_at, target_at = waiting_at + token * features * 4, y_at + (token * m + begin) * 4
-            if together == 4:
-                put_fours(
-                    lanes, fuse, sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation
-                )
+            if form == FOURS:
+                put_fours(lanes, fuse, sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation)
             else:
                 put_row(lanes, fuse, sums_at, places_at, end - begin, target_at, here_at, activation)
 

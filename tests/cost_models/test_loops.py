@@ -49,17 +49,18 @@ def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(s
 @pytest.mark.parametrize(
     "pattern", ["dense", "vector:32", "vector:16", "vector:8", "vector:4", "block:32x32", "shflbw:32"]
 )
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 16, 128])
+@pytest.mark.parametrize(("n", "k"), [(1, 64), (2, 64), (3, 64), (8, 64), (9, 64), (16, 64), (128, 64), (100, 64),
+                                      (32, 130), (128, 130), (9000, 130), (128, 4000)])  # fmt: skip
 @pytest.mark.parametrize("threads", [1, 2])
 def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
-    pattern: str, n: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+    pattern: str, n: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
     monkeypatch.setattr(linear, "host", lambda: AVX512)
     monkeypatch.setattr("numba.get_num_threads", lambda: threads)
     kind = patterns.parse(pattern)
-    weight = rng.standard_normal((64, 64), np.float32)
+    weight = rng.standard_normal((64, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), 0.0 if pattern == "dense" else 0.5), kind)
-    X = pd.DataFrame([{"op": "linear", "m": 64, "k": 64, "n": n, "pattern": pattern, "sparsity_target": 0.5,
+    X = pd.DataFrame([{"op": "linear", "m": 64, "k": k, "n": n, "pattern": pattern, "sparsity_target": 0.5,
                        "layout": "token_major", "threads": threads}])  # fmt: skip
     expected = linear.default(packed, "token_major", n).kernel == "tokens"
     assert loops.along_outputs(X)[0] == expected

@@ -260,7 +260,7 @@ def test_the_kernel_says_what_runs(monkeypatch):
 def test_threads_share_tokens_evenly_where_one_chunk_is_not_enough(n, k, parts):
     width, tile = 32, 8
     packed = pack(np.ones((64, k), np.float32), np.ones((64, k), bool), VectorWise(width))
-    chunk, _ = tokens.order(tile, k, n, panels.panels(panels.groups(packed), width), parts, permuted=False)
+    chunk, _ = tokens.order(tile, k, n, panels.panels(panels.groups(packed), width), parts, own=False)
     most = -(-n // chunk) / parts * chunk  # of chunks that count alike
     assert most <= 1.02 * tile * -(-n // tile // parts)
 
@@ -540,7 +540,7 @@ def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_seco
     assert tokens.stages(8, k, target.Target("avx512", 16, 32, fused=True, shared=shared)) == stages
 
 
-@pytest.mark.parametrize("pattern", [VectorWise(32), BlockWise(32, 32), Dense()], ids=str)
+@pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32), BlockWise(32, 32), Dense()], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
 def test_stages_add_up(monkeypatch, rng, pattern, precision):
     monkeypatch.setattr(tokens, "FIRST_LEVEL", 128)
@@ -562,7 +562,7 @@ def test_stages_add_up(monkeypatch, rng, pattern, precision):
 
 @pytest.mark.parametrize(("m", "n"), [(96, 1), (96, 5), (2080, 8), (544, 31), (544, 47)])
 def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
-    """One thread, each its rows, each its tokens."""
+    """One thread, each its rows, each its tokens; tokens one by one, or in fours."""
     weight, x = oracle.exact_operands(rng, m, 33, n)
     packed = packed_of(ShflBW(32), weight)
     assert not np.array_equal(packed.row_ids, np.arange(m))
@@ -572,8 +572,9 @@ def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
         numba.set_num_threads(threads)
         tile = linear.token_tile(packed, target.host())
         if tile is not None:  # a vector is as wide as it can be here
-            plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
-            np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
+            for tokens_at_once in (tile[0], 6):
+                plan = linear.build(packed, "token_major", n, linear.Choice("tokens", (tokens_at_once, *tile[1:])))
+                np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
 
 
 def test_panels_in_stages_hold_every_weight_once(rng):

@@ -111,6 +111,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     assert names(VectorWise(16), "token_major", 128) == ["rows8x2"]
     assert names(ShflBW(32), "token_major", 32) == ["rows8x2", "tokens8x2"]
     assert names(ShflBW(32), "token_major", 128) == ["rows8x2"]
+    assert names(ShflBW(32), "token_major", 100) == ["tokens8x2", "rows8x2"]
     assert names(VectorWise(4), "token_major", 4) == ["rows4x4", "tokens8x1of4", "tokens4x1of4"]
     assert names(VectorWise(4), "token_major", 2) == ["tokens2x1of4", "rows4x4"]
     assert names(VectorWise(8), "token_major", 8) == ["tokens8x1of8", "rows8x2"]
@@ -122,7 +123,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     assert names(Unstructured(), "feature_major", 128) == ["rows1x4", "rows1x3", "rows1x4.blocks"]
     assert all(len(names(it, layout, n)) == 1 for it in PATTERNS for layout in BLOCKED_LAYOUTS for n in TOKENS)
     if numba.config.NUMBA_NUM_THREADS > 1:
-        assert names(ShflBW(32), "token_major", 32, threads=2) == ["tokens8x2", "rows8x2", "rows8x2.pass"]
+        assert names(ShflBW(32), "token_major", 32, threads=2) == ["rows8x2", "tokens8x2", "rows8x2.pass"]
         assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x2.pass"]
     on(shared=True)
     assert names(VectorWise(32), "token_major", 1024) == ["tokens8x2", "rows8x3"]

@@ -1,0 +1,81 @@
+from functools import cache
+
+import numpy as np
+import pytest
+from numba import njit
+
+from sparse_kernels.cpu.panels import Panels, groups, panels
+from sparse_kernels.cpu.put import put_fours, put_row
+from sparse_kernels.cpu.target import host
+from sparse_kernels.formats import pack
+from sparse_kernels.patterns import ShflBW
+from sparse_kernels.plan import ACTIVATIONS
+
+LANES = sorted({4, 8, 16, host().lanes})
+
+
+@cache
+def placing(lanes):
+    """put_row and put_fours, compiled for vectors of so many lanes."""
+    fused = int(host().fused)
+
+    @njit
+    def row(sums, places, y, bias, activation):
+        put_row(
+            lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, y.ctypes.data, bias.ctypes.data, activation
+        )
+
+    @njit
+    def fours(sums, places, tokens, y, bias, activation):
+        put_fours(
+            lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, tokens, y.ctypes.data, y.shape[1],
+            bias.ctypes.data, activation,
+        )  # fmt: skip
+
+    return row, fours
+
+
+def sums_and_places(rng, count, waiting=70):
+    """Sums of four tokens at `waiting` places, some special, and which `count` of the places are wanted."""
+    sums = rng.integers(-9, 9, (waiting, 4)).astype(np.float32)
+    sums.ravel()[:3] = np.nan, np.inf, -np.inf
+    return sums, rng.permutation(waiting)[:count].astype(np.uint32), rng.integers(-4, 4, count).astype(np.float32)
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("count", [1, 3, 16, 37, 70])
+def test_sums_in_fours_go_to_the_rows_of_their_tokens(rng, lanes, count):
+    sums, places, bias = sums_and_places(rng, count)
+    for activation in (None, "relu"):
+        expected = sums[places].T + bias
+        expected = np.where(expected < 0, 0, expected) if activation else expected
+        for tokens in range(1, 5):
+            y = np.full((tokens + 1, count + 2), np.float32(-77))
+            placing(lanes)[1](sums, places, tokens, y, bias, ACTIVATIONS.index(activation))
+            np.testing.assert_array_equal(y[:tokens, :count], expected[:tokens])
+            assert (y[tokens] == -77).all() and (y[:, count:] == -77).all()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("count", [1, 3, 16, 37, 70])
+def test_sums_of_a_token_go_to_its_row(rng, lanes, count):
+    sums, places, bias = sums_and_places(rng, count)
+    for activation in (None, "relu"):
+        expected = sums[places, 0] + bias
+        expected = np.where(expected < 0, 0, expected) if activation else expected
+        y = np.full(count + 2, np.float32(-77))
+        placing(lanes)[0](sums[:, 0].copy(), places, y, bias, ACTIVATIONS.index(activation))
+        np.testing.assert_array_equal(y[:count], expected)
+        assert (y[count:] == -77).all()
+
+
+@pytest.mark.parametrize("lanes", LANES)
+def test_rows_of_a_vector_wait_in_the_order_of_transposed_fours(rng, lanes):
+    """Every fourth row, from the first, the second, the third and the fourth on."""
+    pattern, weight = ShflBW(32), rng.standard_normal((83, 40)).astype(np.float32)
+    cut: Panels = panels(groups(pack(weight, pattern.mask(weight.astype(float) ** 2, 0.5), pattern)), 32)
+    vectors = cut.row_ids.reshape(-1, lanes)
+    waiting = np.concatenate([vector[j::4] for vector in vectors for j in range(4)])
+    places = cut.places_in_fours(lanes)
+    np.testing.assert_array_equal(waiting[places], np.arange(83))
+    assert places.dtype == np.uint32
