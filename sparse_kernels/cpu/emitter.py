@@ -162,6 +162,7 @@ class Emitter:
         self._prefetch(at, 0, 3 if close else 2)
 
     def _prefetch(self, at: ir.Value, write: int, near: int) -> None:
+        at = self.builder.bitcast(at, F32.as_pointer())  # a module knows the function by one type alone
         kind = ir.FunctionType(ir.VoidType(), [at.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(prefetch, [at, *(ir.Constant(I32, value) for value in (write, near, 1))])

@@ -84,21 +84,24 @@ class TokenPlan(LinearPlan):
         step = _tokens_at_a_time(self.tile, n)
         own = tokens.own_chunks(n, threads, permuted, host())
         fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own)
-        multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched)
+        density = panels.values.size / (panels.row_ids.size * k)
+        laid = tokens.side_by_side(n, step, k, density, host())
+        multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched, laid)
+        waiting = -(-n // step) * step * panels.row_ids.size if permuted else 0
+        needed = waiting + (threads * order[0] * k if laid else 0)
         constant = {
             "weights": panels.arrays, "n": n, "k": k, "m": m, "chunk": order[0], "block": order[1], "parts": threads,
             "places": panels.places_in_fours(self.tile[2]) if tokens.in_fours(step) else panels.places,
-            "shares": threads if n * m >= tokens.WORTH_SHARING else 1,
+            "shares": threads if n * m >= tokens.WORTH_SHARING else 1, "waiting": waiting,
         }  # fmt: skip
-        if not permuted:
-            return multiply.bound("x_at y_at bias_at activation", waiting_at=0, **constant)
-        run = multiply.bound("x_at y_at bias_at activation waiting_at", **constant)
-        needed = -(-n // step) * step * panels.row_ids.size
+        if not needed:
+            return multiply.bound("x_at y_at bias_at activation", room_at=0, **constant)
+        run = multiply.bound("x_at y_at bias_at activation room_at", **constant)
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
-            waiting = borrow(needed)
-            run(x, y, bias, activation, waiting.at)
-            give_back(waiting)
+            room = borrow(needed)
+            run(x, y, bias, activation, room.at)
+            give_back(room)
             return True
 
         return call

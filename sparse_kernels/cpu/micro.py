@@ -81,6 +81,7 @@ def token_tile(
     close: Any,
     form: Any,
     busy: Any,
+    laid: Any,
     values: Any,
     columns: Any,
     count: Any,
@@ -107,14 +108,18 @@ def token_tile(
     FOURS: four tokens of an output lie side by side, y[t // 4, place, t % 4], outputs of a vector in the order that
     `Panels.places_in_fours` knows, also for tokens that are not left; y_stride is that of a token.
 
+    laid = 1: x lies with all tokens of the tile side by side, (columns, tokens); x_stride is not looked at.
+
     busy = 1: with each column the cache line is fetched that lies so many bytes from its weights, `elsewhere`.
     """
-    signature = types.void(*(tokens, vectors, lanes, fused, size, ahead, close, form, busy), *([types.intp] * 13))
+    signature = types.void(
+        *(tokens, vectors, lanes, fused, size, ahead, close, form, busy, laid), *([types.intp] * 13)
+    )
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(each.literal_value) for each in signature.args[:9])
-        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[9:]
+        sizes = (int(each.literal_value) for each in signature.args[:10])
+        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches, beside = sizes
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[10:]
         bias, activation, elsewhere = args
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
@@ -123,7 +128,7 @@ def token_tile(
         for t in range(n_tokens):
             beyond = builder.icmp_signed("<", last, emit.integer(t))
             row = builder.select(beyond, last, emit.integer(t))
-            x_rows.append(emit.pointer(x, builder.mul(row, x_stride)))
+            x_rows.append(emit.pointer(x, emit.integer(t) if beside else builder.mul(row, x_stride)))
             y_rows.append(emit.pointer(y, builder.mul(row, y_stride)))
         masks = [emit.mask(builder.sub(lanes_left, emit.integer(v * n_lanes))) for v in range(n_vectors)]
         outputs = [(row, v) for row in y_rows for v in range(n_vectors)]
@@ -133,12 +138,14 @@ def token_tile(
 
         def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
+            if beside:
+                index = builder.mul(index, emit.integer(n_tokens))
             at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
             for v in range(0, n_vectors, per_float) if distance else ():
                 further = builder.gep(at, [emit.integer(distance * per_float + v * n_lanes)])
                 emit.will_load(further, close=bool(near))
             if fetches:
-                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere), kind=kind))
+                emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere)))
             weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]

@@ -19,8 +19,8 @@ from functools import cache
 from numba import njit
 
 from sparse_kernels.cpu.ahead import LINE_BYTES
-from sparse_kernels.cpu.emitter import PARTIAL
-from sparse_kernels.cpu.micro import AHEAD, FINISHED, FOURS, ROWS, token_tile
+from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
+from sparse_kernels.cpu.micro import AHEAD, FINISHED, FOURS, ROWS, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.put import put_fours, put_row
@@ -33,6 +33,12 @@ FIRST_LEVEL = 12_288
 
 # Tokens of a thread from which on it has chunks of its own also where rows are in order.
 OWN_TOKENS = 32
+
+# Tokens up to which tiles fetch the weights of the next block.
+COMING = 256
+
+# From rows of x so long, with so few of its columns kept for each output, few tokens are laid out side by side.
+LONG_ROW, THIN = 1024, 0.18
 
 # Elements from which on threads share the work of putting rows in their places.
 WORTH_SHARING = 8_192
@@ -97,11 +103,12 @@ def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
 
     One or two tokens AMD's units compute so fast that they read ahead themselves as far as memory gives: fetching
     takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory and the others have
-    nothing to fetch, unless it is the next block: up to 1.1 times the speed for 64 and 128 tokens.
+    nothing to fetch, unless it is the next block: up to 1.1 times the speed for 64 and 128 tokens. Of far more
+    tokens that is a small part, and it is 0.95 to 1.0 times.
     """
     if target.shared:
         return AHEAD, n >= 8 * tokens, False
-    return (AHEAD if n > 2 else 0), False, n > tokens
+    return (AHEAD if n > 2 else 0), False, tokens < n <= COMING
 
 
 @njit(inline="always")
@@ -113,6 +120,17 @@ def upcoming(first, stop, stage, stages, panels, item, end, block):  # type: ign
         return first, first
     begin = item % panels
     return begin, min(begin + block, panels, begin + end - item)
+
+
+def side_by_side(n: int, tokens: int, k: int, density: float, target: Target) -> bool:
+    """Whether n rows of k elements of x are laid out first, (k, tokens), where so many of them count for an output.
+
+    As x lies, a column is a cache line for each token, most of which hold no other column that is kept; in long rows
+    they push each other out of the first level. 1.05 to 1.4 times the speed for 8 tokens of 1024 to 3072 elements at
+    90% sparsity, 0.95 to 1.04 times at 75% (AMD); with more tokens in turns it is 0.85 to 1.2 times.
+    """
+    one = tokens == 8 and tokens < 2 * n <= 2 * tokens
+    return one and not target.shared and k >= LONG_ROW and density < THIN
 
 
 def in_fours(tokens: int) -> bool:
@@ -131,33 +149,36 @@ def kernel(
     ahead: int = AHEAD,
     close: bool = False,
     coming: bool = False,
+    laid: bool = False,
 ) -> Kernel:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
-    ahead, close, coming: how weights are fetched, as `fetched` says it.
+    ahead, close, coming: how weights are fetched, as `fetched` says it. laid: x is laid out `side_by_side`.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
-    tokens of a chunk, panels of a block, parts, places, address of waiting, shares). Where permuted, places are where
-    rows of y wait among the panels' rows, or `in_fours`, and waiting is room for the sums of all panels, for n tokens
-    in whole tiles; in so many shares they are finished and put in their places. Else these three are not looked at.
+    tokens of a chunk, panels of a block, parts, places, address of room, shares, elements of it that sums take).
+    Where permuted, the sums of all panels wait there, for n tokens in whole tiles, places are where rows of y wait
+    among the panels' rows, or `in_fours`, and in so many shares they are finished and put in their places. Else
+    places and shares are not looked at. Where laid, there is room behind them for a chunk of x for each part.
     """
-    fuse, near, busy, unfinished = int(fused), int(close), int(coming), PARTIAL
+    fuse, near, busy, beside, unfinished = int(fused), int(close), int(coming), int(laid), PARTIAL
     form = (FOURS if in_fours(tokens) else ROWS) if permuted else FINISHED
     width = vectors * lanes
     per_column = max(1, width * size // LINE_BYTES)  # cache lines
     together = 4 if form == FOURS else 1  # tokens that wait side by side
 
     def multiply(  # type: ignore[no-untyped-def]
-        part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at,
-        shares,
+        part, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, room_at,
+        shares, waiting,
     ):  # fmt: skip
         table, values, columns, work, _ = weights
         panels = work.size - 1
-        sums_at, features = (waiting_at, panels * width) if permuted else (y_at, m)
+        sums_at, features = (room_at, panels * width) if permuted else (y_at, m)
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
+        x_here, laid_chunk = room_at + (waiting + part * chunk * k) * 4, -1
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin = item // panels * chunk
@@ -165,6 +186,11 @@ def kernel(
             stop = min(first + block, panels, first + end - item)
             item += stop - first
             chunk_end = min(chunk_begin + chunk, n)
+            if laid and chunk_begin != laid_chunk:
+                laid_chunk = chunk_begin
+                for token in range(chunk_begin, chunk_end, tokens):
+                    there = x_here + (token - chunk_begin) * k * 4
+                    tokens_to_lanes(tokens, FLOATS, x_at + token * k * 4, k, n - token, k, there, tokens)
             for stage in range(stages):
                 # Tiles fetch the weights of the next block, every so many of them a line of each column of a panel.
                 begin, behind = upcoming(first, stop, stage, stages, panels, item, end, block)
@@ -188,10 +214,11 @@ def kernel(
                             near,
                             form,
                             busy,
+                            beside,
                             values_at + table[here, 0] * size,
                             columns_at + table[here, 1] * 4,
                             table[here, 2],
-                            x_at + token * k * 4,
+                            x_here + (token - chunk_begin) * k * 4 if laid else x_at + token * k * 4,
                             k,
                             n - token,
                             sums_at + (token * features + row * together) * 4,
@@ -204,7 +231,8 @@ def kernel(
                         )
 
     def put(  # type: ignore[no-untyped-def]
-        share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, waiting_at, shares
+        share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, room_at, shares,
+        waiting,
     ):  # fmt: skip
         # A share of the rows that are waiting goes to its places in y: whole chunks, which a thread finds in its
         # own caches, where there are enough for all; else tokens, whose lines of y no other writes; else some rows.
@@ -218,7 +246,7 @@ def kernel(
             begin, end = m * share // shares, m * (share + 1) // shares
         places_at, here_at = places.ctypes.data + begin * 4, bias_at + begin * 4
         for token in range(first, last, together):
-            sums_at, target_at = waiting_at + token * features * 4, y_at + (token * m + begin) * 4
+            sums_at, target_at = room_at + token * features * 4, y_at + (token * m + begin) * 4
             if form == FOURS:
                 put_fours(lanes, fuse, sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation)
             else:

@@ -577,6 +577,42 @@ def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
                 np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
 
 
+@pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32)], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16-weights"])
+def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pattern, precision):
+    monkeypatch.setattr(tokens, "LONG_ROW", 50)
+    laid = []
+    monkeypatch.setattr(
+        tokens, "side_by_side", lambda *a, known=tokens.side_by_side: laid.append(known(*a)) or laid[-1]
+    )
+    m, k = 83, 301
+    for n in (5, 7, 8, 9):
+        weight, x = oracle.exact_operands(rng, m, k, n)
+        packed = packed_of(pattern, weight, sparsity=0.9)
+        tile = linear.token_tile(packed, target.host())
+        if tile is None:  # a vector is wider than a group here
+            return
+        plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile), precision)
+        bias = rng.integers(-4, 4, m).astype(np.float32)
+        product = unpack(rounded(packed) if precision != "float32" else packed).astype(float) @ x
+        expected = np.maximum(product + bias[:, None], 0)
+        for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            numba.set_num_threads(threads)
+            np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu").T, expected)
+    assert laid.count(True) >= (3 if tile[0] == 8 and not target.host().shared else 0)
+
+
+def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
+    amd = target.Target("avx512", 16, 32, fused=True)
+
+    def laid(n, k, density, tokens_at_once=8, host=amd):
+        return tokens.side_by_side(n, tokens_at_once, k, density, host)
+
+    assert [laid(n, 3072, 0.1) for n in (1, 4, 5, 8, 9, 128)] == [False, False, True, True, False, False]
+    assert not laid(8, 768, 0.1) and not laid(8, 3072, 0.25) and not laid(2, 3072, 0.1, tokens_at_once=2)
+    assert not laid(8, 3072, 0.1, host=replace(amd, shared=True))
+
+
 def test_panels_in_stages_hold_every_weight_once(rng):
     weight = rng.standard_normal((64, 90)).astype(np.float32)
     whole = panels.panels(panels.groups(packed_of(VectorWise(16), weight)), 16)
