@@ -20,12 +20,11 @@ from functools import cache
 from numba import njit
 
 from sparse_kernels.cpu.ahead import FAR, LINE_BYTES, standing, step, walk
-from sparse_kernels.cpu.call import Call
+from sparse_kernels.cpu.call import Call, in_room
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
-from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, pass_over
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, in_tiles, whole_tiles
@@ -95,14 +94,7 @@ def prepared(
         x_starts=x_starts, y_starts=y_starts, x_from=there.x_starts, most=block, tokens=tokens, run=run,
         x_stride=x_stride, y_stride=y_stride, parts=threads,
     )  # fmt: skip
-
-    def call(x: int, y: int, bias: int, activation: int) -> bool:
-        scratch = borrow(needed)
-        bound(x, y, bias, activation, scratch.at)
-        give_back(scratch)
-        return True
-
-    return call
+    return in_room(bound, needed)
 
 
 @njit(inline="always")

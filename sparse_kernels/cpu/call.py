@@ -20,7 +20,8 @@ import numpy as np
 from numba import types
 
 from sparse_kernels.cpu.compiled import compiled
-from sparse_kernels.cpu.scratch import addresses, aligned
+from sparse_kernels.cpu.parts import Bound
+from sparse_kernels.cpu.scratch import addresses, aligned, borrow, give_back
 from sparse_kernels.cpu.threads import count
 from sparse_kernels.cpu.vectors import TILE
 from sparse_kernels.plan import ACTIVATIONS, Array, check_call
@@ -28,6 +29,14 @@ from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 # What a plan has worked out for so many tokens and threads: called with the addresses of x, y and bias, and the code
 # of the activation. False if y has to be computed again in another way.
 Call = Callable[[int, int, int, int], bool]
+
+
+def _nothing(x: int, y: int, bias: int, activation: int) -> bool:
+    return False
+
+
+# Of a plan that was not called: no tokens, by no threads.
+NEVER: tuple[int, int, Call] = (0, 0, _nothing)
 
 # The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
 # bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
@@ -61,13 +70,32 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
+def in_room(bound: Bound, needed: int) -> Call:
+    """A kernel that is called with the address of so much room last.
+
+    What it needs are defaults: each step from a cell to what it holds would be one more line of memory to wait for.
+    """
+    kernel, record = bound.func, bound.args[0]
+
+    def call(x: int, y: int, bias: int, activation: int, kernel: Any = kernel, record: int = record,
+             needed: int = needed, held: Bound = bound) -> bool:  # fmt: skip
+        room = borrow(needed)
+        kernel(record, x, y, bias, activation, room.at)
+        give_back(room)
+        return True
+
+    return call
+
+
 @dataclass(frozen=True, eq=False)
 class LinearPlan:
     """What plans of linear layers (m, k) share: how they are called."""
 
     shape: tuple[int, int]
     layout: str
-    _calls: dict[tuple[int, int], Call] = field(default_factory=dict, kw_only=True)
+    # Not of copies, which have weights of their own.
+    _calls: dict[tuple[int, int], Call] = field(default_factory=dict, init=False)
+    _last: tuple[int, int, Call] = field(default=NEVER, init=False)
 
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
@@ -96,16 +124,28 @@ class LinearPlan:
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
         threads = count()
+        tokens, last, call = self._last
+        if tokens != n or last != threads:
+            call = self._found(n, threads)
+        if not call(x, y, bias, activation):
+            self._otherwise().run(x, y, n, bias, activation)
+
+    def _found(self, n: int, threads: int) -> Call:
+        """How so many tokens are run with so many threads, to be asked for next: the last one lies in one place."""
         call = self._calls.get((n, threads))
         if call is None:
             if len(self._calls) >= KEPT_CALLS:
                 self._calls.clear()
             call = self._calls[n, threads] = self._prepared(n, threads)
-        if not call(x, y, bias, activation):
-            self._otherwise().run(x, y, n, bias, activation)
+        object.__setattr__(self, "_last", (n, threads, call))
+        return call
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_calls": {}}  # compiled kernels, which copies and pickles find again
+        return {
+            **self.__dict__,
+            "_calls": {},
+            "_last": NEVER,
+        }  # compiled kernels, which copies and pickles find again
 
     @property
     def _tile_tokens(self) -> int:

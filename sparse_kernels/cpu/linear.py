@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
-from sparse_kernels.cpu.call import Call, LinearPlan
+from sparse_kernels.cpu.call import Call, LinearPlan, in_room
 from sparse_kernels.cpu.emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
@@ -96,19 +96,11 @@ class TokenPlan(LinearPlan):
         }  # fmt: skip
         if not needed:
             return multiply.bound("x_at y_at bias_at activation", room_at=0, **constant)
-        run = multiply.bound("x_at y_at bias_at activation room_at", **constant)
-
-        def call(x: int, y: int, bias: int, activation: int) -> bool:
-            room = borrow(needed)
-            run(x, y, bias, activation, room.at)
-            give_back(room)
-            return True
-
-        return call
+        return in_room(multiply.bound("x_at y_at bias_at activation room_at", **constant), needed)
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _calls={})
+        return replace(self, panels=self.panels.copy())
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +125,7 @@ class RowPlan(LinearPlan):
 
     def copy(self) -> RowPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _calls={})
+        return replace(self, panels=self.panels.copy())
 
     def _prepared(self, n: int, threads: int) -> Call:
         (m, k), lanes, layout = self.shape, self.target.lanes, self.layout

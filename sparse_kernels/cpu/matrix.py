@@ -235,7 +235,7 @@ class MatrixPlan(LinearPlan):
 
     def copy(self) -> MatrixPlan:
         """The same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _calls={})
+        return replace(self, panels=self.panels.copy())
 
 
 @cache
