@@ -277,6 +277,35 @@ def test_amd_reads_the_weights_of_one_or_two_tokens_without_being_told():
     assert [tokens.fetched(n, 8, intel)[0] for n in (1, 2, 3, 128)] == [AHEAD] * 4
 
 
+def test_tiles_fetch_the_next_block_where_the_first_one_of_it_would_wait_on_amd_alone():
+    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
+    assert [tokens.fetched(n, 8, amd)[2] for n in (8, 9, 256, 257)] == [False, True, True, False]
+    assert not tokens.fetched(128, 8, intel)[2]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_what_comes_next_is_all_that_a_part_multiplies_after_its_first_block(stages):
+    """Item by item as the kernel goes: 7 panels, blocks of 3, from the fifth panel of one chunk into the third."""
+    panels_, block, item, end = 7, 3, 4, 16
+    multiplied, told = [], []
+    while item < end:
+        first = item % panels_
+        stop = min(first + block, panels_, first + end - item)
+        item += stop - first
+        for stage in range(stages):
+            multiplied.append((first + stage * panels_, stop + stage * panels_))
+            told.append(tokens.upcoming.py_func(first, stop, stage, stages, panels_, item, end, block))
+    assert told[:-1] == multiplied[1:]
+    assert told[-1][0] == told[-1][1]
+
+
+def test_threads_have_chunks_of_their_own_where_tokens_make_up_for_reading_all_weights():
+    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
+    assert [tokens.own_chunks(n, 2, False, amd) for n in (8, 63, 64)] == [False, False, True]
+    assert not tokens.own_chunks(128, 2, False, intel)
+    assert tokens.own_chunks(8, 2, True, intel) and tokens.own_chunks(8, 2, True, amd)
+
+
 def test_calls_share_room_one_after_the_other_and_never_at_once():
     first = scratch.borrow(100)
     other = scratch.borrow(50)
