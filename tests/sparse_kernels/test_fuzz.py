@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 from torch import nn
 
-from sparse_kernels import oracle, pack, parse, prepare, unpack
+from sparse_kernels import oracle, pack, parse, unpack
 from sparse_kernels.convert import LayerPattern, convert
+from sparse_kernels.cpu import linear
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix
 from sparse_kernels.plan import LAYOUTS
 
@@ -365,17 +366,20 @@ def test_any_kind_of_array_will_do(kind, pattern, layout):
 
 
 def test_bounds_are_checked_where_asked_for(rng):
-    """The indices of a kernel that is given a wrong place; what it reads by address is what guards are for."""
+    """Those of a kernel that is given too short an array; what it reads by address is what guards are for."""
     if not numba.config.BOUNDSCHECK:
         pytest.skip("NUMBA_BOUNDSCHECK is not set")
+    numba.set_num_threads(1)
     pattern = parse("shflbw:16")
     weight = rng.standard_normal((33, 16), np.float32)
-    plan = prepare(pack(weight, pattern.mask(weight**2, 0.5), pattern), "numba", "token_major", 1)
-    assert plan.kernel.startswith("numba.shflbw.tokens")
-    plan.panels.places[-1] = plan.panels.row_ids.size  # of the last row, as whole vectors of them go by address
-    numba.set_num_threads(1)
+    packed = pack(weight, pattern.mask(weight**2, 0.5), pattern)
+    rows = linear.Choice("rows", linear.row_tile(packed, "token_major", 64), "blocks")
+    plan = linear.build(packed, "token_major", 64, rows)
+    plan(np.ones((64, 16), np.float32))
+    # As if the rows after the first panel were none of the array's, though they are in memory.
+    first = dataclasses.replace(plan.panels, row_ids=plan.panels.row_ids[: plan.panels.width])
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        plan(np.ones((1, 16), np.float32))
+        dataclasses.replace(plan, panels=first)(np.ones((64, 16), np.float32))
 
 
 @pytest.mark.slow
