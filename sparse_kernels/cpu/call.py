@@ -71,12 +71,13 @@ def arguments(
 
 
 def in_room(bound: Bound, needed: int) -> Call:
-    """A kernel that is called with the address of so much room last.
+    """A kernel as a plan calls it, which takes the address of so much room, in elements, behind the others.
 
-    What it needs are defaults: each step from a cell to what it holds would be one more line of memory to wait for.
+    What it needs are defaults, not free variables: in a model each object on the way to a value comes from memory.
     """
     kernel, record = bound.func, bound.args[0]
 
+    # `held` keeps alive what lies at the address of the record.
     def call(x: int, y: int, bias: int, activation: int, kernel: Any = kernel, record: int = record,
              needed: int = needed, held: Bound = bound) -> bool:  # fmt: skip
         room = borrow(needed)
@@ -131,7 +132,7 @@ class LinearPlan:
             self._otherwise().run(x, y, n, bias, activation)
 
     def _found(self, n: int, threads: int) -> Call:
-        """How so many tokens are run with so many threads, to be asked for next: the last one lies in one place."""
+        """How so many tokens are run with so many threads; kept at hand, as the next call most often asks for it."""
         call = self._calls.get((n, threads))
         if call is None:
             if len(self._calls) >= KEPT_CALLS:
@@ -141,11 +142,8 @@ class LinearPlan:
         return call
 
     def __getstate__(self) -> dict[str, object]:
-        return {
-            **self.__dict__,
-            "_calls": {},
-            "_last": NEVER,
-        }  # compiled kernels, which copies and pickles find again
+        # Compiled kernels, which copies and pickles find again.
+        return {**self.__dict__, "_calls": {}, "_last": NEVER}
 
     @property
     def _tile_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """Permuted rows (Shfl-BW) to their places: sums that wait in the order of the panels become rows of y.
 
-Bias and activation come here, where outputs lie in their own order and a bias is loaded as a vector.
+Bias and activation come here, where outputs are in their own order again and a bias is loaded as a vector.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ OWN_TOKENS = 32
 # Tokens up to which tiles fetch the weights of the next block.
 COMING = 256
 
-# From rows of x so long, with so few of its columns kept for each output, few tokens are laid out side by side.
+# Few tokens are laid out side by side from rows of x so long on, where an output has no larger share of the columns.
 LONG_ROW, THIN = 1024, 0.18
 
 # Elements from which on threads share the work of putting rows in their places.
@@ -127,7 +127,7 @@ def side_by_side(n: int, tokens: int, k: int, density: float, target: Target) ->
 
     As x lies, a column is a cache line for each token, most of which hold no other column that is kept; in long rows
     they push each other out of the first level. 1.05 to 1.4 times the speed for 8 tokens of 1024 to 3072 elements at
-    90% sparsity, 0.95 to 1.04 times at 75% (AMD); with more tokens in turns it is 0.85 to 1.2 times.
+    90% sparsity, 0.95 to 1.04 times at 75% (AMD); for 16 tokens, in two tiles, 0.85 to 1.2 times.
     """
     one = tokens == 8 and tokens < 2 * n <= 2 * tokens
     return one and not target.shared and k >= LONG_ROW and density < THIN
