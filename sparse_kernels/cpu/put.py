@@ -15,44 +15,9 @@ from sparse_kernels.cpu.emitter import I32, I64, Emitter, with_literals
 
 
 @with_literals
-def put_row(
+def put_rows(
     typing_context: Any,
-    lanes: Any,
-    fused: Any,
-    sums: Any,
-    places: Any,
-    count: Any,
-    y: Any,
-    bias: Any,
-    activation: Any,
-) -> Any:
-    """y[i] = activation(sums[places[i]] + bias[i]) for i < count; places are uint32, anywhere.
-
-    Each sum is loaded by itself, those of a vector are stored at once: half the time of a loop that stores each.
-    """
-    signature = types.void(lanes, fused, *([types.intp] * 6))
-
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n, fuse = (int(literal.literal_value) for literal in signature.args[:2])
-        sums, places, count, y, bias, activation = args[2:]
-        emit = Emitter(builder, n, bool(fuse))
-        read, target, biases = (emit.pointer(each) for each in (sums, y, bias))
-
-        def tile(first: ir.Value, rest: ir.Value | None) -> None:
-            picked = ir.Constant(emit.vector, ir.Undefined)
-            for i, place in enumerate(_places(emit, places, first, rest)):
-                picked = builder.insert_element(picked, builder.load(builder.gep(read, [place])), I32(i))
-            _finish_put(emit, [picked], [target], biases, first, rest, activation)
-
-        emit.in_tiles(count, tile)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@with_literals
-def put_fours(
-    typing_context: Any,
+    together: Any,
     lanes: Any,
     fused: Any,
     sums: Any,
@@ -64,29 +29,38 @@ def put_fours(
     bias: Any,
     activation: Any,
 ) -> Any:
-    """y[t, i] = activation(sums[places[i], t] + bias[i]) for i < count, t < 4, as far as there are `tokens` (>= 1).
+    """y[t, i] = activation(sums[places[i], t] + bias[i]) for i < count, t < together, as far as there are `tokens`.
 
-    sums: (places, 4), as `token_tile` leaves FOURS; places: uint32. To read 16 bytes of a place takes a third of the
-    time of `put_row` for each token.
+    together: 1, or 4 as `token_tile` leaves FOURS; sums: (places, together); places: uint32; tokens: at least 1. A
+    vector of one token is loaded one by one and stored at once, half the time of a loop that stores each. To read 16
+    bytes of a place takes a third of that for each token.
     """
-    signature = types.void(lanes, fused, *([types.intp] * 8))
+    signature = types.void(together, lanes, fused, *([types.intp] * 8))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        n, fuse = (int(literal.literal_value) for literal in signature.args[:2])
-        sums, places, count, tokens, y, y_stride, bias, activation = args[2:]
+        side, n, fuse = (int(literal.literal_value) for literal in signature.args[:3])
+        sums, places, count, tokens, y, y_stride, bias, activation = args[3:]
         emit = Emitter(builder, n, bool(fuse))
         read, biases = emit.pointer(sums), emit.pointer(bias)
-        targets = [emit.row(y, t, tokens, y_stride) for t in range(4)]
+        targets = [emit.row(y, t, tokens, y_stride) for t in range(side)]
 
         def tile(first: ir.Value, rest: ir.Value | None) -> None:
-            found = _places(emit, places, first, rest)
-            columns = emit.four_columns([builder.gep(read, [builder.mul(place, I64(4))]) for place in found])
+            found = [builder.gep(read, [builder.mul(at, I64(side))]) for at in _places(emit, places, first, rest)]
+            columns = emit.four_columns(found) if side == 4 else [_picked(emit, found)]
             _finish_put(emit, columns, targets, biases, first, rest, activation)
 
         emit.in_tiles(count, tile)
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _picked(emit: Emitter, elements: list[ir.Value]) -> ir.Value:
+    """A vector of what lies at these pointers."""
+    picked = ir.Constant(emit.vector, ir.Undefined)
+    for i, at in enumerate(elements):
+        picked = emit.builder.insert_element(picked, emit.builder.load(at), I32(i))
+    return picked
 
 
 def _places(emit: Emitter, places: ir.Value, first: ir.Value, rest: ir.Value | None) -> list[ir.Value]:

@@ -23,7 +23,7 @@ from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.micro import AHEAD, FINISHED, FOURS, ROWS, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
-from sparse_kernels.cpu.put import put_fours, put_row
+from sparse_kernels.cpu.put import put_rows
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.cpu.vectors import CACHED
@@ -247,9 +247,9 @@ def kernel(
         places_at, here_at = places.ctypes.data + begin * 4, bias_at + begin * 4
         for token in range(first, last, together):
             sums_at, target_at = room_at + token * features * 4, y_at + (token * m + begin) * 4
-            if form == FOURS:
-                put_fours(lanes, fuse, sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation)
-            else:
-                put_row(lanes, fuse, sums_at, places_at, end - begin, target_at, here_at, activation)
+            put_rows(
+                together, lanes, fuse,
+                sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation,
+            )  # fmt: skip
 
     return in_parts(multiply, put) if permuted else in_parts(multiply)

@@ -5,7 +5,7 @@ import pytest
 from numba import njit
 
 from sparse_kernels.cpu.panels import Panels, groups, panels
-from sparse_kernels.cpu.put import put_fours, put_row
+from sparse_kernels.cpu.put import put_rows
 from sparse_kernels.cpu.target import host
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW
@@ -16,23 +16,20 @@ LANES = sorted({4, 8, 16, host().lanes})
 
 @cache
 def placing(lanes):
-    """put_row and put_fours, compiled for vectors of so many lanes."""
+    """put_rows of one token and of four, by how many, compiled for vectors of so many lanes."""
     fused = int(host().fused)
 
-    @njit
-    def row(sums, places, y, bias, activation):
-        put_row(
-            lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, y.ctypes.data, bias.ctypes.data, activation
-        )
+    def of(together):
+        @njit
+        def put(sums, places, tokens, y, bias, activation):
+            put_rows(
+                together, lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, tokens, y.ctypes.data,
+                y.shape[1], bias.ctypes.data, activation,
+            )  # fmt: skip
 
-    @njit
-    def fours(sums, places, tokens, y, bias, activation):
-        put_fours(
-            lanes, fused, sums.ctypes.data, places.ctypes.data, bias.size, tokens, y.ctypes.data, y.shape[1],
-            bias.ctypes.data, activation,
-        )  # fmt: skip
+        return put
 
-    return row, fours
+    return {together: of(together) for together in (1, 4)}
 
 
 def sums_and_places(rng, count, waiting=70):
@@ -43,30 +40,19 @@ def sums_and_places(rng, count, waiting=70):
 
 
 @pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("together", [1, 4])
 @pytest.mark.parametrize("count", [1, 3, 16, 37, 70])
-def test_sums_in_fours_go_to_the_rows_of_their_tokens(rng, lanes, count):
+def test_sums_go_to_the_rows_of_their_tokens(rng, lanes, together, count):
     sums, places, bias = sums_and_places(rng, count)
     for activation in (None, "relu"):
         expected = sums[places].T + bias
         expected = np.where(expected < 0, 0, expected) if activation else expected
-        for tokens in range(1, 5):
+        for tokens in range(1, together + 1):
             y = np.full((tokens + 1, count + 2), np.float32(-77))
-            placing(lanes)[1](sums, places, tokens, y, bias, ACTIVATIONS.index(activation))
+            given = sums[:, :together].copy()
+            placing(lanes)[together](given, places, tokens, y, bias, ACTIVATIONS.index(activation))
             np.testing.assert_array_equal(y[:tokens, :count], expected[:tokens])
             assert (y[tokens] == -77).all() and (y[:, count:] == -77).all()
-
-
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("count", [1, 3, 16, 37, 70])
-def test_sums_of_a_token_go_to_its_row(rng, lanes, count):
-    sums, places, bias = sums_and_places(rng, count)
-    for activation in (None, "relu"):
-        expected = sums[places, 0] + bias
-        expected = np.where(expected < 0, 0, expected) if activation else expected
-        y = np.full(count + 2, np.float32(-77))
-        placing(lanes)[0](sums[:, 0].copy(), places, y, bias, ACTIVATIONS.index(activation))
-        np.testing.assert_array_equal(y[:count], expected)
-        assert (y[count:] == -77).all()
 
 
 @pytest.mark.parametrize("lanes", LANES)
