@@ -145,51 +145,51 @@ def time_engines(
     built: list[int] = []
     wanted = math.ceil(rounds / processes)
     number = 0
-    with tempfile.TemporaryDirectory(prefix="latbench-engines-") as shared:
+    names = list(dict.fromkeys(engine.worker for engine in engines.values()))
+    with ExitStack() as stack:
+        shared = stack.enter_context(tempfile.TemporaryDirectory(prefix="latbench-engines-"))
+        # Entered first, left last: a worker dies with the thread that started it.
+        pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
+        workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
         while number < processes or (
             0 < len(undisturbed(taken, built, known)) < processes and number < processes + MORE_PROCESSES
         ):
             number += 1
-            names = dict.fromkeys(engine.worker for engine in engines.values())
-            with ExitStack() as stack:
-                # Entered first, left last: a worker dies with the thread that started it.
-                pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
-                workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
-                progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
-                prepared, failed = _prepare(engines, workers, pool, shared)
-                for name, error in failed.items():
-                    leave_out(name, error)
-                engines = {name: engines[name] for name in prepared}
-                taken = [{name: bursts[name] for name in engines} for bursts in taken]  # also what ran before
-                first = len(taken)
-                while len(taken) - first < MOST_TRIES * wanted:
-                    quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
-                    if quiet >= wanted:
+            progress(f"preparing whole models, {number} of {max(number, processes)}", None, None)
+            prepared, failed = _prepare(engines, workers, pool, shared)
+            for name, error in failed.items():
+                leave_out(name, error)
+            engines = {name: engines[name] for name in prepared}
+            taken = [{name: bursts[name] for name in engines} for bursts in taken]  # also what ran before
+            first = len(taken)
+            while len(taken) - first < MOST_TRIES * wanted:
+                quiet = sum(slow <= SLOW for slow in slowness(taken, known)[first:])
+                if quiet >= wanted:
+                    break
+                progress(
+                    "timing whole models in turns", (number - 1) * wanted + quiet, max(number, processes) * wanted
+                )
+                turn = list(prepared)
+                order.shuffle(turn)
+                drawn: dict[str, Burst] = {}
+                for name in turn:
+                    try:
+                        drawn[name] = workers[engines[name].worker].burst(
+                            prepared[name], round_seconds, timeout=SAMPLE_SECONDS
+                        )
+                    except (TaskFailed, WorkerDied) as error:
+                        leave_out(name, error)
                         break
-                    progress(
-                        "timing whole models in turns", (number - 1) * wanted + quiet, max(number, processes) * wanted
-                    )
-                    turn = list(prepared)
-                    order.shuffle(turn)
-                    drawn: dict[str, Burst] = {}
-                    for name in turn:
-                        try:
-                            drawn[name] = workers[engines[name].worker].burst(
-                                prepared[name], round_seconds, timeout=SAMPLE_SECONDS
-                            )
-                        except (TaskFailed, WorkerDied) as error:
-                            leave_out(name, error)
-                            break
-                    if len(drawn) < len(turn):
-                        # Engines of the same worker died with it: this building begins again, without that one.
-                        engines = {name: engine for name, engine in engines.items() if name not in left_out}
-                        del taken[first:], built[first:]
-                        number -= 1
-                        break
-                    taken.append({name: drawn[name] for name in prepared})
-                    built.append(number)
-                if taken and not (slowness(taken, known) <= SLOW).any():
-                    known = {}  # the machine has another pace by now, and to wait for the old one may take for ever
+                if len(drawn) < len(turn):
+                    # Engines of the same worker died with it: this building begins again, without that one.
+                    engines = {name: engine for name, engine in engines.items() if name not in left_out}
+                    del taken[first:], built[first:]
+                    number -= 1
+                    break
+                taken.append({name: drawn[name] for name in prepared})
+                built.append(number)
+            if taken and not (slowness(taken, known) <= SLOW).any():
+                known = {}  # the machine has another pace by now, and to wait for the old one may take for ever
     numbers = undisturbed(taken, built, known) or range(1, number + 1)
     counted = [i for number in numbers for i in counted_rounds(taken, built, number, known)]
     blocks = {name: [taken[i][name].samples for i in counted] for name in engines}
@@ -225,21 +225,24 @@ def counted_rounds(
 def _prepare(
     engines: Mapping[str, Engine], workers: Mapping[str, Worker], pool: Executor, shared: str
 ) -> tuple[dict[str, Prepared], dict[str, Exception]]:
-    """Build all engines, those of different workers at the same time; what is built, and what was raised."""
+    """Build all engines in new processes, those of different workers at the same time; what is built, what failed."""
     prepared: dict[str, Prepared] = {}
     failed: dict[str, Exception] = {}
 
     def prepare(worker: str) -> None:
-        for name, engine in engines.items():
-            if engine.worker != worker:
-                continue
+        own = {name: engine for name, engine in engines.items() if engine.worker == worker}
+        begun = False
+        for name, engine in own.items():
             arguments = (*engine.arguments, shared) if engine.shares else engine.arguments
             try:
+                if not begun:
+                    workers[worker].renew(engine.function)
+                    begun = True
                 prepared[name] = workers[worker].prepare(engine.function, *arguments, timeout=PREPARE_SECONDS)
             except (TaskFailed, WorkerDied) as error:
                 failed[name] = error
 
-    list(pool.map(prepare, workers))
+    list(pool.map(prepare, dict.fromkeys(engine.worker for engine in engines.values())))
     return {name: prepared[name] for name in engines if name in prepared}, failed
 
 

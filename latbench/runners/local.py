@@ -81,6 +81,7 @@ class Worker:
         self.threads = threads
         self.generation = 0  # of the process that runs now; 0 while none does
         self._environment = environment or {}
+        self._forks = False  # whether the process that was started only forks, and a child of it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
@@ -90,6 +91,18 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def renew(self, function: str, timeout: float = START_SECONDS) -> None:
+        """Go on in a new process, which holds nothing but the imported module of "module:function".
+
+        That is imported once, and each new process is a fork from then: torch alone takes two seconds to import, and
+        with more workers than cores that adds up. Raises as `call` does.
+        """
+        if not self._forks:  # what it has done may have left threads, which a fork would be without
+            self.close()
+        self._request(("renew", function), timeout)
+        self._forks = True
+        self.generation = next(self._generations)
 
     def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
         """The result of "module:function" called in the worker. Arguments and result are pickled.
@@ -142,7 +155,7 @@ class Worker:
         if self._log is not None:
             self._log.close()
             self._log = None
-        self.generation = 0
+        self.generation, self._forks = 0, False
 
     def _request(self, request: tuple[Any, ...], timeout: float) -> Any:
         if self._process is None:

@@ -5,6 +5,9 @@
 A request is a pickled tuple (verb, ...), an answer ("ok", value) or ("error", kind, message, traceback). The socket
 is its own descriptor: libraries print to stdout and stderr as they like, into a log that the parent quotes if the
 worker dies.
+
+A worker that is asked to begin anew forks: the process that was started has then imported what is needed, and only
+waits; one child after the other serves in its place, and as the last one ends, so does it.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import importlib.util
 import os
 import pickle
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from latbench import measure
 
@@ -33,18 +37,62 @@ def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
     connection = Connection(descriptor)
+    if _obey(connection):
+        _begin_anew(connection)
+
+
+def _obey(connection: Connection) -> bool:
+    """Serve requests until the parent closes the socket (False), or asks for a new process (True)."""
     prepared: dict[int, measure.Timer] = {}
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
-            return
+            return False
         try:
+            if request[0] == "renew":
+                resolve(request[1])
+                return True
             answer = pickle.dumps(("ok", _serve(request, prepared)))
         except BaseException as error:  # noqa: BLE001 - a task may raise anything, and the parent has to hear of it
             kind = "MemoryError" if _is_out_of_memory(error) else type(error).__name__
             answer = pickle.dumps(("error", kind, str(error), traceback.format_exc()))
         connection.send_bytes(answer)
+
+
+def _begin_anew(connection: Connection) -> NoReturn:
+    """Serve in one child after the other, as often as the parent asks for a new one; then end as the last one did.
+
+    Only the child has the connection, so that the parent hears of it when that breaks off; for the next it is given
+    back.
+    """
+    ours = os.getpid()
+    while True:
+        back, given = socket.socketpair()
+        child = os.fork()
+        if not child:
+            _die_with(ours)
+            connection.send_bytes(pickle.dumps(("ok", None)))
+            if _obey(connection):
+                socket.send_fds(given, [b"again"], [connection.fileno()])
+            os._exit(0)
+        connection.close()
+        given.close()
+        _, status = os.waitpid(child, 0)
+        with back:
+            back.setblocking(False)  # what the child started may have its end of this, and live on
+            try:
+                descriptors = socket.recv_fds(back, len(b"again"), 1)[1]
+            except BlockingIOError:
+                descriptors = []
+        if not descriptors:
+            break
+        connection = Connection(descriptors[0])
+    if os.WIFSIGNALED(status):
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(ours, os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
 
 
 def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
@@ -66,7 +114,7 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
             for key in keys:
                 prepared.pop(key, None)
             return None
-    raise ValueError(f"a worker knows path, call, prepare, burst and drop, not {request[0]!r}")
+    raise ValueError(f"a worker knows path, renew, call, prepare, burst and drop, not {request[0]!r}")
 
 
 def resolve(name: str) -> Callable[..., Any]:

@@ -74,6 +74,39 @@ def test_what_is_prepared_stays_and_is_sampled(worker: Worker) -> None:
     assert worker.sample(second, 0.0)
 
 
+def test_a_renewed_worker_is_a_new_process_that_imports_nothing_again(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, pathlib\n"
+        "with (pathlib.Path(__file__).parent / 'imported').open('a') as file: file.write(f'{os.getpid()} ')\n"
+        "def counted(seen=[]): seen.append(0); return len(seen)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before, prepared = worker.call("os:getpid"), worker.prepare(task("make_counter"), 0)
+    pids = []
+    for _ in range(3):
+        worker.renew("slow_to_import:counted")
+        assert worker.call("slow_to_import:counted") == 1  # nothing is left of the process before
+        assert worker.call("slow_to_import:counted") == 2
+        pids.append(worker.call("os:getpid"))
+        assert not worker.holds(prepared)
+        prepared = worker.prepare(task("make_counter"), 0)
+        assert worker.sample(prepared, 0.0)
+    [imported_by] = map(int, (tmp_path / "imported").read_text().split())
+    assert len({before, imported_by, *pids}) == 5
+    assert all(gone(pid) for pid in (before, *pids[:-1]))
+    worker.close()
+    assert gone(pids[-1]) and gone(imported_by)
+
+
+def test_what_cannot_be_imported_renews_nothing(worker: Worker) -> None:
+    for _ in range(2):
+        with pytest.raises(TaskFailed, match="nowhere"):
+            worker.renew("nowhere:nothing")
+        assert worker.call(task("add"), 1, 1) == 2
+
+
 def test_an_exception_is_reported_and_the_worker_lives(worker: Worker) -> None:
     pid = worker.call("os:getpid")
     with pytest.raises(TaskFailed, match="ValueError: math domain error") as caught:
@@ -110,11 +143,14 @@ def test_running_out_of_memory_has_one_name(worker: Worker) -> None:
         ("hang_up", "crash", "broke its connection off and went on"),
     ],
 )
+@pytest.mark.parametrize("renewed", [False, True])
 def test_a_death_is_told_with_its_reason_and_the_next_call_works(
-    worker: Worker, name: str, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, renewed: bool, name: str, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "END_SECONDS", 0.1)
     monkeypatch.setattr(local, "MESSAGE_SECONDS", 0.1)
+    if renewed:
+        worker.renew(task("add"))
     prepared = worker.prepare(task("make_counter"), 0)
     with pytest.raises(WorkerDied, match=words) as caught:
         worker.call(task(name))
@@ -161,11 +197,13 @@ def test_closing_takes_what_the_worker_started_along() -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_worker_outlives_its_parent(end: signal.Signals) -> None:
+@pytest.mark.parametrize("begin", ["", f"worker.renew({task('add')!r})"])
+def test_no_worker_outlives_its_parent(end: signal.Signals, begin: str) -> None:
     script = (
         "import sys, time\n"
         "from latbench.runners.local import Worker\n"
         "worker = Worker(threads=1)\n"
+        f"{begin}\n"
         "sys.stdout.write(f'{worker.call(\"os:getpid\")}\\n')\n"
         "sys.stdout.flush()\n"
         f"worker.call({task('hang')!r})\n"

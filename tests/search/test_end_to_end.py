@@ -165,13 +165,16 @@ class Busy:
     buildings = 0
 
     def __init__(self, **_: object) -> None:
-        Busy.buildings += 1
+        pass
 
     def __enter__(self) -> "Busy":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def renew(self, function: str) -> None:
+        Busy.buildings += 1
 
     def prepare(self, function: str, *arguments: object, timeout: float) -> str:
         return function
@@ -257,8 +260,8 @@ def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest
 class Dying(Busy):
     """Workers on a quiet machine that die of one engine in their second burst of the second building."""
 
-    def __init__(self, **_: object) -> None:
-        super().__init__()
+    def renew(self, function: str) -> None:
+        super().renew(function)
         self.dead, self.bursts = False, 0
 
     def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
