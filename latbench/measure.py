@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from latbench import devices
-from latbench.tables import median_interval
+from latbench.medians import median_interval
 
 Clock = Callable[[], float]
 Run = Callable[[], object]

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from latbench import digests, environments, gates, places, tables
 from latbench.errors import BadData
+from latbench.medians import interval_rank
 from latbench.places import Place
 
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
@@ -361,7 +362,7 @@ def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
     count = samples.shape[1]
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
     nothing = np.full(len(samples), math.nan)
-    rank = tables.interval_rank(count)
+    rank = interval_rank(count)
     low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
     if rank is not None:
         low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))

@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from latbench import tables
 from latbench.errors import BadData, EnvironmentUnusable
+from latbench.medians import median_interval
 
 
 def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None:
@@ -149,7 +150,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says(rng: np.random.Gener
 
 def test_the_interval_is_the_exact_one_of_the_binomial_distribution() -> None:
     for count in (6, 7, 50, 51, 400, 3001):
-        low, high = tables.median_interval(np.arange(count, dtype=float))
+        low, high = median_interval(np.arange(count, dtype=float))
         assert low is not None and high == count - 1 - low
         outside = [sum(math.comb(count, i) for i in range(int(low) + extra)) for extra in (1, 2)]
         assert outside[0] * 40 <= 2**count < outside[1] * 40
@@ -157,7 +158,7 @@ def test_the_interval_is_the_exact_one_of_the_binomial_distribution() -> None:
 
 def test_a_million_samples_are_no_wait() -> None:
     # Exact integers took minutes; the normal approximation of the rank is off by one or two here.
-    low, _ = tables.median_interval(np.arange(1_000_000, dtype=float))
+    low, _ = median_interval(np.arange(1_000_000, dtype=float))
     assert low == pytest.approx(500_000 - 1.959964 / 2 * 1000, abs=3)
 
 
