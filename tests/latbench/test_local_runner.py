@@ -128,30 +128,33 @@ def test_running_out_of_memory_has_one_name(worker: Worker) -> None:
     assert caught.value.kind == "MemoryError"
 
 
+DEATHS = {
+    "crash": ("crash", "exit code 7: the last words"),
+    "segfault": ("crash", "by signal SIGSEGV"),
+    "killed_for_memory": ("oom", "memory ran out"),
+    "end_well": ("crash", "exit code 0"),
+    "die_of_a_real_time_signal": ("crash", "by signal 40"),
+    "write_garbage": ("crash", "an answer that is none"),
+    "announce_too_much": ("crash", "broke its connection off and went on"),
+    "announce_what_never_comes": ("crash", "broke its connection off and went on"),
+    "die_within_an_answer": ("crash", "exit code 9"),
+    "hang_up": ("crash", "broke its connection off and went on"),
+}
+OF_A_FORK = ("crash", "segfault", "killed_for_memory", "end_well", "hang_up")
+
+
 @pytest.mark.parametrize(
-    ("name", "reason", "words"),
-    [
-        ("crash", "crash", "exit code 7: the last words"),
-        ("segfault", "crash", "by signal SIGSEGV"),
-        ("killed_for_memory", "oom", "memory ran out"),
-        ("end_well", "crash", "exit code 0"),
-        ("die_of_a_real_time_signal", "crash", "by signal 40"),
-        ("write_garbage", "crash", "an answer that is none"),
-        ("announce_too_much", "crash", "broke its connection off and went on"),
-        ("announce_what_never_comes", "crash", "broke its connection off and went on"),
-        ("die_within_an_answer", "crash", "exit code 9"),
-        ("hang_up", "crash", "broke its connection off and went on"),
-    ],
+    ("name", "forked"), [*((name, False) for name in DEATHS), *((name, True) for name in OF_A_FORK)]
 )
-@pytest.mark.parametrize("renewed", [False, True])
 def test_a_death_is_told_with_its_reason_and_the_next_call_works(
-    worker: Worker, renewed: bool, name: str, reason: str, words: str, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, name: str, forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "END_SECONDS", 0.1)
     monkeypatch.setattr(local, "MESSAGE_SECONDS", 0.1)
-    if renewed:
+    if forked:
         worker.renew(task("add"))
     prepared = worker.prepare(task("make_counter"), 0)
+    reason, words = DEATHS[name]
     with pytest.raises(WorkerDied, match=words) as caught:
         worker.call(task(name))
     assert caught.value.reason == reason

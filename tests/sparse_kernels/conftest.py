@@ -6,19 +6,24 @@ from pathlib import Path
 
 import pytest
 
+from sparse_kernels.cpu.target import host
+
 sys.path.insert(0, str(Path(__file__).parent))
 
+# Where the unit runs all, what stands in for it elsewhere can wait: each kernel takes seconds to compile.
+LATER = [pytest.mark.slow] if host().pairs else []
 
-@pytest.fixture(params=["unit", "multiply-adds"])
+
+@pytest.fixture(params=["unit", pytest.param("multiply-adds", marks=LATER)])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies pairs of bfloat16: the unit, where there is one, and what stands in for it elsewhere."""
-    from sparse_kernels.cpu import conv2d, linear, target
+    from sparse_kernels.cpu import conv2d, linear
 
     if request.param == "unit":
-        if not target.host().pairs:
+        if not host().pairs:
             pytest.skip("this processor does not multiply pairs of bfloat16")
     else:
-        own = replace(target.host(), pairs=False)
+        own = replace(host(), pairs=False)
         for module in (linear, conv2d):
             monkeypatch.setattr(module, "host", lambda: own)
     return str(request.param)
