@@ -20,7 +20,7 @@ from functools import cache
 from numba import njit
 
 from sparse_kernels.cpu.ahead import FAR, LINE_BYTES, standing, step, walk
-from sparse_kernels.cpu.call import Call, in_room
+from sparse_kernels.cpu.call import InRoom
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.micro import copy_run, copy_vector, fetch, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
@@ -55,7 +55,7 @@ def prepared(
     n: int,
     threads: int,
     numbers: int = FLOATS,
-) -> Call:
+) -> InRoom:
     """How weights of this shape (m, k) multiply n tokens, by register tiles of `vectors` vectors.
 
     layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
@@ -90,11 +90,11 @@ def prepared(
     y_fetched = far if y_layout == "token_major" else y_layout == "token_blocked" and n * m >= LARGE
     multiply = kernel(single, rows, vectors, lanes, target.fused, numbers, x_layout, y_layout, x_fetched, y_fetched)
     bound = multiply.bound(
-        "x_at y_at bias_at activation scratch_at", weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads,
+        "scratch_at x_at y_at bias_at activation", weights=weights.arrays, n=n, k=k, m=m, elements=needed // threads,
         x_starts=x_starts, y_starts=y_starts, x_from=there.x_starts, most=block, tokens=tokens, run=run,
         x_stride=x_stride, y_stride=y_stride, parts=threads,
     )  # fmt: skip
-    return in_room(bound, needed)
+    return InRoom(bound, needed)
 
 
 @njit(inline="always")

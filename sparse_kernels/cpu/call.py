@@ -4,8 +4,8 @@ A layer takes tens of microseconds. In a model each call's Python starts cold, a
 the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
 kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
 addresses; and who has checked its arguments, as torch layers have, calls that directly (`LinearPlan.run`). Arrays are
-looked at by a compiled function, in a third of a microsecond, and only what that finds wrong by Python, which takes
-eight times as long to say what.
+looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong by
+Python, which takes two microseconds to say what.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import carray, njit, types
 
 from sparse_kernels.cpu.compiled import compiled
+from sparse_kernels.cpu.launch import compiled_runner, integers_at
 from sparse_kernels.cpu.parts import Bound
 from sparse_kernels.cpu.scratch import addresses, aligned, borrow, give_back
 from sparse_kernels.cpu.threads import count
@@ -30,20 +31,35 @@ from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 # of the activation. False if y has to be computed again in another way.
 Call = Callable[[int, int, int, int], bool]
 
+# The same of arrays, which it looks at first. False also where they are not fit to run, TypeError where they are not
+# of float32, or have other axes, or may not be written.
+CallOfArrays = Callable[[Array, Array, Array, int], bool]
 
-def _nothing(x: int, y: int, bias: int, activation: int) -> bool:
+# So many tokens, by so many threads, and how.
+Way = tuple[int, int, Call, CallOfArrays]
+
+
+def _nothing(*_: object) -> bool:
     return False
 
 
-# Of a plan that was not called: no tokens, by no threads.
-NEVER: tuple[int, int, Call] = (0, 0, _nothing)
+# Of a plan that was not called.
+NEVER: Way = (0, 0, _nothing, _nothing)
+
+
+class InRoom(NamedTuple):
+    """A call that is one kernel, which takes the address of so much room, in elements, before all that a call has."""
+
+    kernel: Bound
+    needed: int
+
 
 # The product of a weight and x, both laid out, at places worked out before: called with the addresses of x, y and
 # bias, the code of the activation, and the address of what is added, which lies as y does, where that is in frames; 0
 # adds nothing. activation(w @ x + added + bias) is in y, or y means nothing if the result is False.
 Product = Callable[[int, int, int, int, int], bool]
 
-KEPT_CALLS = 64  # by a plan; then it forgets them all
+KEPT_WAYS = 64  # by a plan; then it forgets them all
 
 # Elements from which on results start at a cache line: NumPy puts large arrays 16 bytes behind one, every vector that
 # is stored then crosses two, and a layer of 3072 outputs takes a tenth longer.
@@ -70,20 +86,49 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
-def in_room(bound: Bound, needed: int) -> Call:
-    """A kernel as a plan calls it, which takes the address of so much room, in elements, behind the others.
+def way_of(n: int, threads: int, found: Call | InRoom, axis: int, m: int, k: int) -> Way:
+    """How n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
+    if isinstance(found, InRoom):
+        return n, threads, _in_room(*found), _looked_at_in_room(*found, axis, n, m, k)
+    return n, threads, found, _looked_at(found, axis, n, m, k)
 
-    What it needs are defaults, not free variables: in a model each object on the way to a value comes from memory.
+
+def _in_room(bound: Bound, needed: int) -> Call:
+    return _with_room(bound.func, bound.args[0], needed, bound)
+
+
+def _looked_at_in_room(bound: Bound, needed: int, axis: int, n: int, m: int, k: int) -> CallOfArrays:
+    known = np.array([bound.args[0], axis, n, m, k], np.int64)
+    return _with_room(_looking_and_running(), known.ctypes.data, needed, (known, bound))
+
+
+def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
+    """A function of (x, y, bias, activation) that calls the kernel with `at`, room, and these.
+
+    It keeps alive what is `held`. What it needs are defaults, not free variables: in a model each object on the way
+    to a value comes from memory.
     """
-    kernel, record = bound.func, bound.args[0]
+    if not needed:
+        alone = Bound(kernel, at, 0)
+        alone.held = held
+        return alone
 
-    # `held` keeps alive what lies at the address of the record.
-    def call(x: int, y: int, bias: int, activation: int, kernel: Any = kernel, record: int = record,
-             needed: int = needed, held: Bound = bound) -> bool:  # fmt: skip
+    def call(x: Any, y: Any, bias: Any, activation: int, kernel: Callable[..., bool] = kernel, at: int = at,
+             needed: int = needed, held: Any = held) -> bool:  # fmt: skip
         room = borrow(needed)
-        kernel(record, x, y, bias, activation, room.at)
+        told = kernel(at, room.at, x, y, bias, activation)
         give_back(room)
-        return True
+        return told
+
+    return call
+
+
+def _looked_at(found: Call, axis: int, n: int, m: int, k: int) -> CallOfArrays:
+    look = _looking()
+
+    def call(x: Array, y: Array, bias: Array, activation: int) -> bool:
+        x_at, y_at, bias_at = look(x, y, bias, axis, n, m, k)
+        return x_at != 0 and found(x_at, y_at, bias_at, activation)
 
     return call
 
@@ -95,8 +140,8 @@ class LinearPlan:
     shape: tuple[int, int]
     layout: str
     # Not of copies, which have weights of their own.
-    _calls: dict[tuple[int, int], Call] = field(default_factory=dict, init=False)
-    _last: tuple[int, int, Call] = field(default=NEVER, init=False)
+    _ways: dict[tuple[int, int], Way] = field(default_factory=dict, init=False)
+    _last: Way = field(default=NEVER, init=False)
 
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
@@ -105,14 +150,18 @@ class LinearPlan:
         m, k = self.shape
         axis = _TOKENS_ALONG.get(self.layout, -1)
         plain = axis >= 0 and type(x) is np.ndarray and x.ndim == 2 and activation in ACTIVATIONS
-        if plain and x.shape[1 - axis] == k:
-            n = x.shape[axis]
+        if plain and x.shape[1 - axis] == k and (n := x.shape[axis]):
             y = _empty([m, n] if axis else [n, m]) if out is None else out
             given = np.zeros(m, np.float32) if bias is None else bias
-            x_at, y_at, bias_at = _if_right(x, y, given, axis, n, m, k)
-            if x_at:
-                self.run(x_at, y_at, n, bias_at, ACTIVATIONS.index(activation))
-                return y
+            if type(y) is type(given) is np.ndarray:
+                tokens, threads, _, call = self._last
+                if tokens != n or threads != count():
+                    *_, call = self._found(n, count())
+                try:
+                    if call(x, y, given, ACTIVATIONS.index(activation)):
+                        return y
+                except TypeError:
+                    pass
         x, y, bias, code, n = linear_arguments(self.layout, m, k, self._tile_tokens, x, bias, activation, out)
         if n:
             x_at, y_at, bias_at = addresses(x, y, bias)
@@ -125,25 +174,26 @@ class LinearPlan:
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
         threads = count()
-        tokens, last, call = self._last
+        tokens, last, call, _ = self._last
         if tokens != n or last != threads:
-            call = self._found(n, threads)
+            _, _, call, _ = self._found(n, threads)
         if not call(x, y, bias, activation):
             self._otherwise().run(x, y, n, bias, activation)
 
-    def _found(self, n: int, threads: int) -> Call:
+    def _found(self, n: int, threads: int) -> Way:
         """How so many tokens are run with so many threads; kept at hand, as the next call most often asks for it."""
-        call = self._calls.get((n, threads))
-        if call is None:
-            if len(self._calls) >= KEPT_CALLS:
-                self._calls.clear()
-            call = self._calls[n, threads] = self._prepared(n, threads)
-        object.__setattr__(self, "_last", (n, threads, call))
-        return call
+        way = self._ways.get((n, threads))
+        if way is None:
+            if len(self._ways) >= KEPT_WAYS:
+                self._ways.clear()
+            axis = _TOKENS_ALONG.get(self.layout, 0)
+            way = self._ways[n, threads] = way_of(n, threads, self._prepared(n, threads), axis, *self.shape)
+        object.__setattr__(self, "_last", way)
+        return way
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled kernels, which copies and pickles find again.
-        return {**self.__dict__, "_calls": {}, "_last": NEVER}
+        return {**self.__dict__, "_ways": {}, "_last": NEVER}
 
     @property
     def _tile_tokens(self) -> int:
@@ -155,7 +205,7 @@ class LinearPlan:
         """Of vectors of tokens, of layouts that are blocked."""
         raise NotImplementedError
 
-    def _prepared(self, n: int, threads: int) -> Call:
+    def _prepared(self, n: int, threads: int) -> Call | InRoom:
         """How n > 0 tokens are run with so many threads."""
         raise NotImplementedError
 
@@ -197,29 +247,35 @@ def linear_arguments(
 _TOKENS_ALONG = {"token_major": 0, "feature_major": 1}
 
 
-def _if_right(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> tuple[int, int, int]:
-    """The addresses of float32 arrays of two axes and a bias, n tokens along this one; 0 of what is not fit to run.
-
-    Not fit are also no tokens, arrays that are not C-contiguous, and those that share memory.
-    """
-    if type(y) is type(bias) is np.ndarray:
-        try:
-            return _looking()(x, y, bias, axis, n, m, k)
-        except TypeError:  # of another dtype, or may not be written
-            pass
-    return 0, 0, 0
+_READ = [types.Array(types.float32, axes, "A", readonly=True) for axes in (1, 2)]
+_ARRAYS = (_READ[1], types.float32[:, :], _READ[0])  # x, y and bias: TypeError for others
 
 
 @cache
 def _looking() -> Callable[..., tuple[int, int, int]]:
-    """`_look`, compiled, for float32 alone; TypeError for other arrays."""
-    read = [types.Array(types.float32, axes, "A", readonly=True) for axes in (1, 2)]
+    """`_look`, compiled."""
     dispatcher: Any = compiled(_look)
-    dispatcher.compile((read[1], types.float32[:, :], read[0], *[types.intp] * 4))
+    dispatcher.compile((*_ARRAYS, *[types.intp] * 4))
     dispatcher.disable_compile()
     return dispatcher
 
 
+@cache
+def _looking_and_running() -> Callable[..., bool]:
+    """`_look`, then the kernel: called with the address of (record, axis, n, m, k), room, and as a call of arrays."""
+    return compiled_runner(
+        "look_and_run",
+        "at, room, x, y, bias, activation",
+        """record, axis, n, m, k = carray(integers_at(at), 5)
+    x_at, y_at, bias_at = look(x, y, bias, axis, n, m, k)
+    return x_at != 0 and run_record(launch, record, (room, x_at, y_at, bias_at, activation))""",
+        {"look": njit(inline="always")(_look), "carray": carray, "integers_at": integers_at},
+        (types.intp, types.intp, *_ARRAYS, types.intp),
+    )
+
+
+# The addresses of x and y, n tokens along this axis, and of a bias. 0 of what is not fit to run: of other shapes, not
+# C-contiguous, or sharing memory.
 def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> Any:
     # Signed, as unsigned and signed integers would meet in float64.
     x_at, y_at, bias_at = np.intp(x.ctypes.data), np.intp(y.ctypes.data), np.intp(bias.ctypes.data)

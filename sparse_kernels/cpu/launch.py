@@ -52,20 +52,32 @@ def runner(count: int) -> Callable[..., bool]:
 
     Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
-    openmp = link_openmp()
-    name = f"run_{count}{'_by_openmp' if openmp else ''}"
     words = "".join(f"word_{i}, " for i in range(count))
-    names: dict[str, Any] = {"__name__": __name__, "_run": _run, "_launch": _by_openmp if openmp else _by_numba}
-    # A function of so many parameters, as Numba takes twice as long over a tuple. The 0 is for no words at all.
-    exec(f"def {name}(at, {words}):\n    return _run(_launch, at, ({words}0,))", names)
-    found = kept(njit(**FLAGS)(names[name]), _run.py_func, name)
-    found.compile((types.intp,) * (1 + count))
+    # The 0 is for no words at all.
+    body = f"return run_record(launch, at, ({words}0,))"
+    return compiled_runner(f"run_{count}", f"at, {words}", body, {}, (types.intp,) * (1 + count))
+
+
+def compiled_runner(
+    name: str, parameters: str, body: str, names: dict[str, Any], signature: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """A function of this text, compiled for this signature alone: it runs records by `run_record(launch, ...)`.
+
+    A text, so that it has as many parameters as it needs: over a tuple Numba takes twice as long.
+    """
+    openmp = link_openmp()
+    name = f"{name}_by_openmp" if openmp else name
+    known = {"__name__": __name__, "run_record": run_record, "launch": _by_openmp if openmp else _by_numba, **names}
+    exec(f"def {name}({parameters}):\n    {body}", known)
+    found = kept(njit(**FLAGS)(known[name]), run_record.py_func, name)
+    found.compile(signature)
     found.disable_compile()
     return taking_turns(found)
 
 
 @njit(inline="always")
-def _run(launch, at, words):  # type: ignore[no-untyped-def]
+def run_record(launch, at, words):  # type: ignore[no-untyped-def]
+    """Run the record at an address with these words in place of those that vary; whether all parts returned 0."""
     size, noted, stages, varying = carray(integers_at(at), _HEAD)
     first = _HEAD + 2 * stages
     record = carray(integers_at(at), first + varying + size)

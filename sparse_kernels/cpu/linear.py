@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
-from sparse_kernels.cpu.call import Call, LinearPlan, in_room
+from sparse_kernels.cpu.call import Call, InRoom, LinearPlan
 from sparse_kernels.cpu.emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
@@ -79,7 +79,7 @@ class TokenPlan(LinearPlan):
     def _lanes(self) -> int:
         return self.tile[2]
 
-    def _prepared(self, n: int, threads: int) -> Call:
+    def _prepared(self, n: int, threads: int) -> InRoom:
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
         own = tokens.own_chunks(n, threads, permuted, host())
@@ -94,9 +94,7 @@ class TokenPlan(LinearPlan):
             "places": panels.places_in_fours(self.tile[2]) if tokens.in_fours(step) else panels.places,
             "shares": threads if n * m >= tokens.WORTH_SHARING else 1, "waiting": waiting,
         }  # fmt: skip
-        if not needed:
-            return multiply.bound("x_at y_at bias_at activation", room_at=0, **constant)
-        return in_room(multiply.bound("x_at y_at bias_at activation room_at", **constant), needed)
+        return InRoom(multiply.bound("room_at x_at y_at bias_at activation", **constant), needed)
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
@@ -127,7 +125,7 @@ class RowPlan(LinearPlan):
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
 
-    def _prepared(self, n: int, threads: int) -> Call:
+    def _prepared(self, n: int, threads: int) -> Call | InRoom:
         (m, k), lanes, layout = self.shape, self.target.lanes, self.layout
         if self.numbers == FLOATS and layout == "token_blocked" and not blocks.enough(n, self._tile_tokens, threads):
             return self._multiplied(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
@@ -141,7 +139,7 @@ class RowPlan(LinearPlan):
             return self._in_blocks((layout, layout), n, threads)
         return self._packed(n, threads)
 
-    def _in_blocks(self, layouts: tuple[str, str], n: int, threads: int) -> Call:
+    def _in_blocks(self, layouts: tuple[str, str], n: int, threads: int) -> InRoom:
         return blocks.prepared(self.panels, self.shape, self.tile[1], self.target, layouts, n, threads, self.numbers)
 
     def _in_place(self, n: int, threads: int) -> Call:

@@ -28,10 +28,10 @@ from sparse_kernels.cpu.amx import (
     TILE_BYTES,
     TOKENS,
 )  # fmt: skip
-from sparse_kernels.cpu.call import Call, LinearPlan
+from sparse_kernels.cpu.call import InRoom, LinearPlan
 from sparse_kernels.cpu.panels import Groups, group_height, groups
 from sparse_kernels.cpu.parts import Kernel, in_parts
-from sparse_kernels.cpu.scratch import aligned, at_cache_line, borrow, give_back
+from sparse_kernels.cpu.scratch import aligned, at_cache_line
 from sparse_kernels.cpu.thirds import has_thirds, thirds
 from sparse_kernels.cpu.vectors import TILE, columns
 from sparse_kernels.formats import Packed
@@ -206,25 +206,19 @@ class MatrixPlan(LinearPlan):
     def _lanes(self) -> int:
         return ROWS
 
-    def _prepared(self, n: int, threads: int) -> Call:
+    def _prepared(self, n: int, threads: int) -> InRoom:
         m, k = self.shape
         parts = min(threads, -(-n // ROWS))
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
         between = layouts.get(self.layout, (self.layout, self.layout))
         needed = room(self.panels, k, n, parts)
         bound = kernel(self.panels.row_tiles, *between, self.emulated).bound(
-            "x_at y_at bias_at activation scratch_at", weights=self.panels.arrays, places=self.panels.places,
+            "scratch_at x_at y_at bias_at activation", weights=self.panels.arrays, places=self.panels.places,
             n=n, k=k, m=m, tiles=needed.tiles, x_bytes=needed.x_bytes, y_bytes=needed.y_bytes,
             thread_bytes=needed.thread_bytes, parts=parts,
         )  # fmt: skip
 
-        def call(x: int, y: int, bias: int, activation: int) -> bool:
-            scratch = borrow(parts * needed.thread_bytes // 4)
-            finite = bound(x, y, bias, activation, scratch.at)
-            give_back(scratch)
-            return finite
-
-        return call
+        return InRoom(bound, parts * needed.thread_bytes // 4)
 
     def _otherwise(self) -> LinearPlan:
         return self._vectors

@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparse_kernels.cpu import call
+from sparse_kernels.cpu import threads
+from sparse_kernels.cpu.call import LinearPlan
 from sparse_kernels.formats import pack
-from sparse_kernels.patterns import VectorWise
-from sparse_kernels.plan import Plan, prepare
+from sparse_kernels.patterns import parse
+from sparse_kernels.plan import ACTIVATIONS, Plan, prepare
 
 M, K, N = 9, 6, 3
 
@@ -76,10 +77,12 @@ def layout(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def plans(rng: np.random.Generator, layout: str) -> tuple[Plan, Plan]:
-    weight = rng.standard_normal((M, K))
-    packed = pack(weight.astype(np.float32), VectorWise(4).mask(weight**2, 0.5), VectorWise(4))
+# One kernel, one that needs room (where x is token-major), and several steps (where it is feature-major, or rows are
+# single).
+@pytest.fixture(params=["vector:4", "shflbw:4", "unstructured"])
+def plans(request: pytest.FixtureRequest, rng: np.random.Generator, layout: str) -> tuple[Plan, Plan]:
+    weight, pattern = rng.standard_normal((M, K)), parse(request.param)
+    packed = pack(weight.astype(np.float32), pattern.mask(weight**2, 0.5), pattern)
     return prepare(packed, "numba", layout, N), prepare(packed, "reference", layout, N)
 
 
@@ -116,16 +119,23 @@ def test_what_is_odd_but_right_is_computed(plans: tuple[Plan, Plan], given: Give
         np.testing.assert_allclose(given["out"], expected, atol=1e-5)
 
 
-def test_only_what_is_plain_passes_the_quick_look(plans: tuple[Plan, Plan], given: Given, layout: str) -> None:
+def test_only_what_is_plain_passes_the_quick_look(plans: tuple[Plan, Plan], given: Given) -> None:
     # Else the tests above might show what Python says, and nothing of the compiled function before it.
-    axis = 0 if layout == "token_major" else 1
+    plan = plans[0]
+    assert isinstance(plan, LinearPlan)
+    *_, quick = plan._found(N, threads.count())
 
     def passes(given: Given) -> bool:
-        return call._if_right(given["x"], given["out"], given["bias"], axis, N, M, K)[0] != 0
+        try:
+            return quick(given["x"], given["out"], given["bias"], ACTIVATIONS.index("relu"))
+        except TypeError:
+            return False
 
     assert passes(given)
+    np.testing.assert_allclose(given["out"], plans[1](**{**given, "out": None}), atol=1e-5)
     for name in set(WRONG) - {"activation"}:
         changed = {**given, "out": given["out"].copy()}
         WRONG[name](changed)
+        before = np.array(changed["out"])
         assert not passes(changed), name
-    assert not any(call._if_right(given["x"][:0], given["out"][:0], given["bias"], axis, 0, M, K))
+        np.testing.assert_array_equal(changed["out"], before)
