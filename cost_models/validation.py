@@ -6,13 +6,15 @@ set, and intervals calibrated so cover far less of a new shape than they say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from sklearn.base import clone
+from sklearn.utils.parallel import Parallel, delayed
 
 from cost_models import noise
 from cost_models.errors import Unanchored, Uncalibrated
@@ -49,22 +51,34 @@ def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
     if isinstance(estimator, Learned):
         outcome = _held_out_shapes(estimator, coverage)
     else:
-        outcome = _held_out(estimator, X, seconds, coverage, by_sparsity(X))
+        outcome = _joined(_without(estimator, X, seconds, coverage, mask) for mask in by_sparsity(X))
     return _figures(outcome, X, coverage)
 
 
 def validate_held_out(
-    estimator: Learned, X: pd.DataFrame, y: npt.ArrayLike, held_out: Iterable[Mask], coverage: float = 0.9
-) -> Figures:
-    """Errors of `estimator`, fitted again without each of `held_out` (rows,) in turn, on what was held out.
+    estimator: Learned,
+    X: pd.DataFrame,
+    y: npt.ArrayLike,
+    held_out: Mapping[str, Sequence[Mask]],
+    coverage: float = 0.9,
+    *,
+    n_jobs: int | None = None,
+) -> dict[str, Figures]:
+    """By the names of `held_out`, which has masks (rows,) by name, as `hold_outs` finds them: errors of `estimator`,
+    fitted again without each of the masks in turn, on what was held out.
 
     It may extrapolate: that is what a family of layers or an edge of the measured sizes asks of it. What it refuses
     even so, such as an operation that only the rows held out have, does not count. Figures as of `validate`, the
-    noise that of the rows held out.
+    noise that of the rows held out. `n_jobs` processes fit, as in scikit-learn.
     """
-    seconds, masks = checked(X, y), [np.zeros(len(X), bool), *held_out]
+    seconds = checked(X, y)
     bold = clone(estimator).set_params(allow_extrapolation=True)
-    return _figures(_held_out(bold, X, seconds, coverage, masks[1:]), X[np.any(masks, axis=0)], coverage)
+    every = [mask for masks in held_out.values() for mask in masks]
+    outcomes = iter(Parallel(n_jobs)(delayed(_without)(bold, X, seconds, coverage, mask) for mask in every))
+    return {
+        name: _figures(_joined(next(outcomes) for _ in masks), X[np.any(masks, axis=0)], coverage)
+        for name, masks in held_out.items()
+    }
 
 
 def _figures(outcome: Outcome, X: pd.DataFrame, coverage: float) -> Figures:
@@ -94,29 +108,29 @@ def _held_out_shapes(model: Learned, coverage: float) -> Outcome:
     return np.abs(np.expm1(log_errors)), np.abs(log_errors[: half.size]) <= half, 2 * np.sinh(half)
 
 
-def _held_out(
-    estimator: CostModel, X: pd.DataFrame, seconds: Array, coverage: float, masks: Iterable[Mask]
-) -> Outcome:
+def _joined(outcomes: Iterable[Outcome]) -> Outcome:
+    nothing = np.empty(0), np.empty(0, bool), np.empty(0)
+    errors, covered, widths = (np.concatenate(parts) for parts in zip(nothing, *outcomes, strict=True))
+    return errors, covered, widths
+
+
+def _without(estimator: CostModel, X: pd.DataFrame, seconds: Array, coverage: float, held_out: Mask) -> Outcome:
+    """What a model of the other rows makes of those held out."""
     errors, covered, widths = np.empty(0), np.empty(0, bool), np.empty(0)
-    for held_out in masks:
-        rest, asked = X[~held_out].reset_index(drop=True), X[held_out].reset_index(drop=True)
-        truth = seconds[held_out]
-        try:
-            model = clone(estimator).fit(rest, seconds[~held_out])
-        except Unanchored:
-            continue
-        known = _accepted(model, asked)
-        if not known.any():
-            continue
+    rest, asked = X[~held_out].reset_index(drop=True), X[held_out].reset_index(drop=True)
+    truth = seconds[held_out]
+    try:
+        model = clone(estimator).fit(rest, seconds[~held_out])
+    except Unanchored:
+        return errors, covered, widths
+    known = _accepted(model, asked)
+    if known.any():
         asked, truth = asked[known].reset_index(drop=True), truth[known]
         predicted = model.predict(asked)
-        errors = np.append(errors, np.abs(predicted / truth - 1))
-        try:
+        errors = np.abs(predicted / truth - 1)
+        with contextlib.suppress(Uncalibrated):
             low, high = model.predict_interval(asked, coverage)
-        except Uncalibrated:
-            continue
-        covered = np.append(covered, (low <= truth) & (truth <= high))
-        widths = np.append(widths, (high - low) / predicted)
+            covered, widths = (low <= truth) & (truth <= high), (high - low) / predicted
     return errors, covered, widths
 
 

@@ -137,10 +137,14 @@ def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, F
     X, y = X[ours].reset_index(drop=True), y[ours]
     found = {"held-out shapes": cost_models.validate(model, X, y)}
     learned = model.learned_ if isinstance(model, Hybrid) else model
-    for name, masks in cost_models.hold_outs(X).items():
-        if name != "shapes":
-            within = [np.isin(np.arange(len(ours)), np.flatnonzero(ours)[mask]) for mask in masks]
-            found[name] = cost_models.validate_held_out(learned, every, times, within)
+    within = {
+        name: [np.isin(np.arange(len(ours)), np.flatnonzero(ours)[mask]) for mask in masks]
+        for name, masks in cost_models.hold_outs(X).items()
+        if name != "shapes"
+    }
+    # Trees take seconds a fit, and use one core; to start processes takes as long as all fits of a roofline.
+    jobs = None if isinstance(learned, Roofline) else -1
+    found |= cost_models.validate_held_out(learned, every, times, within, n_jobs=jobs)
     if not isinstance(model, Roofline):
         found["roofline, held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
     found[f"look-up, {sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)

@@ -191,9 +191,9 @@ def own(tables: list[str], backend: str) -> None:
     for model in (Roofline(), Boosted()):
         name = type(model).__name__
         found[f"{name}, shapes"] = cost_models.validate(model.fit(X, y), X, y)
-        for way, masks in cost_models.hold_outs(X).items():
-            if way != "shapes":
-                found[f"{name}, {way}"] = cost_models.validate_held_out(model, X, y, masks)
+        ways = {way: masks for way, masks in cost_models.hold_outs(X).items() if way != "shapes"}
+        for way, figures in cost_models.validate_held_out(model, X, y, ways, n_jobs=-1).items():
+            found[f"{name}, {way}"] = figures
     print(f"{len(X)} points of {count_shapes(X)} shapes")
     for name, figures in found.items():
         if figures["median"] is None:

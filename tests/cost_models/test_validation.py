@@ -81,8 +81,11 @@ def test_times_that_no_feature_explains_look_wrong(table: Table, seconds: Second
 
 def test_what_is_held_out_is_predicted_by_a_model_of_the_rest(noisy: Noisy) -> None:
     X, y = noisy
-    [edge] = hold_outs(X)["largest fifth"]
-    figures = validate_held_out(Roofline(), X, y, [edge], 0.8)
+    ways = hold_outs(X)
+    [edge] = ways["largest fifth"]
+    found = validate_held_out(Roofline(), X, y, ways, 0.8, n_jobs=2)
+    assert found == validate_held_out(Roofline(), X, y, ways, 0.8) and list(found) == list(ways)
+    figures = found["largest fifth"]
     model = Roofline(allow_extrapolation=True).fit(X[~edge].reset_index(drop=True), y[~edge])
     predicted, (low, high) = model.predict(X[edge]), model.predict_interval(X[edge], 0.8)
     assert figures["median"] == pytest.approx(np.median(np.abs(predicted / y[edge] - 1)))
@@ -96,10 +99,10 @@ def test_what_a_model_refuses_is_not_counted_as_predicted(noisy: Noisy) -> None:
     # No other row is of this operation, so a model of the others refuses it.
     odd = X["m"].eq(64).to_numpy()
     X = X.assign(op=np.where(odd, "conv2d", "linear"))
-    assert validate_held_out(Roofline(), X, y, [odd])["held_out"] == 0
+    assert validate_held_out(Roofline(), X, y, {"odd": [odd]})["odd"]["held_out"] == 0
     # Nor does it keep what is predicted from counting.
     both = odd | X["m"].eq(256).to_numpy()
-    assert validate_held_out(Roofline(), X, y, [both])["held_out"] == (both & ~odd).sum()
+    assert validate_held_out(Roofline(), X, y, {"both": [both]})["both"]["held_out"] == (both & ~odd).sum()
 
 
 def test_a_hybrid_is_judged_by_its_learned_part(noisy: Noisy) -> None:

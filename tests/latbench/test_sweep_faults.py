@@ -53,6 +53,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.timeout(600)
 def test_a_killed_sweep_loses_no_finished_point_and_completes(
     start: Callable[..., subprocess.Popen[str]], tmp_path: Path, tiny: Path, rng: np.random.Generator
 ) -> None:
