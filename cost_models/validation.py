@@ -64,8 +64,8 @@ def validate_held_out(
     *,
     n_jobs: int | None = None,
 ) -> dict[str, Figures]:
-    """By the names of `held_out`, which has masks (rows,) by name, as `hold_outs` finds them: errors of `estimator`,
-    fitted again without each of the masks in turn, on what was held out.
+    """Errors of `estimator`, fitted again without each mask (rows,) of `held_out` in turn, on what was held out; by
+    name, as `hold_outs` gives masks by name.
 
     It may extrapolate: that is what a family of layers or an edge of the measured sizes asks of it. What it refuses
     even so, such as an operation that only the rows held out have, does not count. Figures as of `validate`, the
@@ -73,10 +73,10 @@ def validate_held_out(
     """
     seconds = checked(X, y)
     bold = clone(estimator).set_params(allow_extrapolation=True)
-    every = [mask for masks in held_out.values() for mask in masks]
+    every, nothing = [mask for masks in held_out.values() for mask in masks], np.zeros(len(X), bool)
     outcomes = iter(Parallel(n_jobs)(delayed(_without)(bold, X, seconds, coverage, mask) for mask in every))
     return {
-        name: _figures(_joined(next(outcomes) for _ in masks), X[np.any(masks, axis=0)], coverage)
+        name: _figures(_joined(next(outcomes) for _ in masks), X[np.any([nothing, *masks], axis=0)], coverage)
         for name, masks in held_out.items()
     }
 

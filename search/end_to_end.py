@@ -9,8 +9,9 @@ share the state of the machine, so intervals come from resampling rounds (a bloc
 speedup's from resampling the same rounds of both engines.
 
 The same model built twice differs by some per cent as long as its process lives, so each engine is built anew a few
-times. That is too few for an interval; what it means for a promise is `risk`'s matter. A building during which the
-machine never was quiet does not count, and another takes its place.
+times, each time in a fork of a process that has imported all. That is too few for an interval; what it means for a
+promise is `risk`'s matter. A building during which the machine never was quiet does not count, and another takes its
+place.
 """
 
 from __future__ import annotations
