@@ -5,7 +5,7 @@ the last one, and takes several times as long as in a loop: for BERT-base's smal
 kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
 addresses; and who has checked its arguments, as torch layers have, calls that directly (`LinearPlan.run`). Arrays are
 looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong by
-Python, which takes two microseconds to say what.
+Python, which takes several times as long to say what.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from sparse_kernels.plan import ACTIVATIONS, Array, check_call
 # of the activation. False if y has to be computed again in another way.
 Call = Callable[[int, int, int, int], bool]
 
-# The same of arrays, which it looks at first. False also where they are not fit to run, TypeError where they are not
-# of float32, or have other axes, or may not be written.
+# The same of arrays, which it looks at first. False also where they are not fit to run; TypeError as `_ARRAYS` says.
 CallOfArrays = Callable[[Array, Array, Array, int], bool]
 
 # So many tokens, by so many threads, and how.
@@ -88,18 +87,13 @@ def arguments(
 
 def way_of(n: int, threads: int, found: Call | InRoom, axis: int, m: int, k: int) -> Way:
     """How n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
-    if isinstance(found, InRoom):
-        return n, threads, _in_room(*found), _looked_at_in_room(*found, axis, n, m, k)
-    return n, threads, found, _looked_at(found, axis, n, m, k)
-
-
-def _in_room(bound: Bound, needed: int) -> Call:
-    return _with_room(bound.func, bound.args[0], needed, bound)
-
-
-def _looked_at_in_room(bound: Bound, needed: int, axis: int, n: int, m: int, k: int) -> CallOfArrays:
-    known = np.array([bound.args[0], axis, n, m, k], np.int64)
-    return _with_room(_looking_and_running(), known.ctypes.data, needed, (known, bound))
+    if not isinstance(found, InRoom):
+        return n, threads, found, _looked_at(found, axis, n, m, k)
+    bound, needed = found
+    record = bound.args[0]
+    known = np.array([record, axis, n, m, k], np.int64)
+    call = _with_room(bound.func, record, needed, bound)
+    return n, threads, call, _with_room(_looking_and_running(), known.ctypes.data, needed, (known, bound))
 
 
 def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
@@ -160,7 +154,7 @@ class LinearPlan:
                 try:
                     if call(x, y, given, ACTIVATIONS.index(activation)):
                         return y
-                except TypeError:
+                except TypeError:  # of another dtype or number of axes, or may not be written
                     pass
         x, y, bias, code, n = linear_arguments(self.layout, m, k, self._tile_tokens, x, bias, activation, out)
         if n:
@@ -274,12 +268,12 @@ def _looking_and_running() -> Callable[..., bool]:
     )
 
 
-# The addresses of x and y, n tokens along this axis, and of a bias. 0 of what is not fit to run: of other shapes, not
-# C-contiguous, or sharing memory.
+# The addresses of x and y, n > 0 tokens along this axis, and of a bias. 0 of what is not fit to run: of other shapes,
+# not C-contiguous, or sharing memory.
 def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) -> Any:
     # Signed, as unsigned and signed integers would meet in float64.
     x_at, y_at, bias_at = np.intp(x.ctypes.data), np.intp(y.ctypes.data), np.intp(bias.ctypes.data)
-    right = n > 0 and bias.shape[0] == m and bias.strides[0] == 4
+    right = bias.shape[0] == m and bias.strides[0] == 4
     right &= x.shape[axis] == n and x.shape[1 - axis] == k and x.strides == (4 * x.shape[1], 4)
     right &= y.shape[axis] == n and y.shape[1 - axis] == m and y.strides == (4 * y.shape[1], 4)
     y_end = y_at + 4 * n * m

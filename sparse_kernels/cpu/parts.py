@@ -66,7 +66,7 @@ class Kernel:
 
 
 class Bound(partial[bool]):
-    """A kernel as a function of some integers. All it needs lies in one piece: in a model each call finds it cold."""
+    """A kernel as a function of what varies. The rest lies in one piece, as in a model each call finds it cold."""
 
     held: Any  # what lives as long as it may be called
 
