@@ -198,6 +198,7 @@ def test_batches_move_with_whatever_holds_their_tensors() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # its nodes' processes import torch one by one, beside all else that runs meanwhile
 def test_a_ray_cluster_gives_the_same_losses_and_a_lost_node_costs_none(
     ray_head: Any, database: Database, tmp_path: Path
 ) -> None:
