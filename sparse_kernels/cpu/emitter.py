@@ -284,6 +284,23 @@ class Emitter:
             totals.append(either)
         return totals
 
+    def either(
+        self, condition: ir.Value, yes: Callable[[], list[ir.Value]], no: Callable[[], list[ir.Value]]
+    ) -> list[ir.Value]:
+        """What `yes` gives where the condition is not 0, or else `no`: as many vectors."""
+        builder, found = self.builder, []
+        with builder.if_else(builder.icmp_signed("!=", condition, self.integer(0))) as branches:
+            for branch, way in zip(branches, (yes, no), strict=True):
+                with branch:
+                    vectors = way()
+                    found.append((vectors, builder.block))
+        joined = []
+        for i in range(len(found[0][0])):
+            joined.append(builder.phi(self.vector))
+            for vectors, block in found:
+                joined[-1].add_incoming(vectors[i], block)
+        return joined
+
     def loop(
         self,
         stop: ir.Value,

@@ -43,6 +43,9 @@ PRECISIONS = ("float32", "bfloat16-weights", "bfloat16")
 LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
 
+# Full vectors of tokens for each thread from which on whole vectors on AMD need no blocks where rows are permuted.
+ENOUGH_VECTORS = 4
+
 # Lanes of the narrowest vectors: 128 bits.
 NARROWEST = 4
 
@@ -86,8 +89,12 @@ class TokenPlan(LinearPlan):
         fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own)
         density = panels.values.size / (panels.row_ids.size * k)
         laid = tokens.side_by_side(n, step, k, density, host())
-        multiply = tokens.kernel(step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, *fetched, laid)
-        waiting = -(-n // step) * step * panels.row_ids.size if permuted else 0
+        whole_chunks = permuted and -(-n // order[0]) % threads == 0
+        multiply = tokens.kernel(
+            step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, fetched, laid, whole_chunks
+        )
+        waits = threads * order[0] if whole_chunks else -(-n // step) * step  # tokens
+        waiting = waits * panels.row_ids.size if permuted else 0
         needed = waiting + (threads * order[0] * k if laid else 0)
         constant = {
             "weights": panels.arrays, "n": n, "k": k, "m": m, "chunk": order[0], "block": order[1], "parts": threads,
@@ -264,6 +271,8 @@ def _better_in_blocks(packed: Packed, tile: tuple[int, int, int], n: int) -> boo
     if vectors > 1 and permuted(packed) and not host().shared:
         each = -(-total // threads)
         full = 16 * n >= 15 * each * threads * lanes
+        if host().whole:
+            return full and each < ENOUGH_VECTORS
         # One pass over the weights is enough. Or more lies in memory than kernel tokens fetches ahead: x and y, or x
         # of a tile beside the weights.
         return (full and (k < 2 * m or each <= 2)) or n * (m + k) >= LARGE or 4 * size * k > CACHED
@@ -326,7 +335,8 @@ def build(
         name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{partly}{'.bf16' if narrow else ''}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
-        cut = cut.in_stages(tokens.stages(size, packed.shape[1], target), packed.shape[1])
+        density = cut.values.size / (cut.row_ids.size * packed.shape[1])
+        cut = cut.in_stages(tokens.stages(size, packed.shape[1], density, n, target), packed.shape[1])
         return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:

@@ -81,6 +81,7 @@ def token_tile(
     close: Any,
     form: Any,
     busy: Any,
+    once: Any,
     laid: Any,
     values: Any,
     columns: Any,
@@ -95,6 +96,7 @@ def token_tile(
     bias: Any,
     activation: Any,
     elsewhere: Any,
+    cold: Any,
 ) -> Any:
     """y[t, v] = activation(sum over c of x[t, columns[c]] * values[c, v] + bias[v]).
 
@@ -111,16 +113,19 @@ def token_tile(
     laid = 1: x lies with all tokens of the tile side by side, (columns, tokens); x_stride is not looked at.
 
     busy = 1: with each column the cache line is fetched that lies so many bytes from its weights, `elsewhere`.
+
+    once = 1: where `cold` is 1 weights are fetched ahead and nothing else is, where it is 0 only what busy says.
+    once = 0: both are fetched always, and cold is not looked at.
     """
     signature = types.void(
-        *(tokens, vectors, lanes, fused, size, ahead, close, form, busy, laid), *([types.intp] * 13)
+        *(tokens, vectors, lanes, fused, size, ahead, close, form, busy, once, laid), *([types.intp] * 14)
     )
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        sizes = (int(each.literal_value) for each in signature.args[:10])
-        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches, beside = sizes
-        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[10:]
-        bias, activation, elsewhere = args
+        sizes = (int(each.literal_value) for each in signature.args[:11])
+        n_tokens, n_vectors, n_lanes, fuse, bytes_each, distance, near, left_as, fetches, either, beside = sizes
+        values, columns, count, x, x_stride, tokens_left, y, y_stride, lanes_left, more, *args = args[11:]
+        bias, activation, elsewhere, cold = args
         emit = Emitter(builder, n_lanes, bool(fuse))
         width = n_vectors * n_lanes
         last = builder.sub(tokens_left, emit.integer(1))
@@ -136,22 +141,28 @@ def token_tile(
         values_pointer, columns_pointer = emit.pointer(values, kind=kind), emit.pointer(columns, kind=I32)
         per_float = 4 // bytes_each
 
-        def column(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+        def column(ahead: bool, others: bool, c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             index = builder.sext(builder.load(builder.gep(columns_pointer, [c])), I64)
             if beside:
                 index = builder.mul(index, emit.integer(n_tokens))
             at = builder.gep(values_pointer, [builder.mul(c, emit.integer(width))])
-            for v in range(0, n_vectors, per_float) if distance else ():
+            for v in range(0, n_vectors, per_float) if distance and ahead else ():
                 further = builder.gep(at, [emit.integer(distance * per_float + v * n_lanes)])
                 emit.will_load(further, close=bool(near))
-            if fetches:
+            if fetches and others:
                 emit.will_load(emit.pointer(builder.add(builder.ptrtoint(at, I64), elsewhere)))
             weights = [load(at, v) for v in range(n_vectors)]
             factors = [emit.splat(builder.load(builder.gep(row, [index]))) for row in x_rows]
             pairs = [(factor, weight) for factor in factors for weight in weights]
             return [emit.multiply_add(f, w, s) for (f, w), s in zip(pairs, sums, strict=True)]
 
-        sums = emit.loop(count, emit.zeros(len(outputs)), column)
+        def columns_with(ahead: bool, others: bool) -> list[ir.Value]:
+            return emit.loop(count, emit.zeros(len(outputs)), partial(column, ahead, others))
+
+        if either:
+            sums = emit.either(cold, lambda: columns_with(True, False), lambda: columns_with(False, True))
+        else:
+            sums = columns_with(True, True)
         if left_as == FOURS:
             fours = [
                 (four, v, emit.pointer(y, builder.mul(y_stride, emit.integer(four))))

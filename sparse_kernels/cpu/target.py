@@ -30,6 +30,14 @@ class Target:
     matrix: bool = False
     pairs: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether it works on 512 bits at once and does nothing else with that: AMD's since Zen 5.
+
+        Its multiply-adds take half the time of a unit that works in halves, so more of them wait for the caches.
+        """
+        return self.lanes == 16 and not self.halves and not self.shared
+
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 

@@ -6,15 +6,18 @@ and the weights of a block stay in the second-level cache; between two panels a 
 cache. It is to fit there: long rows are multiplied in stages, and y holds the sums of those before. Threads share
 (chunk, panel) pairs by cost.
 
-Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all are
-done: threads that wrote here and there in the same rows of y would take its cache lines from each other. Until then
-sums wait in fours of tokens, side by side, so that 16 bytes are read here and there and not 4. With eights it took as
-long, with few tokens up to a tenth longer.
+Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all of a
+tile of tokens are done, or all of all where threads share the panels of a chunk: if they wrote here and there in the
+same rows of y, they would take its cache lines from each other. Until then sums wait in fours of tokens, side by
+side, so that 16 bytes are read here and there and not 4. With eights it took as long, with few tokens up to a tenth
+longer. To put them here and there already and read them in order then, or to put those of a tile while the next one
+is multiplied, is slower: what that reads and writes pushes x out of the first level (Zen 5).
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from numba import njit
 
@@ -37,6 +40,9 @@ OWN_TOKENS = 32
 # Tokens up to which tiles fetch the weights of the next block.
 COMING = 256
 
+# Tiles of tokens from which on few columns are worth cutting into stages.
+TILES_IN_STAGES = 8
+
 # Few tokens are laid out side by side from rows of x so long on, where an output has no larger share of the columns.
 LONG_ROW, THIN = 1024, 0.18
 
@@ -56,16 +62,23 @@ def tile(height: int, target: Target) -> tuple[int, int, int] | None:
     return None
 
 
-def stages(tokens: int, k: int, target: Target) -> int:
-    """In how many stages of columns tiles of so many rows of x, of k elements each, are best multiplied.
+def stages(tokens: int, k: int, density: float, n: int, target: Target) -> int:
+    """In how many stages of columns tiles of so many rows of x, of k elements each, are best multiplied, of n rows.
 
     Each panel reads the whole x of a tile. Where that does not fit the first-level cache, Intel's second level slows
     it down. A stage fills half of the first: at 75% sparsity 5% to 10% less time than in one stage, or than in blocks
     with tokens along the vector, at 90% 15% to 25% (2048 and 3072 columns, 128 tokens).
+
+    So do vectors of 512 bits at once where few columns are kept: a stage fills three quarters, at 90% sparsity 8% to
+    18% less time (the same layers, Zen 5). At 75%, or with 32 tokens, it takes up to a tenth longer.
     """
-    if not target.shared or tokens * k <= FIRST_LEVEL:
+    if tokens * k <= FIRST_LEVEL:
         return 1
-    return -(-tokens * k // (FIRST_LEVEL // 2))
+    if target.shared:
+        return -(-tokens * k // (FIRST_LEVEL // 2))
+    if not target.whole or density >= THIN or n < TILES_IN_STAGES * tokens:
+        return 1
+    return -(-tokens * k // (3 * FIRST_LEVEL // 4))
 
 
 def order(tokens: int, k: int, n: int, weights: Panels, parts: int, own: bool) -> tuple[int, int]:
@@ -93,9 +106,20 @@ def own_chunks(n: int, threads: int, permuted: bool, target: Target) -> bool:
     return permuted or (not target.shared and n >= OWN_TOKENS * threads)
 
 
-def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
-    """How weights are fetched for n tokens, `tokens` at a time: how far ahead, in floats; whether to the first level;
-    whether those of the next block are, too.
+class Fetching(NamedTuple):
+    """How tiles fetch weights: how far `ahead`, in floats, 0 for not at all; to the first level (`close`) or the
+    second; whether those of the next block, too, which are `coming`; whether ahead only `once`, with the first tile
+    of tokens that passes over a block, and only with the others what is coming.
+    """
+
+    ahead: int
+    close: bool
+    coming: bool
+    once: bool
+
+
+def fetched(n: int, tokens: int, target: Target) -> Fetching:
+    """How weights are fetched for n tokens, `tokens` at a time.
 
     A tile reads whole cache lines of them for each column. Where they are passed over often they lie in the second
     level, which Intel's units wait for: with the first level 3% to 9% less time for 128 tokens. Where they come from
@@ -105,10 +129,14 @@ def fetched(n: int, tokens: int, target: Target) -> tuple[int, bool, bool]:
     takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory and the others have
     nothing to fetch, unless it is the next block: up to 1.1 times the speed for 64 and 128 tokens. Of far more
     tokens that is a small part, and it is 0.95 to 1.0 times.
+
+    Vectors of 512 bits at once feel it where the others fetch what is there: 1.01 to 1.1 times the speed for 32 to
+    2,048 tokens if only the first does, where weights are warm and where they are not (Zen 5).
     """
     if target.shared:
-        return AHEAD, n >= 8 * tokens, False
-    return (AHEAD if n > 2 else 0), False, tokens < n <= COMING
+        return Fetching(AHEAD, n >= 8 * tokens, coming=False, once=False)
+    coming, ahead = tokens < n <= COMING, AHEAD if n > 2 else 0
+    return Fetching(ahead, close=target.whole, coming=coming, once=target.whole and n > tokens)
 
 
 @njit(inline="always")
@@ -145,23 +173,25 @@ def kernel(
     lanes: int,
     fused: bool,
     permuted: bool,
-    size: int = 4,
-    ahead: int = AHEAD,
-    close: bool = False,
-    coming: bool = False,
-    laid: bool = False,
+    size: int,
+    fetching: Fetching,
+    laid: bool,
+    whole: bool,
 ) -> Kernel:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
-    ahead, close, coming: how weights are fetched, as `fetched` says it. laid: x is laid out `side_by_side`.
+    fetching: how weights are fetched, as `fetched` says it. laid: x is laid out `side_by_side`. whole: each part has
+    whole chunks, so it puts permuted rows in their places itself, tile by tile, while it finds them in its caches.
 
     Called with (panels.arrays, addresses of x (n, k) and y (n, m), n, k, m, address of bias (m), activation code,
     tokens of a chunk, panels of a block, parts, places, address of room, shares, elements of it that sums take).
-    Where permuted, the sums of all panels wait there, for n tokens in whole tiles, places are where rows of y wait
-    among the panels' rows, or `in_fours`, and in so many shares they are finished and put in their places. Else
-    places and shares are not looked at. Where laid, there is room behind them for a chunk of x for each part.
+    Where permuted, the sums of all panels wait there, for n tokens in whole tiles or, where whole, a chunk of each
+    part; places are where rows of y wait among the panels' rows, or `in_fours`; and unless whole, in so many shares
+    they are finished and put in their places. Else places and shares are not looked at. Where laid, there is room
+    behind them for a chunk of x for each part.
     """
-    fuse, near, busy, beside, unfinished = int(fused), int(close), int(coming), int(laid), PARTIAL
+    fuse, beside, unfinished = int(fused), int(laid), PARTIAL
+    ahead, near, busy, once = (int(each) for each in fetching)
     form = (FOURS if in_fours(tokens) else ROWS) if permuted else FINISHED
     width = vectors * lanes
     per_column = max(1, width * size // LINE_BYTES)  # cache lines
@@ -179,6 +209,8 @@ def kernel(
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
         x_here, laid_chunk = room_at + (waiting + part * chunk * k) * 4, -1
+        if whole:
+            sums_at += part * chunk * features * 4
         while item < end:
             # As many panels of this part as lie in one chunk and in one block.
             chunk_begin = item // panels * chunk
@@ -186,20 +218,24 @@ def kernel(
             stop = min(first + block, panels, first + end - item)
             item += stop - first
             chunk_end = min(chunk_begin + chunk, n)
+            waits_from = chunk_begin if whole else 0
             if laid and chunk_begin != laid_chunk:
                 laid_chunk = chunk_begin
                 for token in range(chunk_begin, chunk_end, tokens):
                     there = x_here + (token - chunk_begin) * k * 4
                     tokens_to_lanes(tokens, FLOATS, x_at + token * k * 4, k, n - token, k, there, tokens)
             for stage in range(stages):
-                # Tiles fetch the weights of the next block, every so many of them a line of each column of a panel.
+                # Tiles fetch the weights of the next block, but for those that fetch ahead `once`: every so many of
+                # them a line of each column of a panel.
                 begin, behind = upcoming(first, stop, stage, stages, panels, item, end, block)
-                turns = (stop - first) * ((chunk_end - chunk_begin + tokens - 1) // tokens)
+                turns = (stop - first) * ((chunk_end - chunk_begin - 1) // tokens + 1 - once)
                 lines, asked, due = (behind - begin) * per_column, 0, 0
                 for token in range(chunk_begin, chunk_end, tokens):
                     for panel in range(first, stop):
                         row, here, elsewhere = panel * width, stage * panels + panel, 0
-                        due += lines
+                        cold = int(token == chunk_begin)
+                        if not (once and cold):
+                            due += lines
                         if busy and due >= turns:
                             there = table[begin + asked // per_column, 0]
                             elsewhere = (there - table[here, 0]) * size + asked % per_column * LINE_BYTES
@@ -214,6 +250,7 @@ def kernel(
                             near,
                             form,
                             busy,
+                            once,
                             beside,
                             values_at + table[here, 0] * size,
                             columns_at + table[here, 1] * 4,
@@ -221,14 +258,22 @@ def kernel(
                             x_here + (token - chunk_begin) * k * 4 if laid else x_at + token * k * 4,
                             k,
                             n - token,
-                            sums_at + (token * features + row * together) * 4,
+                            sums_at + ((token - waits_from) * features + row * together) * 4,
                             features,
                             features - row,
                             min(stage, 1),
                             bias_at + row * 4,
                             activation if stage == stages - 1 else unfinished,
                             elsewhere,
+                            cold,
                         )
+                    if whole and stop == panels and stage == stages - 1:
+                        for some in range(token, min(token + tokens, n), together):
+                            sums_here, there = sums_at + (some - waits_from) * features * 4, y_at + some * m * 4
+                            put_rows(
+                                together, lanes, fuse,
+                                sums_here, places.ctypes.data, m, n - some, there, m, bias_at, activation,
+                            )  # fmt: skip
 
     def put(  # type: ignore[no-untyped-def]
         share, weights, x_at, y_at, n, k, m, bias_at, activation, chunk, block, parts, places, room_at, shares,
@@ -252,4 +297,4 @@ def kernel(
                 sums_at, places_at, end - begin, n - token, target_at, m, here_at, activation,
             )  # fmt: skip
 
-    return in_parts(multiply, put) if permuted else in_parts(multiply)
+    return in_parts(multiply, put) if permuted and not whole else in_parts(multiply)

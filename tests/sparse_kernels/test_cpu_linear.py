@@ -1,4 +1,5 @@
 import copy
+import itertools
 import os
 import pickle
 import platform
@@ -7,7 +8,6 @@ import sys
 import threading
 from collections import deque
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numba
@@ -65,6 +65,14 @@ def all_threads():
     before = numba.get_num_threads()
     yield
     numba.set_num_threads(before)
+
+
+def avx512(**how: bool) -> target.Target:
+    """Intel's: shared; AMD's Zen 4: halves; AMD's Zen 5: neither."""
+    return target.Target("avx512", 16, 32, fused=True, **how)
+
+
+INTEL, ZEN_4, ZEN_5 = avx512(shared=True), avx512(halves=True), avx512()
 
 
 def packed_of(pattern, weight, sparsity=0.7):
@@ -265,22 +273,43 @@ def test_threads_share_tokens_evenly_where_one_chunk_is_not_enough(n, k, parts):
     assert most <= 1.02 * tile * -(-n // tile // parts)
 
 
-def test_weights_come_to_the_first_level_for_many_tokens_on_intel_alone():
-    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
-    assert [tokens.fetched(n, 8, intel)[1] for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
-    assert not tokens.fetched(128, 8, amd)[1]
+def test_weights_come_to_the_first_level_where_vectors_would_wait_for_the_second():
+    assert [tokens.fetched(n, 8, INTEL).close for n in (1, 8, 63, 64, 128)] == [False, False, False, True, True]
+    assert not tokens.fetched(128, 8, ZEN_4).close and tokens.fetched(8, 8, ZEN_5).close
 
 
 def test_amd_reads_the_weights_of_one_or_two_tokens_without_being_told():
-    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
-    assert [tokens.fetched(n, 8, amd)[0] for n in (1, 2, 3, 128)] == [0, 0, AHEAD, AHEAD]
-    assert [tokens.fetched(n, 8, intel)[0] for n in (1, 2, 3, 128)] == [AHEAD] * 4
+    for amd in (ZEN_4, ZEN_5):
+        assert [tokens.fetched(n, 8, amd).ahead for n in (1, 2, 3, 128)] == [0, 0, AHEAD, AHEAD]
+    assert [tokens.fetched(n, 8, INTEL).ahead for n in (1, 2, 3, 128)] == [AHEAD] * 4
 
 
 def test_tiles_fetch_the_next_block_where_the_first_one_of_it_would_wait_on_amd_alone():
-    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
-    assert [tokens.fetched(n, 8, amd)[2] for n in (8, 9, 256, 257)] == [False, True, True, False]
-    assert not tokens.fetched(128, 8, intel)[2]
+    for amd in (ZEN_4, ZEN_5):
+        assert [tokens.fetched(n, 8, amd).coming for n in (8, 9, 256, 257)] == [False, True, True, False]
+    assert not tokens.fetched(128, 8, INTEL).coming
+
+
+def test_what_is_there_is_not_fetched_where_that_costs_time():
+    assert [tokens.fetched(n, 8, ZEN_5).once for n in (8, 9, 2048)] == [False, True, True]
+    assert not tokens.fetched(128, 8, ZEN_4).once and not tokens.fetched(128, 8, INTEL).once
+
+
+def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
+    """Chunks of several tiles, blocks of few panels."""
+    monkeypatch.setattr(tokens, "CACHED", 2_000)
+    m, k, n = 200, 57, 150
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(ShflBW(32), weight)
+    tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+    if tile is None:  # a vector is wider than a group here
+        return
+    for ways in itertools.product((False, True), repeat=2):
+        monkeypatch.setattr(tokens, "fetched", lambda *a, ways=ways: tokens.Fetching(AHEAD, False, *ways))
+        for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+            numba.set_num_threads(threads)
+            plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
+            np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T)).T, expected)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
@@ -300,10 +329,9 @@ def test_what_comes_next_is_all_that_a_part_multiplies_after_its_first_block(sta
 
 
 def test_threads_have_chunks_of_their_own_where_tokens_make_up_for_reading_all_weights():
-    intel, amd = (target.Target("avx512", 16, 32, fused=True, shared=shared) for shared in (True, False))
-    assert [tokens.own_chunks(n, 2, False, amd) for n in (8, 63, 64)] == [False, False, True]
-    assert not tokens.own_chunks(128, 2, False, intel)
-    assert tokens.own_chunks(8, 2, True, intel) and tokens.own_chunks(8, 2, True, amd)
+    assert [tokens.own_chunks(n, 2, False, ZEN_4) for n in (8, 63, 64)] == [False, False, True]
+    assert not tokens.own_chunks(128, 2, False, INTEL)
+    assert tokens.own_chunks(8, 2, True, INTEL) and tokens.own_chunks(8, 2, True, ZEN_4)
 
 
 def test_calls_share_room_one_after_the_other_and_never_at_once():
@@ -459,7 +487,7 @@ def rows_of(singles, k):
     """(stage, row, {column: weight}) in the order of the stream of single rows, read word by word."""
     words, at = singles.stream.tolist(), 0
     weights = singles.stream.view(np.float32)
-    for stage, (first, end) in enumerate(pairwise(singles.bounds.tolist())):
+    for stage, (first, end) in enumerate(itertools.pairwise(singles.bounds.tolist())):
         for _ in range(singles.m):
             count, row = words[at], words[at + 1]
             kept, at = {}, at + 2
@@ -514,25 +542,22 @@ def test_known_wrong_streams_are_caught(rng, pattern, mistake):
 
 
 def test_a_tile_wastes_as_few_rows_as_possible():
-    wide = target.Target("avx512", 16, 32, fused=True)
-    assert rows.tile(32, wide) == (8, 2)
-    assert rows.tile(4, wide) == (4, 4)
-    assert rows.tile(3, wide)[0] == 4
-    assert rows.tile(9, wide)[0] in (2, 4)
+    assert rows.tile(32, ZEN_5) == (8, 2)
+    assert rows.tile(4, ZEN_5) == (4, 4)
+    assert rows.tile(3, ZEN_5)[0] == 4
+    assert rows.tile(9, ZEN_5)[0] in (2, 4)
     assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
 
 
 def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
-    wide = target.Target("avx512", 16, 32, fused=True)
-    assert [rows.even((8, 2), together, wide) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
-    assert [rows.even((4, 4), together, wide) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
+    assert [rows.even((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
+    assert [rows.even((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
     assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
 
 
 def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():
-    intel = target.Target("avx512", 16, 32, fused=True, shared=True)
-    assert [rows.even((8, 2), together, intel) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
-    assert [rows.even((4, 4), together, intel) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
+    assert [rows.even((8, 2), together, INTEL) for together in (1, 2, 3, 4, 6, 8, 64)] == [2, 2, 3, 2, 3, 2, 3]
+    assert [rows.even((4, 4), together, INTEL) for together in (1, 3, 4, 5, 64)] == [4, 3, 4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -562,11 +587,19 @@ def test_what_tiles_fetch_for_the_next_block_changes_nothing(monkeypatch, rng, l
     np.testing.assert_array_equal(run(packed, x, layout), unpack(packed).astype(float) @ x)
 
 
-@pytest.mark.parametrize(
-    ("shared", "k", "stages"), [(True, 1536, 1), (True, 1537, 3), (True, 3072, 4), (False, 3072, 1)]
-)
-def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_second_level(shared, k, stages):
-    assert tokens.stages(8, k, target.Target("avx512", 16, 32, fused=True, shared=shared)) == stages
+def test_long_x_is_multiplied_in_stages_where_it_would_come_slowly_from_the_second_level():
+    assert [tokens.stages(8, k, 0.25, 8, INTEL) for k in (1536, 1537, 3072)] == [1, 3, 4]
+    assert [tokens.stages(8, k, 0.1, 128, ZEN_5) for k in (1536, 1537, 2048, 3072)] == [1, 2, 2, 3]
+    assert tokens.stages(8, 3072, 0.25, 128, ZEN_5) == tokens.stages(8, 3072, 0.1, 63, ZEN_5) == 1
+    assert tokens.stages(8, 3072, 0.1, 128, ZEN_4) == 1
+
+
+def test_permuted_rows_need_no_blocks_where_vectors_are_whole_and_each_thread_has_several(monkeypatch, rng):
+    monkeypatch.setattr(linear, "host", lambda: ZEN_5)
+    monkeypatch.setattr(numba, "get_num_threads", lambda: 2)
+    packed = packed_of(ShflBW(32), rng.standard_normal((768, 768), np.float32))
+    kernels = [linear.by_vectors(packed, "token_major", n).kernel for n in (8, 32, 96, 100, 128, 2048)]
+    assert kernels == ["tokens", "rows", "rows", "tokens", "tokens", "tokens"]
 
 
 @pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32), BlockWise(32, 32), Dense()], ids=str)
@@ -632,14 +665,12 @@ def test_few_tokens_of_long_rows_are_laid_out_side_by_side(monkeypatch, rng, pat
 
 
 def test_x_is_laid_out_where_its_lines_hold_few_columns_that_are_kept():
-    amd = target.Target("avx512", 16, 32, fused=True)
-
-    def laid(n, k, density, tokens_at_once=8, host=amd):
+    def laid(n, k, density, tokens_at_once=8, host=ZEN_4):
         return tokens.side_by_side(n, tokens_at_once, k, density, host)
 
     assert [laid(n, 3072, 0.1) for n in (1, 4, 5, 8, 9, 128)] == [False, False, True, True, False, False]
     assert not laid(8, 768, 0.1) and not laid(8, 3072, 0.25) and not laid(2, 3072, 0.1, tokens_at_once=2)
-    assert not laid(8, 3072, 0.1, host=replace(amd, shared=True))
+    assert not laid(8, 3072, 0.1, host=INTEL)
 
 
 def test_panels_in_stages_hold_every_weight_once(rng):

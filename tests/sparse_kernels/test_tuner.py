@@ -92,9 +92,10 @@ def test_choices_are_few_begin_with_the_default_and_have_names_of_their_own(patt
 
 @pytest.mark.skipif(target.host().name != "avx512", reason="the tiles of other vector units are others")
 def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(shared: bool, matrix: bool = False) -> None:
+    def on(shared: bool, matrix: bool = False, halves: bool = True) -> None:
         for module in (linear, tuner):
-            monkeypatch.setattr(module, "host", lambda: replace(target.host(), shared=shared, matrix=matrix))
+            found = replace(target.host(), shared=shared, matrix=matrix, halves=halves and not shared)
+            monkeypatch.setattr(module, "host", lambda found=found: found)
 
     def names(pattern: Pattern, layout: str, n: int, threads: int = 1) -> list[str]:
         numba.set_num_threads(threads)
@@ -125,6 +126,8 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     if numba.config.NUMBA_NUM_THREADS > 1:
         assert names(ShflBW(32), "token_major", 32, threads=2) == ["rows8x2", "tokens8x2", "rows8x2.pass"]
         assert names(VectorWise(4), "token_major", 64, threads=2) == ["rows4x2", "rows4x2.pass"]
+    on(shared=False, halves=False)
+    assert names(ShflBW(32), "token_major", 128) == ["tokens8x2", "rows8x2"]
     on(shared=True)
     assert names(VectorWise(32), "token_major", 1024) == ["tokens8x2", "rows8x3"]
     assert names(ShflBW(32), "token_major", 1024) == ["rows8x3"]
