@@ -86,7 +86,7 @@ class TokenPlan(LinearPlan):
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
         own = tokens.own_chunks(n, threads, permuted, host())
-        fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own)
+        fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own, permuted)
         density = panels.values.size / (panels.row_ids.size * k)
         laid = tokens.side_by_side(n, step, k, density, host())
         whole_chunks = permuted and -(-n // order[0]) % threads == 0
