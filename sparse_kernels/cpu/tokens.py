@@ -220,7 +220,7 @@ def kernel(
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
         x_here, laid_chunk = room_at + (waiting + part * chunk * k) * 4, -1
         # Where a tile of tokens meets all panels one after the other, the sums of the next one take the same room.
-        alone = whole and block >= panels
+        alone = whole and stages == 1 and block >= panels
         if whole:
             sums_at += part * chunk * features * 4
         while item < end:

@@ -622,6 +622,22 @@ def test_stages_add_up(monkeypatch, rng, pattern, precision):
         np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T), bias, "relu", out).T, expected)
 
 
+@pytest.mark.parametrize("pattern", [VectorWise(32), ShflBW(32)], ids=str)
+def test_stages_add_up_where_threads_have_several_tiles_of_tokens(monkeypatch, rng, pattern):
+    monkeypatch.setattr(tokens, "stages", lambda *a: 5)
+    m, k, n = 160, 101, 77
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(pattern, weight)
+    tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+    if tile is None:  # a vector is wider than a group here
+        return
+    plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
+    assert plan.panels.stages == 5
+    for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
+        numba.set_num_threads(threads)
+        np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T)).T, expected)
+
+
 @pytest.mark.parametrize(("m", "n"), [(96, 1), (96, 5), (2080, 8), (544, 31), (544, 47)])
 def test_permuted_rows_go_to_their_places_whoever_puts_them_there(rng, m, n):
     """One thread, each its rows, each its tokens; tokens one by one, or in fours."""
