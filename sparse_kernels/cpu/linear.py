@@ -87,8 +87,7 @@ class TokenPlan(LinearPlan):
         step = _tokens_at_a_time(self.tile, n)
         own = tokens.own_chunks(n, threads, permuted, host())
         fetched, order = tokens.fetched(n, step, host()), tokens.order(step, k, n, panels, threads, own, permuted)
-        density = panels.values.size / (panels.row_ids.size * k)
-        laid = tokens.side_by_side(n, step, k, density, host())
+        laid = tokens.side_by_side(n, step, k, panels.density(k), host())
         whole_chunks = permuted and -(-n // order[0]) % threads == 0
         multiply = tokens.kernel(
             step, *self.tile[1:], self.fused, permuted, panels.values.itemsize, fetched, laid, whole_chunks
@@ -335,8 +334,8 @@ def build(
         name = f"{name}{_tokens_at_a_time(choice.tile, n)}x{vectors}{partly}{'.bf16' if narrow else ''}.{target.name}"
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
-        density = cut.values.size / (cut.row_ids.size * packed.shape[1])
-        cut = cut.in_stages(tokens.stages(size, packed.shape[1], density, n, target), packed.shape[1])
+        k = packed.shape[1]
+        cut = cut.in_stages(tokens.stages(size, k, cut.density(k), n, target), k)
         return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:

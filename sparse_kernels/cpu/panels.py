@@ -69,6 +69,10 @@ class Panels:
         """In how many stages the columns are."""
         return len(self.table) // (len(self.work) - 1)
 
+    def density(self, k: int) -> float:
+        """The share of k columns that is kept, in the mean of all rows."""
+        return self.values.size / (self.row_ids.size * k)
+
     @cached_property
     def places(self) -> NDArray[np.uint32]:
         """Where each row of the matrix lies among the packed ones, (m); unsigned, or its sign would be checked."""

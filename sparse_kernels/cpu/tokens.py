@@ -84,9 +84,7 @@ def stages(tokens: int, k: int, density: float, n: int, target: Target) -> int:
     return -(-tokens * k // (3 * FIRST_LEVEL // 4))
 
 
-def order(
-    tokens: int, k: int, n: int, weights: Panels, parts: int, own: bool, permuted: bool
-) -> tuple[int, int]:
+def order(tokens: int, k: int, n: int, weights: Panels, parts: int, own: bool, permuted: bool) -> tuple[int, int]:
     """(tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
     Chunks are as many for each of the `parts` threads, because pairs of a chunk and a panel count alike, also those
@@ -246,12 +244,12 @@ def kernel(
                     for panel in range(first, stop):
                         row, here, elsewhere = panel * width, stage * panels + panel, 0
                         cold = int(token == chunk_begin)
-                        if not (once and cold):
+                        if busy and not (once and cold):
                             due += lines
-                        if busy and due >= turns:
-                            there = table[begin + asked // per_column, 0]
-                            elsewhere = (there - table[here, 0]) * size + asked % per_column * LINE_BYTES
-                            asked, due = asked + 1, due - turns
+                            if due >= turns:
+                                there = table[begin + asked // per_column, 0]
+                                elsewhere = (there - table[here, 0]) * size + asked % per_column * LINE_BYTES
+                                asked, due = asked + 1, due - turns
                         token_tile(
                             tokens,
                             vectors,

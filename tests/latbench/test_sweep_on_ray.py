@@ -69,14 +69,16 @@ def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Su
 
 def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_lock: Path, tmp_path: Path) -> None:
     points = [point(m, sparsity) for m in range(1, 16) for sparsity in (0.5, 0.6, 0.75, 0.9)]
-    out = tmp_path / "out"
+    out, measured = tmp_path / "out", set[str]()
 
     def kill_a_busy_one() -> None:
         """The node of the block that was written last is idle now; the others are not."""
         frame = tables.read(out)
         if len(cluster.a100s) == 3 and len(frame) >= 16:
             last = frame["device_uuid_hash"][frame["block"].idxmax()]
-            busy = next(node for node in cluster.a100s if cache_hash(node) != last)
+            measured.update(frame["device_uuid_hash"])
+            others = [node for node in cluster.a100s if cache_hash(node) != last]
+            busy = min(others, key=lambda node: cache_hash(node) not in measured)  # one that has rows, if it can be
             cluster.a100s.remove(busy)
             cluster.remove_node(busy, allow_graceful=False)
 
@@ -85,7 +87,8 @@ def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_
     frame = tables.read(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
     environments = tables.read_env(out).set_index("env_id")
-    assert len(environments) == 3 and set(frame["env_id"]) == set(environments.index)  # the lost one's rows, too
+    assert len(environments) >= 2 and set(frame["env_id"]) == set(environments.index)
+    assert measured and measured <= set(frame["device_uuid_hash"])  # the lost one's rows, too
     assert (environments["device_uuid_hash"][frame["env_id"]].to_numpy() == frame["device_uuid_hash"]).all()
     assert frame["run_id"].nunique() == 1
     assert frame.groupby("block")["env_id"].nunique().eq(1).all()  # the points of a block took turns on one node
