@@ -271,18 +271,9 @@ class Emitter:
 
         Added behind the loop and not before, so that no multiply-add waits for sums that come from a distant cache.
         """
-        builder = self.builder
-        before = builder.block
-        with builder.if_then(builder.icmp_signed("!=", start, self.integer(0))):
-            added = [builder.fadd(a, b) for a, b in zip(sums, load(), strict=True)]
-            inside = builder.block
-        totals = []
-        for alone, total in zip(sums, added, strict=True):
-            either = builder.phi(self.vector)
-            either.add_incoming(alone, before)
-            either.add_incoming(total, inside)
-            totals.append(either)
-        return totals
+        return self.either(
+            start, lambda: [self.builder.fadd(a, b) for a, b in zip(sums, load(), strict=True)], lambda: sums
+        )
 
     def either(
         self, condition: ir.Value, yes: Callable[[], list[ir.Value]], no: Callable[[], list[ir.Value]]

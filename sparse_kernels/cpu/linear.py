@@ -42,7 +42,6 @@ PRECISIONS = ("float32", "bfloat16-weights", "bfloat16")
 # that share is kept and tokens are not blocked; tokens from which on as for other rows.
 LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
-
 # Full vectors of tokens for each thread from which on whole vectors on AMD need no blocks where rows are permuted.
 ENOUGH_VECTORS = 4
 

@@ -1,7 +1,6 @@
 """The work of our CPU kernels, counted from a row's columns: as the kernels themselves would lay it out."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.shapes import Conv2dShape
 
-AVX512 = Target("avx512", 16, 32, fused=True)
+AVX512 = Target("avx512", 16, 32, fused=True, halves=True)
 
 CONVOLUTIONS = [
     Conv2dShape(batch, c_in, size, size, 32, taps, taps, (stride, stride), (taps // 2, taps // 2))
@@ -56,7 +55,7 @@ def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(s
 def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     pattern: str, n: int, k: int, threads: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
 ) -> None:
-    monkeypatch.setattr(linear, "host", lambda: replace(AVX512, halves=True))
+    monkeypatch.setattr(linear, "host", lambda: AVX512)
     monkeypatch.setattr("numba.get_num_threads", lambda: threads)
     kind = patterns.parse(pattern)
     weight = rng.standard_normal((64, k), np.float32)

@@ -296,20 +296,36 @@ def test_what_is_there_is_not_fetched_where_that_costs_time():
 
 
 def test_what_fetches_and_when_changes_nothing(monkeypatch, rng):
-    """Chunks of several tiles, blocks of few panels."""
+    """Chunks of several tiles, or of one; blocks of few panels."""
     monkeypatch.setattr(tokens, "CACHED", 2_000)
-    m, k, n = 200, 57, 150
-    weight, x = oracle.exact_operands(rng, m, k, n)
-    packed = packed_of(ShflBW(32), weight)
-    tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
-    if tile is None:  # a vector is wider than a group here
-        return
-    for ways in itertools.product((False, True), repeat=2):
+    monkeypatch.setattr(tokens, "ONE_BLOCK", 0)
+    m, k = 200, 57
+    for n, ways in itertools.product((12, 150), itertools.product((False, True), repeat=2)):
+        weight, x = oracle.exact_operands(rng, m, k, n)
+        packed = packed_of(ShflBW(32), weight)
+        tile, expected = linear.token_tile(packed, target.host()), unpack(packed).astype(float) @ x
+        if tile is None:  # a vector is wider than a group here
+            return
         monkeypatch.setattr(tokens, "fetched", lambda *a, ways=ways: tokens.Fetching(AHEAD, False, *ways))
         for threads in (1, min(2, numba.config.NUMBA_NUM_THREADS)):
             numba.set_num_threads(threads)
             plan = linear.build(packed, "token_major", n, linear.Choice("tokens", tile))
+            chunk, block = tokens.order(tile[0], k, n, plan.panels, threads, own=True, permuted=True)
+            assert block < len(plan.panels.table) and (chunk == tile[0]) == (n == 12 and threads == 2)
             np.testing.assert_array_equal(plan(np.ascontiguousarray(x.T)).T, expected)
+
+
+def test_few_weights_are_one_block_where_their_sums_stay_near(rng):
+    weights = (rng.standard_normal((m, 512), np.float32) for m in (768, 1024))
+    few, many = (panels.panels(panels.groups(packed_of(VectorWise(32), weight)), 32) for weight in weights)
+    assert few.values.size <= tokens.ONE_BLOCK < many.values.size
+
+    def at_once(weights, n, own, permuted):
+        return tokens.order(8, 512, n, weights, 2, own, permuted)[1] >= len(weights.table)
+
+    assert at_once(few, 128, own=True, permuted=True) and at_once(few, 2048, own=True, permuted=False)
+    assert not at_once(few, 128, own=True, permuted=False) and not at_once(few, 128, own=False, permuted=True)
+    assert not at_once(many, 128, own=True, permuted=True)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
