@@ -179,7 +179,7 @@ class Cpu:
         return {}
 
     def pace(self) -> CpuPace:
-        """A dense product and a sum over memory; the ceilings of the CPU, which are measured when there are none."""
+        """A product, a sum over memory, what cores hand on; and the CPU's ceilings, measured when there are none."""
         worker = Worker(threads=self.threads, name="reference")
 
         def find() -> Ceilings:
@@ -187,7 +187,7 @@ class Cpu:
             return found
 
         try:
-            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find))
+            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find), self.threads)
         except BaseException:
             worker.close()
             raise

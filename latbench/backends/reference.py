@@ -7,6 +7,7 @@ all emitted so that nothing is optimised away.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -18,6 +19,8 @@ from latbench.ceilings import Ceilings, never_rising
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
 SUM_BYTES = 64 * 2**20
+HANDED_BYTES = 2**18  # what a core's own cache holds
+MOST_CORES = 8  # that hand something on, one to the next
 
 _WORKING_SETS = (2**14, 2**18, 2**20, 2**22, 2**24, 2**26)  # bytes a thread
 _TRIALS = 30
@@ -39,6 +42,48 @@ def total() -> Callable[[], Any]:
     """A dot product over 64 MiB of float32."""
     x = np.ones(SUM_BYTES // 4, np.float32)
     return lambda: np.dot(x, x)
+
+
+class HandedOn:
+    """Changes 256 KiB of float32 on one core after the other: each finds them in the cache of the one before.
+
+    A sample is the seconds that a core takes for it, the mean over all of them in turn.
+    """
+
+    inner_loops = 1
+    facts: dict[str, Any] = {}  # noqa: RUF012 - no row's
+
+    def __init__(self, cores: int) -> None:
+        self._allowed = os.sched_getaffinity(0)
+        self._cores = sorted(self._allowed)[:cores]
+        self._x = np.ones(HANDED_BYTES // 4, np.float32)
+
+    def burst(self, seconds: float) -> measure.Burst:
+        """Samples taken for about `seconds`, at least one."""
+        samples: list[float] = []
+        end = perf_counter() + seconds
+        try:
+            while not samples or perf_counter() < end:
+                samples.append(sum(map(self._changed_on, self._cores)) / len(self._cores))
+        finally:
+            os.sched_setaffinity(0, self._allowed)
+        return measure.Burst(samples)
+
+    def _changed_on(self, core: int) -> float:
+        os.sched_setaffinity(0, {core})
+        start = perf_counter()
+        np.negative(self._x, out=self._x)
+        return perf_counter() - start
+
+
+def handed_on(threads: int) -> HandedOn:
+    """What shows how far apart the cores are that so many threads run on. Raises NotImplementedError for one thread,
+    and where a thread cannot choose its core.
+    """
+    cores = min(threads, MOST_CORES)
+    if cores < 2 or not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < cores:
+        raise NotImplementedError("nothing is handed on by one thread, or by threads that cannot choose their core")
+    return HandedOn(cores)
 
 
 def find(threads: int) -> Ceilings:
