@@ -33,7 +33,7 @@ def quantile(scores: npt.ArrayLike, coverage: float, groups: npt.ArrayLike | Non
     if sizes.size < needed:
         what = "points" if groups is None else "shapes"
         raise Uncalibrated(
-            f"an interval of {coverage:.0%} needs at least {needed} held-out {what} and this table gives "
+            f"an interval of {coverage * 100:g}% needs at least {needed} held-out {what} and this table gives "
             f"{sizes.size}: measure more, or ask for a lower coverage"
         )
     order = np.argsort(values, kind="stable")

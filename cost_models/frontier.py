@@ -135,6 +135,11 @@ class Edge:
         errors = np.concatenate([np.empty(0), *(ring.errors for ring in rings)])
         return cls(tuple(rings), *scatter(away, errors))
 
+    @property
+    def reach(self) -> float:
+        """How many octaves beyond a core a model of it could be tried; 0 where nothing could be left out."""
+        return max((float(ring.octaves.max()) for ring in self.rings), default=0.0)
+
     def half_width(self, octaves: Array, coverage: float) -> Array:
         """Half of the interval of rows so many octaves beyond the edge, (rows,), in log seconds.
 
@@ -150,8 +155,8 @@ class Edge:
         if not multiples:
             most = max((len(set(ring.shapes)) for ring in self.rings), default=0)
             raise Uncalibrated(
-                f"beyond the measured range an interval of {coverage:.0%} needs more than the {most} shapes that "
-                "could be left out at this edge: measure more, or ask for a lower coverage"
+                f"beyond the measured range an interval of {coverage * 100:g}% needs more than the {most} shapes "
+                "that could be left out at this edge: measure more, or ask for a lower coverage"
             )
         return max(multiples) * self._typical(octaves)
 

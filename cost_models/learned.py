@@ -19,7 +19,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from cost_models import frontier
 from cost_models.conformal import quantile
-from cost_models.errors import MixedModes, Unanchored
+from cost_models.errors import BadRows, MixedModes, Unanchored
 from cost_models.features import SIZES, Encoder, with_structure
 from cost_models.rows import Array, checked, describe, keys, shape_groups, sparsities, split_by_shape
 
@@ -33,8 +33,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
     """A model of one device, backend and way of measuring that predicts unmeasured shapes.
 
     Parameters that subclasses have: folds, in how many parts shapes are held out to calibrate intervals;
-    allow_extrapolation, whether sizes beyond the measured range are predicted instead of refused; random_state, a
-    whole number.
+    allow_extrapolation, whether sizes beyond the measured range are predicted instead of refused, and work further
+    beyond it than could be tried (`frontier.Edge.reach`); random_state, a whole number.
 
     Fitted: mode_, what all rows share; encoder_, the categories and columns seen; kinds_, which categories were
     seen together, the values of kind_columns_; ranges_ and sparsity_ranges_, what was measured; predictor_;
@@ -63,6 +63,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
 
     def learn(self, X: pd.DataFrame, seconds: Array) -> Predict:
         """What predicts the logarithm of seconds, learned from these rows; without intervals. Raises as `fit`."""
+        if missing := {*SIZES, "pattern", "sparsity_target"} - set(X.columns):
+            raise BadRows(f"X has no column {', '.join(sorted(missing))}")
         check_shapes(X)
         self.mode_ = one_mode(X)
         self._remember(X)
@@ -136,7 +138,7 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         return frontier.octaves(X, self.ranges_)
 
     def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
-        """Whether each row of X, (rows,), is like those measured: predicted without extrapolating."""
+        """Whether each row of X, (rows,), is like those measured: predicted without `allow_extrapolation`."""
         check_is_fitted(self)
         return np.array([problem is None for problem in self._problems(X, extrapolate=False)], bool)
 
@@ -159,8 +161,8 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
         found = [self._unknown(row, kind, known) for row, kind in rows]
         if extrapolate:
             return found
-        beyond = zip(found, structured["format"], sparsities(X), self._furthest(X), strict=True)
-        return [problem or self._outside(*row) for problem, *row in beyond]
+        beyond = zip(found, structured["format"], sparsities(X), self._furthest(X), self._too_far(X), strict=True)
+        return [problem or self._outside(*row) or too_far for problem, *row, too_far in beyond]
 
     def _unknown(
         self, row: dict[Hashable, Any], kind: tuple[Hashable, ...], known: dict[str, set[str]]
@@ -180,6 +182,18 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
     def _furthest(self, X: pd.DataFrame) -> list[tuple[str, float]]:
         """In what each row is furthest outside of what was measured, and by how many octaves; its work may be."""
         return frontier.furthest(X, {name: limits for name, limits in self.ranges_.items() if name != "flop"})
+
+    def _too_far(self, X: pd.DataFrame) -> list[str | None]:
+        """Why the work of each row is further from what was measured than a model of fewer shapes was asked for."""
+        found: list[str | None] = [None] * len(X)
+        for side, away in frontier.octaves(X, {"flop": self.ranges_["flop"]}).items():
+            reach = self.edges_[side].reach
+            for row in np.flatnonzero(away > reach):
+                found[row] = (
+                    f"its work is {away[row]:.1f} octaves outside the measured range, and how wrong that may be "
+                    f"could be tried up to {reach:.1f}; measure it, or allow extrapolation"
+                )
+        return found
 
     def _outside(self, format: str, sparsity: float, furthest: tuple[str, float]) -> str | None:
         """Why a row of a measured kind lies outside of what was measured of it."""
@@ -215,8 +229,8 @@ def one_mode(X: pd.DataFrame) -> dict[str, str]:
 
 
 def check_shapes(X: pd.DataFrame) -> None:
-    """Raises Unanchored for a row without m, k and n."""
-    unknown = X[list(SIZES)].isna().any(axis=1)
+    """Raises Unanchored for a row without m, k and n, of at least 1."""
+    unknown = ~(X[list(SIZES)] >= 1).all(axis=1)
     if unknown.any():
         row = X[unknown].iloc[0].dropna().to_dict()
-        raise Unanchored(f"{describe(row)} has no known m, k and n to learn from or to predict by")
+        raise Unanchored(f"{describe(row)} has no known m, k and n of at least 1 to learn from or to predict by")

@@ -37,7 +37,8 @@ def floor(X: pd.DataFrame) -> float | None:
     """The median of |true / measured - 1| over the rows of X; None where they do not tell.
 
     It is what a model's median error would be if the model knew every true time, so that a ratio of the two says how
-    much is left to learn. Errors are taken to be log-normal.
+    much is left to learn. Errors are taken to be log-normal. It is an estimate, and too high where the reference
+    varies by more than the times do: a good look-up may come out below it.
     """
     known = deviations(X)
     known = known[np.isfinite(known)]

@@ -34,7 +34,7 @@ def training_rows(table: pd.DataFrame, where: Where | None = None) -> tuple[pd.D
     """The layers of a table that a cost model learns from: X, one valid row a point, and y, their median seconds.
 
     Whole models and verifications are left out, and what is not as `where` says. Raises UsageError for a column that
-    rows are not told apart by, BadData if nothing is left.
+    rows are not told apart by, BadData if nothing is left, or rows of what cannot be a layer.
     """
     where = _checked(where)
     layers = table["op"].ne("model") & table["purpose"].ne("verify")
@@ -78,11 +78,16 @@ def _some(rows: pd.DataFrame, where: Where) -> pd.DataFrame:
     if rows.empty:
         said = " and ".join(f"{name} {text}" for name, text in where.items())
         raise BadData(f"the table holds no valid time of a layer{f' with {said}' if said else ''}; sweep one first")
+    tables.refuse_nonsense(rows)
     return rows
 
 
 def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
-    """`y` as float64 (rows of X,). Raises ValueError unless it is positive, finite and as long as X, at least one."""
+    """`y` as float64 (rows of X,). Raises ValueError unless it is positive, finite and as long as X, at least one;
+    TypeError for an X that is no frame.
+    """
+    if not isinstance(X, pd.DataFrame):
+        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.KEY`, one row a point")
     seconds = np.asarray(y, dtype=np.float64)
     if seconds.shape != (len(X),) or seconds.size == 0:
         raise ValueError(

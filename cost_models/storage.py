@@ -26,7 +26,7 @@ from cost_models.rows import read_training_rows
 from cost_models.transfer import Transfer
 from cost_models.validation import CostModel, Figures
 from latbench import tables
-from latbench.errors import BadData
+from latbench.errors import BadData, UsageError
 from latbench.files import write_text_atomically
 from latbench.places import Place
 
@@ -88,7 +88,7 @@ def read(path: str | Path) -> ModelFile:
     if not isinstance(content, dict) or "version" not in content:
         raise BadModel(f"{path}: not a cost model; {advice}")
     if content["version"] != VERSION:
-        raise BadModel(f"{path}: cost model version {content['version']}, this latbench reads {VERSION}; {advice}")
+        raise BadModel(f"{path}: cost model version {content['version']!r}, this latbench reads {VERSION}; {advice}")
     for name, is_right in _FORM.items():
         if not (name in content and is_right(content[name])):
             raise BadModel(f"{path}: not a cost model, its {name} is {content.get(name)!r}; {advice}")
@@ -150,7 +150,10 @@ def load(path: str | Path, table: str | Place) -> CostModel:
         then = ", ".join(f"{name} {saved.libraries.get(name, 'unknown')}" for name in other)
         now = ", ".join(f"{name} {here[name]}" for name in other)
         raise BadModel(f"{path} was fitted and judged with {then}, and here is {now}: fit it again with latbench fit")
-    X, y = read_training_rows(table, saved.where)
+    try:
+        X, y = read_training_rows(table, saved.where)
+    except UsageError as error:
+        raise BadModel(f"{path}: not a cost model, {error}") from error
     try:
         return saved.estimator.fit(X, y)
     except BadData:

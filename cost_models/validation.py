@@ -42,17 +42,18 @@ def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
 
     Errors are |predicted / measured - 1|. Returns median, p90, mape (their mean), within_5 and within_10 (shares),
     coverage (the share inside the interval of nominal_coverage), width (median of (high - low) / predicted; both None
-    where too little was measured for intervals), noise_floor (`noise.floor`: the median error of a model that knew
-    every true time) and held_out, how many rows were predicted; all figures are None where nothing could be held out.
+    where too little was measured for intervals), noise_floor (`noise.floor` of the rows held out: about what the
+    median error of a model would be that knew every true time) and held_out, how many rows were predicted; all
+    figures are None where nothing could be held out.
     """
     seconds = checked(X, y)
     if isinstance(estimator, Hybrid):
         estimator = estimator.learned_
     if isinstance(estimator, Learned):
-        outcome = _held_out_shapes(estimator, coverage)
-    else:
-        outcome = _joined(_without(estimator, X, seconds, coverage, mask) for mask in by_sparsity(X))
-    return _figures(outcome, X, coverage)
+        return _figures(_held_out_shapes(estimator, coverage), X, coverage)
+    masks = list(by_sparsity(X))
+    outcome = _joined(_without(estimator, X, seconds, coverage, mask) for mask in masks)
+    return _figures(outcome, X[np.any(masks, axis=0)] if masks else X, coverage)
 
 
 def validate_held_out(

@@ -92,6 +92,8 @@ def read(
             raise BadData(f"{path}: not {format} timings, it has no column {error.args[0]}") from error
         except ValueError as error:
             raise BadData(f"{path}, line {line}: {error}") from error
+    if frame.empty:
+        raise BadData(f"{path}: no line of timings, only their columns")
     if not merged:
         said = "; ".join(f"{lines} lines left out, {reason}" for reason, lines in left_out.items())
         raise UsageError(f"{path}: no line with a time of a dense or sparse layer is left{said and f': {said}'}")
@@ -148,7 +150,7 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
     if line["kind"] == "sparse_gemm" and _is_given(line["dense_ms"]):
         yield same | {"kernel_requested": f"gemm_{transposed}"}, line["dense_ms"]
     if line["kind"] == "sparse_gemm" and _is_given(line["sparse_ms"]):
-        sparsity = float(line["sparsity"])
+        sparsity = _number(line["sparsity"], "sparsity")
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must lie between 0 and 1, not {line['sparsity']}")
         sparse = {"pattern": "unstructured", "sparsity_target": sparsity}
@@ -182,8 +184,17 @@ def _name(line: Mapping[str, Any], column: str) -> str:
     return str(line[column])
 
 
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"it has no {what}" if value is None else f"{what} must be a number, not {value!r}"
+        ) from None
+
+
 def _seconds(milliseconds: Any) -> float:
-    value = float(milliseconds) * 1e-3
+    value = _number(milliseconds, "time") * 1e-3
     if not 0 < value < math.inf:
         raise ValueError(f"a time must be positive and finite, not {milliseconds}")
     return value
@@ -193,7 +204,7 @@ _MOST = 2**31  # sizes of no layer that ever was
 
 
 def _count(line: Mapping[str, Any], name: str, least: int = 1) -> int:
-    value = float(line[name])
+    value = _number(line[name], name)
     if not (math.isfinite(value) and value.is_integer() and least <= value < _MOST):
         raise ValueError(f"{name} must be a whole number of at least {least}, not {line[name]}")
     return int(value)

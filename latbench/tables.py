@@ -611,6 +611,26 @@ def timed(frame: pd.DataFrame) -> pd.DataFrame:
     return frame if len(kept) == len(frame) else frame.iloc[kept]
 
 
+def refuse_nonsense(layers: pd.DataFrame) -> None:
+    """Raises BadData for rows whose pattern, size or sparsity is that of no layer: they time nothing that could be.
+
+    `latbench validate` finds more, and names the files. Of what others published, sizes may be unknown.
+    """
+    wrong = [f"pattern {pattern}" for pattern in layers["pattern"].unique() if not _is_pattern(pattern)]
+    for name, least, most in (("m", 1, np.inf), ("k", 1, np.inf), ("n", 0, np.inf), ("sparsity_target", 0, 1)):
+        values = layers[name].to_numpy(np.float64, na_value=np.nan)
+        wrong += [f"{name} {value:g}" for value in values[(values < least) | (values > most)][:1]]
+    if wrong:
+        raise BadData(f"the table holds layers that cannot be, such as of {wrong[0]}: `latbench validate` names them")
+
+
+def _is_pattern(spec: object) -> bool:
+    try:
+        return isinstance(spec, str) and structure(spec)["format"] is not None
+    except ValueError:
+        return False
+
+
 def table_hash(path: str | Place) -> str:
     """The hash of the rows of the table at `path`, whatever their order and however they are split into parts."""
     sums, count = np.zeros(2, np.uint64), 0

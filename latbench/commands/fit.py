@@ -86,6 +86,10 @@ def fit(
         validation = _validation(model.fit(X, y), X, y)
         cost_models.save(output, model, table_hash, where=rows, validation=validation)
     console.print(validation_table(validation))
+    if not any(figures.get("held_out") for figures in validation.values()):
+        typer.echo(
+            "latbench: nothing could be held out, so nobody knows how wrong the model is: measure more", err=True
+        )
     shapes = count_shapes(X)
     typer.echo(f"{output}: {'up to date' if same else type(model).__name__}, {len(X)} points of {shapes} shapes")
 
@@ -175,8 +179,8 @@ def validation_table(validation: Mapping[str, Figures]) -> Table:
         caption_justify="left",
         caption="Errors |predicted / measured - 1|: median, 90th percentile, mean, shares of at most 5% and 10%; "
         f"the share inside the {'nominal' if nominal is None else f'{nominal:.0%}'} interval, and its width. Noise "
-        "floor, the median of a model that knew every true time, since measured ones are not exact: "
-        f"{'unknown' if noise is None else f'{noise:.1%}'}; × noise: the median over it.",
+        "floor, about what a model that knew every true time would get, since measured ones are not exact: "
+        f"{'unknown' if noise is None else f'{noise:.1%}'}; × noise: the median over that of the points held out.",
     )
     table.add_column("")
     for heading in COLUMNS.values():

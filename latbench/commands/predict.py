@@ -80,6 +80,8 @@ def predict(
     if not 0 < coverage < 1:
         raise UsageError(f"--coverage lies between 0 and 1, not {coverage:g}")
     layer = _layer(kind, shape, image, {"stride": stride, "padding": padding, "dilation": dilation})
+    if (reason := parsed.refuses(layer)) is not None:
+        raise UsageError(f"no such layer can be {pattern}: {reason}")
     fitted = cost_models.load(model, table).set_params(allow_extrapolation=allow_extrapolation)
     given = {**plan.shape_columns(layer), "pattern": str(parsed), "sparsity_target": own[0]}
     device = fitted.device if isinstance(fitted, cost_models.Transfer) else None
@@ -94,8 +96,7 @@ def predict(
         text = f"{name} {pattern} at {units.percent(own[0])}: {seconds * 1e6:.2f} µs"
         try:
             [low], [high] = fitted.predict_interval(query, coverage)
-            beyond = isinstance(fitted, cost_models.AnchoredLookup) and not fitted.covers(query)[0]
-            sure = "without a promise" if beyond else f"with {coverage:.0%}"
+            sure = f"with {coverage * 100:g}%" if fitted.covers(query)[0] else "without a promise"
             typer.echo(f"{text} ({low * 1e6:.2f} to {high * 1e6:.2f} {sure})")
         except cost_models.Uncalibrated as reason:
             typer.echo(text)

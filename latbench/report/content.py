@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from latbench import tables
 from latbench.errors import BadData
 from latbench.report import accuracy, data, predictions, ranking, roofline
 from latbench.report.inputs import Inputs
@@ -43,6 +44,11 @@ def of(inputs: Inputs) -> Content:
     """Raises BadData where the table holds no time to show, or no shape with both a dense and a sparse one."""
     points = data.points(inputs.table)
     if points.empty:
+        if tables.timed(inputs.table)["op"].ne("model").any():
+            raise BadData(
+                "the table does not say the sizes of its layers, by which a report puts them side by side: import it "
+                "again with --workload, which knows them by their names"
+            )
         raise BadData("the table holds no timed layer: its rows are failures or whole models; sweep layers first")
     if (wrong := data.impossible(points)).any():
         row = points[wrong].iloc[0]

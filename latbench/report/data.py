@@ -56,8 +56,11 @@ def points(table: pd.DataFrame, apart: Sequence[str] | None = None) -> pd.DataFr
     kernel, seconds, low, high (NaN where too few samples bound the median), noisy (bool); flop (of the kept
     weights), bytes (the least that must move) and roofline_seconds, NaN where the table does not tell.
     `apart`: the columns that a setting's label names, by default those of SETTING in which rows differ.
+    Raises BadData for rows of what cannot be a layer.
     """
-    rows = with_rivals(timed_rows(layer_rows(table)))
+    rows = timed_rows(layer_rows(table))
+    tables.refuse_nonsense(rows)
+    rows = with_rivals(rows)
     tidy = rows[["m", "k", "n", "sparsity_actual", "noisy"]].copy()
     for name, column in (("flop", "flop_nnz"), ("bytes", "bytes_min"), ("roofline_seconds", "roofline_seconds")):
         tidy[name] = rows[column].astype(float)

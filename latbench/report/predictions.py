@@ -103,9 +103,11 @@ def sentence(rows: pd.DataFrame) -> str:
     known = rows["low"].notna()
     if not known.any():
         return "Too little was measured for intervals."
-    inside = float(rows.loc[known, "inside"].mean())
+    inside, whole_shapes = float(rows.loc[known, "inside"].mean()), rows["held_out"].eq(SHAPES).all()
     return (
-        f"Below, {units.count(int(known.sum()))} held-out points with their {units.percent(COVERAGE)} intervals: "
+        f"Below, {units.count(int(known.sum()))} held-out points"
+        f"{' of a fifth of the shapes, those that the model does not refuse,' if whole_shapes else ''} "
+        f"with their {units.percent(COVERAGE)} intervals: "
         f"{units.percent(round(inside, 3))} of the measurements lie inside."
     )
 

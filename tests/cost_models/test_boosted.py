@@ -1,5 +1,6 @@
 """The learned model: shapes it has not seen, intervals that hold for them, refusal of what is unlike."""
 
+import itertools
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -246,6 +247,26 @@ def test_it_covers_what_it_predicts_without_extrapolating(fitted: tuple[Boosted,
     assert model.covers(asked).tolist() == expected
     bold = copy(model).set_params(allow_extrapolation=True)
     assert bold.covers(asked).tolist() == expected
+
+
+def test_work_is_predicted_as_far_outside_as_could_be_tried(rng: np.random.Generator) -> None:
+    """Of sizes that were measured, and never together: shapes that differ much in form and little in work."""
+    m, k = 2 ** rng.uniform(5, 9, (2, 30))
+    n = 2 ** rng.uniform(20, 21, 30) / (m * k)
+    X = pd.DataFrame({"m": m, "k": k, "n": n}).astype(int).assign(pattern="dense", sparsity_target=0.0, op="linear")
+    model = Boosted(max_iter=5).fit(X, X.eval("m * k * n") / 1e9 + 1e-6)
+    sizes = itertools.product(*(X[name].unique()[:12] for name in "mkn"))
+    asked = X.iloc[[0] * 12**3].assign(**dict(zip("mkn", np.transpose(list(sizes)), strict=True)))
+    away = model.octaves_outside(asked)
+    reach = {side: edge.reach for side, edge in model.edges_.items()}
+    allowed = np.logical_and.reduce([away[side] <= reach[side] for side in away])
+    np.testing.assert_array_equal(model.covers(asked), allowed)
+    assert allowed.any() and all((away[side][allowed] > 0).any() for side in away)
+    for side in away:
+        far = asked[away[side] > reach[side]].iloc[[0]]
+        with pytest.raises(Unanchored, match=rf"its work is .* outside .* could be tried up to {reach[side]:.1f}"):
+            model.predict(far)
+        assert copy(model).set_params(allow_extrapolation=True).predict(far) > 0
 
 
 def test_kinds_that_were_never_measured_together_are_refused(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import cost_models
@@ -230,9 +232,45 @@ def test_predict_flags_an_extrapolation(latbench: Run, swept: Path, tmp_path: Pa
     assert "m is 2.0 octaves outside" in _refused(latbench(*asked), 5)
     # The six outermost of twelve shapes tell what 80% of those beyond may be wrong by.
     code, out, err = latbench(*asked, "--allow-extrapolation", "--coverage", 0.8)
-    assert code == 0 and "with 80%" in out
+    assert code == 0 and "without a promise" in out
     assert err == "latbench: extrapolated: m is 2.0 octaves outside the measured range; measure it\n"
     assert "extrapolated" not in latbench(*asked[:4], *_query("300x300x100"))[2]
+
+
+def test_predict_refuses_a_layer_that_the_pattern_cannot_have(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    latbench("fit", swept, "-o", tmp_path / "m.json")
+    asked = ("predict", tmp_path / "m.json", "--table", swept, "--pattern", "nm:2:4", "--kind", "conv2d")
+    refused = latbench(*asked, "--shape", "64x3x7x7", "--input", "1x224x224")
+    assert "needs input channels in multiples of 4" in _refused(refused, 2)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("pattern", "vector", "pattern vector"),
+        ("pattern", "profile", "pattern profile"),
+        ("m", 0, "m 0"),
+        ("n", -1, "n -1"),
+        ("sparsity_target", 1.5, "sparsity_target 1.5"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "fit --estimator roofline --backend numba", "report"])
+def test_a_table_of_layers_that_cannot_be_is_refused(
+    command: str, column: str, value: object, said: str, latbench: Run, swept: Path, tmp_path: Path
+) -> None:
+    rows = tables.read(swept).convert_dtypes()
+    rows[column] = rows[column].astype(object)
+    rows.loc[rows["backend"].eq("numba").idxmax(), column] = value
+    pq.write_table(pa.Table.from_pandas(rows, tables.SCHEMA, preserve_index=False), tmp_path / "edited.parquet")
+    name, *options = command.split()
+    refused = latbench(name, tmp_path / "edited.parquet", "-o", tmp_path / "out", *options)
+    assert f"layers that cannot be, such as of {said}: `latbench validate` names them" in _refused(refused, 5)
+
+
+def test_fit_says_when_nothing_could_be_held_out(latbench: Run, swept: Path, tmp_path: Path) -> None:
+    one = ("--where", "m=64", "--where", "k=48", "--where", "n=37", "--where", "pattern=dense", "--backend", "numba")
+    code, _, err = latbench("fit", swept, "-o", tmp_path / "m.json", "--estimator", "roofline", *one)
+    assert code == 0 and "nothing could be held out, so nobody knows how wrong the model is" in err
 
 
 @pytest.mark.slow
@@ -447,6 +485,8 @@ def test_layers_of_unknown_shape_are_looked_up_all_the_same(latbench: Run, tmp_p
     said = latbench("fit", tmp_path / "table", "-o", tmp_path / "m.json")[1]
     assert "AnchoredLookup, 14 points" in said
     assert latbench("validate", tmp_path / "table")[0] == 0
+    refused = latbench("report", tmp_path / "table", "-o", tmp_path / "report.html")
+    assert "does not say the sizes of its layers" in _refused(refused, 5)
 
 
 def test_import_takes_shapes_from_a_workload(latbench: Run, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_a_sparsity_beyond_one_and_a_broken_archive_are_refused(tmp_path: Path) 
     ("old", "new", "said"),
     [
         ("0.07", "-1", "line 3: a time must be positive and finite, not -1"),
-        ("0.07", "fast", "line 3: could not convert string to float: 'fast'"),
+        ("0.07", "fast", "line 3: time must be a number, not 'fast'"),
         ("0.07", "", "line 3: a time must be positive and finite, not nan"),
         ("58,13", "58,1.5", "line 2: N must be a whole number of at least 1, not 1.5"),
         ("58,13", "0,13", "line 2: M must be a whole number of at least 1, not 0"),
@@ -175,6 +175,26 @@ def test_a_malformed_file_is_refused_with_its_line(old: str, new: str, said: str
     with pytest.raises(BadData) as refusal:
         _read("neusight", LINEAR.replace(old, new), tmp_path)
     assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "said"), [("Latency", "it has no time"), ("B", "it has no B")])
+def test_a_column_without_any_value_is_refused_with_its_line(name: str, said: str, tmp_path: Path) -> None:
+    header, first, *_ = LINEAR.splitlines()
+    values = [
+        "" if column == name else value for column, value in zip(header.split(","), first.split(","), strict=True)
+    ]
+    with pytest.raises(BadData, match=f"line 2: {said}"):
+        _read("neusight", f"{header}\n{','.join(values)}\n", tmp_path)
+    with pytest.raises(BadData, match="no line of timings, only their columns"):
+        _read("neusight", f"{header}\n", tmp_path)
+
+
+def test_a_column_of_lists_is_refused_with_its_line(tmp_path: Path) -> None:
+    rows = {"framework": "x", "version": "1", "device": "T4", "op_name": "gemm", "kernel_source": "y"}
+    rows |= {"gemm_dtype": "float16", "m": 8, "n": 8, "k": 8}
+    pd.DataFrame([rows | {"latency": [1.0, 2.0]}]).to_parquet(tmp_path / "lists.parquet")
+    with pytest.raises(BadData, match="line 2: time must be a number, not array"):
+        kernel_timings.read("aiconfigurator", tmp_path / "lists.parquet", only={})
 
 
 def test_a_missing_file_a_foreign_one_and_an_unknown_column_are_refused(tmp_path: Path) -> None:
