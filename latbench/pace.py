@@ -1,19 +1,16 @@
-"""What a machine can do at most, and how fast it is just now: fixed pieces of work, timed every few bursts of a sweep
-in the same turns.
+"""What a machine can do at most, and how fast it is just now: two fixed pieces of work, timed every few bursts of a
+sweep in the same turns.
 
 Frequency, neighbours on the same chip and heat slow a machine for seconds or minutes without a trace in its counters.
-Fixed work shows them: a product and a sum over memory tell by how much, whatever is bound by either. That a virtual
-machine's cores were moved apart, to where they share no cache, shows in neither, and layers whose threads read what
-another wrote take up to twice as long. What one core hands on to the next tells that, but not by how much.
+Fixed work shows them all, but for one, which slows only what threads do together: see `latbench.placement`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import ClassVar, Generic
@@ -22,6 +19,7 @@ import numpy as np
 
 from latbench.ceilings import AnyCeilings, AnyWithPace, Ceilings, Kept
 from latbench.measure import Clock
+from latbench.placement import Placement
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 
@@ -29,20 +27,18 @@ EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
 READING_SECONDS = 0.008
 NEAREST = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
-APART = 1.5  # likewise of what is handed on between cores, which varies by a quarter while they stay where they are
 
 KERNELS = ("product", "total")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The seconds a call of each reference kernel at a time of `perf_counter`; handed_on is NaN where nothing is."""
+    """The seconds a call of each reference kernel at a time of `perf_counter`."""
 
     at: float
     product: float
     total: float
     preempted: bool
-    handed_on: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -87,6 +83,10 @@ class Roofline(ABC, Generic[AnyCeilings]):
         """
         return None
 
+    def apart(self) -> bool:
+        """Called after every burst of others: whether it cannot count, because cores were apart (`placement`)."""
+        return False
+
     def close(self) -> None:
         """End what was started."""
 
@@ -121,36 +121,25 @@ class Pace(Roofline[AnyWithPace]):
         except (TaskFailed, WorkerDied):  # it is tried again at its next turn
             return
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
-        disturbed = product.preempted or total.preempted
-        self.readings.append(Reading(at, seconds[0], seconds[1], disturbed, self._handed_on()))
-
-    def _handed_on(self) -> float:
-        """The seconds a core takes for what another has changed; NaN where there is no such work."""
-        return math.nan
+        self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
     def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
         """See Roofline. None while there is no reading."""
         if not self.readings:
             return None
 
-        def weighed(readings: list[Reading]) -> float:
+        def typical(readings: list[Reading]) -> float:
             return self.ceilings.reference_seconds(*_typical(readings), flop, size)
-
-        seconds = self._around(at, weighed)
-        slow = np.median(seconds) > SLOW_SPELL * weighed(self.readings)
-        apart = np.median(self._around(at, _typically_handed_on)) > APART * _typically_handed_on(self.readings)
-        usual = self.ceilings.reference_seconds(self.ceilings.product_seconds, self.ceilings.sum_seconds, flop, size)
-        return Reference(seconds, usual, bool(slow or apart))
-
-    def _around(self, at: Sequence[float], typical: Callable[[list[Reading]], float]) -> list[float]:
-        """What is typical of the readings nearest to each moment."""
 
         def around(moment: float) -> float:
             after = bisect(self.readings, moment, key=lambda reading: reading.at)
             near = self.readings[max(0, after - NEAREST) : after + NEAREST]
             return typical(sorted(near, key=lambda reading: abs(reading.at - moment))[:NEAREST])
 
-        return [around(moment) for moment in at]
+        seconds = [around(moment) for moment in at]
+        slow_spell = bool(np.median(seconds) > SLOW_SPELL * typical(self.readings))
+        usual = self.ceilings.reference_seconds(self.ceilings.product_seconds, self.ceilings.sum_seconds, flop, size)
+        return Reference(seconds, usual, slow_spell)
 
     def close(self) -> None:
         """End the worker."""
@@ -158,27 +147,17 @@ class Pace(Roofline[AnyWithPace]):
 
 
 class CpuPace(Pace[Ceilings]):
-    """Of a CPU, as so many threads find it."""
+    """Of a CPU, on which others run so many threads."""
 
     module = "latbench.backends.reference"
 
     def __init__(self, worker: Worker, kept: Kept[Ceilings], threads: int, clock: Clock = perf_counter) -> None:
         super().__init__(worker, kept, clock)
-        self._threads = threads
-        self._between_cores: Prepared | None = None
+        self._placement = Placement(worker, threads)
 
-    def _handed_on(self) -> float:
-        if self._threads == 1:
-            return math.nan
-        try:
-            if self._between_cores is None or not self._worker.holds(self._between_cores):
-                self._between_cores = self._worker.prepare(f"{self.module}:handed_on", self._threads)
-            return float(np.median(self._worker.burst(self._between_cores, READING_SECONDS / 2).samples))
-        except TaskFailed:  # threads cannot choose their core here
-            self._threads = 1
-        except WorkerDied:  # it is tried again at its next turn
-            pass
-        return math.nan
+    def apart(self) -> bool:
+        """See Roofline."""
+        return self._placement.apart()
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
         """See Roofline: on a CPU all kernels have the same units."""
@@ -188,8 +167,3 @@ class CpuPace(Pace[Ceilings]):
 def _typical(readings: list[Reading]) -> tuple[float, float]:
     counted = [reading for reading in readings if not reading.preempted] or readings
     return float(np.median([r.product for r in counted])), float(np.median([r.total for r in counted]))
-
-
-def _typically_handed_on(readings: list[Reading]) -> float:
-    known = [reading.handed_on for reading in readings if not math.isnan(reading.handed_on)]
-    return float(np.median(known)) if known else math.nan

@@ -8,7 +8,8 @@ a node elsewhere (`latbench.nodes`); a `Sweep` keeps the books and writes what w
 
 Every few bursts fixed work is timed (`latbench.pace`). How much slower it is than usual stands in each row
 (reference_ratio), and the time corrected for it in a column of its own; a point that was timed in a slow spell gets
-other chances. What is not physically possible, or far off its neighbours, is a status (`latbench.gates`).
+other chances. Bursts from when a host had moved the cores apart do not count (`latbench.placement`). What is not
+physically possible, or far off its neighbours, is a status (`latbench.gates`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import psutil
 
-from latbench import backends, cgroups, devices, files, gates, measure, plan, tables
+from latbench import backends, cgroups, devices, files, gates, measure, placement, plan, tables
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.environments import env_id
@@ -823,7 +824,10 @@ class _Engines:
     def burst(self, point: Point, seconds: float) -> measure.Burst:
         """Time the point for about `seconds`."""
         worker = self._worker(point.backend)
-        return worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
+        taken = worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
+        if self.pace is None or not self.pace.apart():
+            return taken
+        return replace(taken, preempted=True, reasons=(*taken.reasons, placement.APART))
 
     def drop(self) -> None:
         """Free all points; the workers stay, with what they imported and compiled."""

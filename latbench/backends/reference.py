@@ -47,7 +47,7 @@ def total() -> Callable[[], Any]:
 class HandedOn:
     """Changes 256 KiB of float32 on one core after the other: each finds them in the cache of the one before.
 
-    A sample is the seconds that a core takes for it, the mean over all of them in turn.
+    A sample is the seconds that a core takes for it, the mean over all of them in turn: `latbench.placement`.
     """
 
     inner_loops = 1

@@ -27,7 +27,7 @@ Place = tuple[str, str]
 FLAGS = {
     "in_cache": "in_cache (small weights, whose copies may all have stayed in the cache)",
     "no_roofline": "no_roofline (the device's limits were unknown)",
-    "preempted": "preempted (others took the cores, in all tries)",
+    "preempted": "preempted (others took the cores, or a host moved them apart, in all tries)",
     "slow_spell": "slow_spell (the machine was slower than in the rest of the sweep)",
     "spike": "spike (far above both neighbouring sparsities, twice)",
 }

@@ -107,20 +107,20 @@ def main() -> None:
         warm = argparse.Namespace(**plain, frames=False, cold=False)
         cold = argparse.Namespace(**plain, frames=False, cold=True)
         framed = argparse.Namespace(**plain, frames=True, cold=False)
-        with engines(threads) as pipes:
+        with engines(threads) as peers:
             for tokens, goals in LINEAR.items() if "linear" in given.only else ():
                 print(f"{tokens} tokens, {threads} threads", flush=True)
                 specs = list(dict.fromkeys(goal.key[0] for goal in goals))
-                over_peers([measure(s, pipes, specs, warm) for s in linear_shapes(tokens)], goals, each=True)
+                over_peers([measure(s, peers, specs, warm) for s in linear_shapes(tokens)], goals, each=True)
             for tokens in FEW_TOKENS if "few" in given.only else ():
                 print(f"{tokens} tokens, {threads} threads: share of the speed of reading", flush=True)
-                found = [measure(s, pipes, ["shflbw:32", "shflbw:64"], cold) for s in linear_shapes(tokens)]
+                found = [measure(s, peers, ["shflbw:32", "shflbw:64"], cold) for s in linear_shapes(tokens)]
                 for key in found[0].ours:
                     shares = [one.share_of_reading(key) for one in found]
                     line(f"{key[0]} {key[1]:.0%}", shares, OF_READING, each=True)
             for workload in ("resnet50", "resnet50-batch16") if "resnet50" in given.only else ():
                 print(f"{workload}, 1x1 and 3x3, {threads} threads", flush=True)
-                found = [measure(s, pipes, CONV_SPECS, framed) for s in convolutions(workload)]
+                found = [measure(s, peers, CONV_SPECS, framed) for s in convolutions(workload)]
                 over_peers(found, CONV_GOALS, each=False)
 
 

@@ -9,17 +9,19 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from latbench import devices, sweep, tables
+from latbench import devices, placement, sweep, tables
 from latbench.ceilings import Ceilings
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
+from latbench.measure import Burst
 from latbench.pace import Reference
 from latbench.plan import Point
-from latbench.runners.local import TaskFailed, WorkerDied
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from latbench.sweep import Progress, Settings
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
@@ -394,7 +396,9 @@ class MadeUpPace:
         slow_spell: bool = False,
         flop_per_second: float = 1e9,
         again: float | None = None,
+        apart: bool = False,
     ) -> None:
+        self._apart = apart
         self.ceilings = Ceilings(flop_per_second, {1: 1e9}, 1.0, 1.0)
         self.turns, self.doubts, self._again = 0, 0, again
         self._ratio, self._slow_spell = ratio, slow_spell
@@ -415,6 +419,9 @@ class MadeUpPace:
     def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
         assert self.turns and list(at) == sorted(at)
         return Reference([self._ratio * 3e-3 for _ in at], 3e-3, self._slow_spell)
+
+    def apart(self) -> bool:
+        return self._apart
 
     def close(self) -> None:
         self.turns = -1
@@ -462,6 +469,37 @@ def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatc
     row = tables.read(tmp_path).iloc[-1]
     assert row["corrected_seconds"] == pytest.approx(1e-3) and row["reference_ratio"] == pytest.approx(1.0)
     assert sorted(set(row["samples_seconds"])) == [1e-3, 2e-3]
+
+
+def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Moving(MadeUpPace):
+        """Cores are apart for one burst of three."""
+
+        def apart(self) -> bool:
+            self.asked = getattr(self, "asked", 0) + 1
+            return self.asked % 3 == 0
+
+    bursts = itertools.count(1)
+    paced(monkeypatch, Moving())
+    plain = Worker.burst
+
+    def burst(worker: Worker, *given: Any, **more: Any) -> Burst:
+        plain(worker, *given, **more)
+        return Burst([2e-3 if next(bursts) % 3 == 0 else 1e-3] * 5)
+
+    monkeypatch.setattr(Worker, "burst", burst)
+    measure(tmp_path, point())
+    row = tables.read(tmp_path).iloc[-1]
+    assert row["status"] == "ok" and row["discarded_samples"] >= 5
+    assert set(row["samples_seconds"]) == {1e-3} and row["event_reasons"] == placement.APART
+
+
+def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paced(monkeypatch, MadeUpPace(apart=True))
+    measure(tmp_path, point())
+    frame = tables.read(tmp_path)
+    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == placement.APART).all()
 
 
 def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(

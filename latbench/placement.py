@@ -1,0 +1,53 @@
+"""Do the cores of this machine share a cache just now? A host may move those of a virtual machine apart, and back.
+
+On two virtual cores of an AMD EPYC it does so every few seconds or minutes. 256 KiB that one core has changed take
+the next one 3 us, or 9 us then; threads start in 1.2 us, or 2.2; a 1x1 convolution whose threads read what the other
+laid out takes 101 us, or 240. Nothing that a thread does by itself is any slower, nor does a counter show it. Between
+such states no median means anything, so bursts from when the cores were apart count as disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
+
+TASK = "latbench.backends.reference:handed_on"
+APART = "cores_apart"  # how a burst's reasons name it
+READING_SECONDS = 0.001
+
+# How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
+# was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
+TIMES = 2.3
+AT_BEST = 0.1  # of all readings so far, this quantile
+
+
+class Placement:
+    """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said."""
+
+    def __init__(self, worker: Worker, threads: int) -> None:
+        self._worker, self._known = worker, threads > 1
+        self._threads = threads
+        self._prepared: Prepared | None = None
+        self._readings: list[float] = []
+
+    def apart(self) -> bool:
+        """Whether cores are further apart than they were at best, now or when this was asked last. False where that
+        cannot be known: of one thread, or where threads cannot choose their core.
+        """
+        if self._known:
+            with contextlib.suppress(WorkerDied):  # it is tried again the next time
+                self._read()
+        if not self._readings:
+            return False
+        return max(self._readings[-2:]) > TIMES * float(np.quantile(self._readings, AT_BEST))
+
+    def _read(self) -> None:
+        try:
+            if self._prepared is None or not self._worker.holds(self._prepared):
+                self._prepared = self._worker.prepare(TASK, self._threads)
+            self._readings.append(float(np.median(self._worker.burst(self._prepared, READING_SECONDS).samples)))
+        except TaskFailed:
+            self._known = False
