@@ -9,6 +9,8 @@ such states no median means anything, so bursts from when the cores were apart c
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +24,8 @@ READING_SECONDS = 0.001
 # was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
 TIMES = 2.3
 AT_BEST = 0.1  # of all readings so far, this quantile
+
+Result = TypeVar("Result")
 
 
 class Placement:
@@ -42,7 +46,15 @@ class Placement:
                 self._read()
         if not self._readings:
             return False
-        return max(self._readings[-2:]) > TIMES * float(np.quantile(self._readings, AT_BEST))
+        return max(self._readings[-2:]) > TIMES * float(np.quantile(self._readings, AT_BEST, method="lower"))
+
+    def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
+        """What `timed` returns, called so often at most, until cores are together; and whether they were in the end."""
+        for _ in range(tries):
+            result = timed()
+            if not self.apart():
+                return result, True
+        return result, False
 
     def _read(self) -> None:
         try:

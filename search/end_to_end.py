@@ -3,7 +3,8 @@
 A round gives every engine one burst of calls, in a shuffled order. Three kinds of rounds are taken again: those in
 which other processes took the cores, those in which the engines together were much slower than in their fastest
 rounds (a neighbour on a shared machine slows all by a third for seconds or minutes), and those in which the dense
-engines were much slower than they are known to be. Such rounds slow the engines unequally. No engine is judged by its
+engines were much slower than they are known to be. Such rounds slow the engines unequally. So do bursts from when a
+host had moved the cores apart (`latbench.placement`), which are taken again at once. No engine is judged by its
 own time alone, and the pruned model never by what was predicted for it. Rounds are what repeats: within one, calls
 share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a
 speedup's from resampling the same rounds of both engines.
@@ -21,7 +22,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ import numpy as np
 from latbench import devices
 from latbench.errors import LatbenchError
 from latbench.measure import Burst
+from latbench.placement import Placement
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 from latbench.runners.lock import device_lock
 from search.problem import Interval
@@ -46,6 +49,7 @@ PROCESSES = 3
 ROUNDS = 18
 ROUND_SECONDS = 0.12
 MOST_TRIES = 3  # times the rounds asked for, on a machine that other processes use: a minute
+MOST_MOVES = 20  # bursts one after the other, until cores are together again
 SLOW = 0.1  # a round is slow if the engines' mean log slowdown is more: without neighbours it is 1 to 5%
 FEWEST_QUIET = 3  # rounds of a building
 DISTURBED = 0.25  # as SLOW, of a building: processes of their own have no bad luck together
@@ -152,6 +156,7 @@ def time_engines(
         # Entered first, left last: a worker dies with the thread that started it.
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(names)))
         workers = {name: stack.enter_context(Worker(threads=threads, name=name)) for name in names}
+        placement = Placement(stack.enter_context(Worker(threads=threads, name="reference")), threads)
         while number < processes or (
             0 < len(undisturbed(taken, built, known)) < processes and number < processes + MORE_PROCESSES
         ):
@@ -175,9 +180,10 @@ def time_engines(
                 drawn: dict[str, Burst] = {}
                 for name in turn:
                     try:
-                        drawn[name] = workers[engines[name].worker].burst(
-                            prepared[name], round_seconds, timeout=SAMPLE_SECONDS
-                        )
+                        worker = workers[engines[name].worker]
+                        burst = partial(worker.burst, prepared[name], round_seconds, timeout=SAMPLE_SECONDS)
+                        taken_then, together = placement.together(burst, MOST_MOVES)
+                        drawn[name] = taken_then if together else replace(taken_then, preempted=True)
                     except (TaskFailed, WorkerDied) as error:
                         leave_out(name, error)
                         break

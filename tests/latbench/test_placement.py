@@ -1,5 +1,6 @@
 """Whether cores are apart, with a worker that says what the tests want, and on the cores that are here."""
 
+import itertools
 import os
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -64,6 +65,14 @@ def test_apart_is_noticed_where_it_is_the_rule() -> None:
     """Of a sweep in which cores were together for a fifth of the time."""
     said = told(([9e-6] * 8 + [3.2e-6] * 2) * 20)
     assert said[100:] == ([True] * 9 + [False]) * 10
+
+
+def test_what_is_timed_while_cores_are_apart_is_timed_again() -> None:
+    placement = Placement(FakeWorker([3e-6, 9e-6, 9e-6, 3e-6, 3e-6, 9e-6, 9e-6]), 2)  # type: ignore[arg-type]
+    calls = itertools.count()
+    assert placement.together(calls.__next__, 9) == (0, True)
+    assert placement.together(calls.__next__, 9) == (4, True)  # one reading more tells that they stayed together
+    assert placement.together(calls.__next__, 2) == (6, False)
 
 
 def test_one_thread_is_never_apart_from_another() -> None:
