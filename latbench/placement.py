@@ -49,7 +49,7 @@ class Placement:
         return max(self._readings[-2:]) > TIMES * float(np.quantile(self._readings, AT_BEST, method="lower"))
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
-        """What `timed` returns, called so often at most, until cores are together; and whether they were in the end."""
+        """What `timed` returns, called so often at most, until cores are together; and whether they were."""
         for _ in range(tries):
             result = timed()
             if not self.apart():
