@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from functools import cache, partial
 from statistics import NormalDist
 from typing import Self
 
@@ -79,7 +80,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
     line through the nearest two anchors, instead of refused.
 
     Fitted: columns_, the key columns that tell curves apart; curves_; scatter_ and usual_distance_, the typical error
-    by distance from an anchor; behaviour_, by curve, how its errors compare with that; scores_ and score_curves_.
+    by distance from an anchor; behaviour_, by curve, how its errors compare with that, and worst_behaviour_; scores_
+    and score_curves_.
     """
 
     def __init__(self, allow_extrapolation: bool = False) -> None:
@@ -131,6 +133,8 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
             scores.append((found.errors / (self._typical(found.distances)[:, None] * others)).T)
             behaviour = self._behaviour(found.errors, found.distances)
             self.behaviour_ |= {curve.key: float(value) for curve, value in zip(curves, behaviour, strict=True)}
+        # A curve of two anchors has none to leave out: it may behave as badly as the worst that has.
+        self.worst_behaviour_ = max(self.behaviour_.values(), default=1.0)
         self.scores_ = _joined(one.ravel() for one in scores)
         self.score_curves_ = np.repeat(np.arange(sum(len(one) for one in scores)), [
             one.shape[1] for one in scores for _ in one
@@ -168,25 +172,25 @@ class AnchoredLookup(RegressorMixin, BaseEstimator):
         `predict`, and Uncalibrated where too few anchors could be left out.
         """
         low, high = np.empty(len(X)), np.empty(len(X))
+        multiple = cache(partial(self._multiple, coverage))
         for curve, rows, sparsity in self._by_curve(X):
             value = self._evaluate(curve, sparsity)
             nearest = curve.log_seconds[np.abs(sparsity[:, None] - curve.sparsity).argmin(axis=1)]
             outside = (sparsity < curve.sparsity[0]) | (sparsity > curve.sparsity[-1])
-            half = self._half_width(curve, sparsity, coverage)
+            half = self._half_width(curve, sparsity, coverage, multiple)
             low[rows] = np.exp(np.where(outside, np.minimum(value, nearest), value) - half)
             high[rows] = np.exp(np.where(outside, np.maximum(value, nearest), value) + half)
         return low, high
 
-    def _half_width(self, curve: _Curve, sparsity: Array, coverage: float) -> Array:
+    def _half_width(self, curve: _Curve, sparsity: Array, coverage: float, multiple: Callable[[], float]) -> Array:
         noise = np.full(len(sparsity), np.nan)
         row, anchor = np.nonzero(sparsity[:, None] == curve.sparsity)
         noise[row] = curve.noise[anchor] * NormalDist().inv_cdf(0.5 + coverage / 2)
         if not np.isnan(noise).any():
             return noise
-        # A curve of two anchors has none to leave out: it may behave as badly as the worst that has.
-        behaviour = self.behaviour_.get(curve.key, max(self.behaviour_.values(), default=1.0))
+        behaviour = self.behaviour_.get(curve.key, self.worst_behaviour_)
         distance = np.abs(_abscissa(sparsity)[:, None] - _abscissa(curve.sparsity)).min(axis=1)
-        return np.where(np.isnan(noise), self._multiple(coverage) * behaviour * self._typical(distance), noise)
+        return np.where(np.isnan(noise), multiple() * behaviour * self._typical(distance), noise)
 
     def _multiple(self, coverage: float) -> float:
         """How many times the expected error holds a new one with this probability."""
