@@ -8,7 +8,7 @@ such states no median means anything, so bursts from when the cores were apart c
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,30 +23,39 @@ READING_SECONDS = 0.001
 # How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
 # was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
 TIMES = 2.3
-AT_BEST = 0.1  # of all readings so far, this quantile
+AT_BEST = 0.1  # this quantile of the readings
+MOST_READINGS = 100_000  # that are kept: of half an hour
+FEW, SELDOM = 200, 50  # with more readings than that, what they are at best is worked out once in so many
 
 Result = TypeVar("Result")
 
 
 class Placement:
-    """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said."""
+    """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said.
+
+    What was timed before cores were first seen together counts: how fast they are at best is not known until then.
+    """
 
     def __init__(self, worker: Worker, threads: int) -> None:
-        self._worker, self._known = worker, threads > 1
-        self._threads = threads
+        self._worker, self._threads = worker, threads
+        self._known = threads > 1
         self._prepared: Prepared | None = None
-        self._readings: list[float] = []
+        self._readings: deque[float] = deque(maxlen=MOST_READINGS)
+        self._last: float | None = None
+        self._at_best, self._count = 0.0, 0
 
     def apart(self) -> bool:
         """Whether cores are further apart than they were at best, now or when this was asked last. False where that
         cannot be known: of one thread, or where threads cannot choose their core.
         """
-        if self._known:
-            with contextlib.suppress(WorkerDied):  # it is tried again the next time
-                self._read()
-        if not self._readings:
+        before, self._last = self._last, self._read() if self._known else None
+        if self._last is None:
             return False
-        return max(self._readings[-2:]) > TIMES * float(np.quantile(self._readings, AT_BEST, method="lower"))
+        self._readings.append(self._last)
+        self._count += 1
+        if self._count <= FEW or self._count % SELDOM == 0:
+            self._at_best = float(np.quantile(self._readings, AT_BEST, method="lower"))
+        return max(self._last, before or 0.0) > TIMES * self._at_best
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
         """What `timed` returns, called so often at most, until cores are together; and whether they were."""
@@ -56,10 +65,14 @@ class Placement:
                 return result, True
         return result, False
 
-    def _read(self) -> None:
+    def _read(self) -> float | None:
+        """The seconds that a core takes; None if nothing says so this time."""
         try:
             if self._prepared is None or not self._worker.holds(self._prepared):
                 self._prepared = self._worker.prepare(TASK, self._threads)
-            self._readings.append(float(np.median(self._worker.burst(self._prepared, READING_SECONDS).samples)))
+            return float(np.median(self._worker.burst(self._prepared, READING_SECONDS).samples))
         except TaskFailed:
             self._known = False
+        except WorkerDied:  # it is tried again the next time
+            pass
+        return None

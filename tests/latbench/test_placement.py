@@ -75,6 +75,11 @@ def test_what_is_timed_while_cores_are_apart_is_timed_again() -> None:
     assert placement.together(calls.__next__, 2) == (6, False)
 
 
+def test_what_is_best_is_known_of_many_readings_too() -> None:
+    said = told(([3.2e-6] * 40 + [9e-6] * 20) * 20)
+    assert said[600:] == ([True] + [False] * 39 + [True] * 20) * 10
+
+
 def test_one_thread_is_never_apart_from_another() -> None:
     assert not any(told([3e-6, 9e-6, 9e-6], threads=1))
 
