@@ -18,7 +18,6 @@ from cost_models.errors import Uncalibrated
 from cost_models.lookup import AnchoredLookup
 from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
 from latbench import tables
-from latbench.errors import BadData
 from latbench.plan import Point
 from latbench.sweep import FINISHED
 
@@ -87,10 +86,9 @@ class Adaptive:
 
 def _intervals(points: Sequence[Point], table: pd.DataFrame) -> list[tuple[Point, float, float]]:
     """The points between measured ones of their curve, with the seconds that the time of each lies between."""
-    try:
-        X, seconds = training_rows(table)
-    except BadData:  # nothing was timed: there is nothing to be unsure of
+    if not table["status"].isin(tables.TIMED).any():  # there is nothing to be unsure of
         return []
+    X, seconds = training_rows(table)
     measured: dict[tuple[Hashable, ...], list[float]] = {}
     for curve, sparsity in zip(keys(X, CURVE), sparsities(X), strict=True):
         measured.setdefault(curve, []).append(sparsity)

@@ -112,12 +112,13 @@ def _measures(X: pd.DataFrame, names: Sequence[str]) -> dict[str, Array]:
 @dataclass(frozen=True)
 class Ring:
     """|log(predicted / measured)| of rows outside a core by a model of the core, (rows,); by how many octaves the
-    rows lie beyond it; and their shapes.
+    rows lie beyond it, and their shapes; and the most octaves by which their work does.
     """
 
     errors: Array
     octaves: Array
     shapes: npt.NDArray[np.int64]
+    work: float
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,8 @@ class Edge:
 
     @property
     def reach(self) -> float:
-        """How many octaves beyond a core a model of it could be tried; 0 where nothing could be left out."""
-        return max((float(ring.octaves.max()) for ring in self.rings), default=0.0)
+        """How many octaves beyond a core's work a model of it could be tried; 0 where nothing could be left out."""
+        return max((ring.work for ring in self.rings), default=0.0)
 
     def half_width(self, octaves: Array, coverage: float) -> Array:
         """Half of the interval of rows so many octaves beyond the edge, (rows,), in log seconds.
@@ -174,6 +175,7 @@ def edges(X: pd.DataFrame, errors: Callable[[Mask], Array]) -> dict[str, Edge]:
     for count in range(1, RINGS + 1):
         for side, outside in fifths(X, count).items():
             if outside.any():
-                away = octaves(X[outside], ranges(X[~outside], SIZES))[side]
-                rings[side].append(Ring(np.abs(errors(outside)), away, shapes[outside]))
+                core = ranges(X[~outside], SIZES)
+                away, work = (octaves(X[outside], of)[side] for of in (core, {"flop": core["flop"]}))
+                rings[side].append(Ring(np.abs(errors(outside)), away, shapes[outside], float(work.max())))
     return {side: Edge.of(found) for side, found in rings.items()}

@@ -63,8 +63,6 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
 
     def learn(self, X: pd.DataFrame, seconds: Array) -> Predict:
         """What predicts the logarithm of seconds, learned from these rows; without intervals. Raises as `fit`."""
-        if missing := {*SIZES, "pattern", "sparsity_target"} - set(X.columns):
-            raise BadRows(f"X has no column {', '.join(sorted(missing))}")
         check_shapes(X)
         self.mode_ = one_mode(X)
         self._remember(X)
@@ -139,7 +137,7 @@ class Learned(RegressorMixin, BaseEstimator, ABC):
 
     def covers(self, X: pd.DataFrame) -> npt.NDArray[np.bool_]:
         """Whether each row of X, (rows,), is like those measured: predicted without `allow_extrapolation`."""
-        check_is_fitted(self)
+        check_is_fitted(self, "edges_")
         return np.array([problem is None for problem in self._problems(X, extrapolate=False)], bool)
 
     def _check(self, X: pd.DataFrame) -> None:
@@ -229,8 +227,10 @@ def one_mode(X: pd.DataFrame) -> dict[str, str]:
 
 
 def check_shapes(X: pd.DataFrame) -> None:
-    """Raises Unanchored for a row without m, k and n, of at least 1."""
-    unknown = ~(X[list(SIZES)] >= 1).all(axis=1)
+    """Raises Unanchored for a row without m, k and n, of at least 1, BadRows for columns that are not there."""
+    if missing := {*SIZES, "pattern", "sparsity_target"} - set(X.columns):
+        raise BadRows(f"X has no column {', '.join(sorted(missing))}")
+    unknown = ~(X[list(SIZES)] >= 1).fillna(False).all(axis=1)
     if unknown.any():
         row = X[unknown].iloc[0].dropna().to_dict()
         raise Unanchored(f"{describe(row)} has no known m, k and n of at least 1 to learn from or to predict by")

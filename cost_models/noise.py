@@ -16,6 +16,7 @@ from __future__ import annotations
 from statistics import NormalDist
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from cost_models.rows import CURVE, Array
@@ -33,14 +34,15 @@ def deviations(X: pd.DataFrame) -> Array:
     return np.hypot(np.maximum(samples, _drift(X)), _occasions(X))
 
 
-def floor(X: pd.DataFrame) -> float | None:
-    """The median of |true / measured - 1| over the rows of X; None where they do not tell.
+def floor(X: pd.DataFrame, among: npt.NDArray[np.bool_] | None = None) -> float | None:
+    """The median of |true / measured - 1| over the rows of X, or over those `among` them (rows,); None where they do
+    not tell. How far each may be off is told by all rows.
 
     It is what a model's median error would be if the model knew every true time, so that a ratio of the two says how
     much is left to learn. Errors are taken to be log-normal. It is an estimate, and too high where the reference
     varies by more than the times do: a good look-up may come out below it.
     """
-    known = deviations(X)
+    known = deviations(X) if among is None else deviations(X)[among]
     known = known[np.isfinite(known)]
     if not known.size:
         return None

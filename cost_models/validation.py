@@ -50,10 +50,10 @@ def validate(estimator: CostModel, X: pd.DataFrame, y: npt.ArrayLike, coverage: 
     if isinstance(estimator, Hybrid):
         estimator = estimator.learned_
     if isinstance(estimator, Learned):
-        return _figures(_held_out_shapes(estimator, coverage), X, coverage)
+        return _figures(_held_out_shapes(estimator, coverage), noise.floor(X), coverage)
     masks = list(by_sparsity(X))
     outcome = _joined(_without(estimator, X, seconds, coverage, mask) for mask in masks)
-    return _figures(outcome, X[np.any(masks, axis=0)] if masks else X, coverage)
+    return _figures(outcome, noise.floor(X, np.any(masks, axis=0) if masks else None), coverage)
 
 
 def validate_held_out(
@@ -77,12 +77,14 @@ def validate_held_out(
     every, nothing = [mask for masks in held_out.values() for mask in masks], np.zeros(len(X), bool)
     outcomes = iter(Parallel(n_jobs)(delayed(_without)(bold, X, seconds, coverage, mask) for mask in every))
     return {
-        name: _figures(_joined(next(outcomes) for _ in masks), X[np.any([nothing, *masks], axis=0)], coverage)
+        name: _figures(
+            _joined(next(outcomes) for _ in masks), noise.floor(X, np.any([nothing, *masks], axis=0)), coverage
+        )
         for name, masks in held_out.items()
     }
 
 
-def _figures(outcome: Outcome, X: pd.DataFrame, coverage: float) -> Figures:
+def _figures(outcome: Outcome, noise_floor: float | None, coverage: float) -> Figures:
     errors, covered, widths = outcome
     return {
         "median": _over(np.median, errors),
@@ -93,7 +95,7 @@ def _figures(outcome: Outcome, X: pd.DataFrame, coverage: float) -> Figures:
         "coverage": _over(np.mean, covered),
         "nominal_coverage": coverage,
         "width": _over(np.median, widths),
-        "noise_floor": noise.floor(X),
+        "noise_floor": noise_floor,
         "held_out": int(errors.size),
     }
 

@@ -68,6 +68,8 @@ def read(
         raise BadData(f"{path}: not {format} timings, it has no column {', '.join(missing)}")
     if unknown := [name for name in only if name not in frame.columns]:
         raise UsageError(f"{path} has no column {', '.join(unknown)}, only {', '.join(frame.columns)}")
+    if frame.empty:
+        raise BadData(f"{path}: no line of timings, only their columns")
     for name, value in only.items():
         chosen = frame[name].astype(str) == value
         if not chosen.any():
@@ -92,8 +94,6 @@ def read(
             raise BadData(f"{path}: not {format} timings, it has no column {error.args[0]}") from error
         except ValueError as error:
             raise BadData(f"{path}, line {line}: {error}") from error
-    if frame.empty:
-        raise BadData(f"{path}: no line of timings, only their columns")
     if not merged:
         said = "; ".join(f"{lines} lines left out, {reason}" for reason, lines in left_out.items())
         raise UsageError(f"{path}: no line with a time of a dense or sparse layer is left{said and f': {said}'}")

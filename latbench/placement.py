@@ -41,21 +41,22 @@ class Placement:
         self._known = threads > 1
         self._prepared: Prepared | None = None
         self._readings: deque[float] = deque(maxlen=MOST_READINGS)
-        self._last: float | None = None
-        self._at_best, self._count = 0.0, 0
+        self._last = self._at_best = 0.0
+        self._count = 0
 
     def apart(self) -> bool:
         """Whether cores are further apart than they were at best, now or when this was asked last. False where that
         cannot be known: of one thread, or where threads cannot choose their core.
         """
-        before, self._last = self._last, self._read() if self._known else None
-        if self._last is None:
+        reading = self._read() if self._known else None
+        if reading is None:
             return False
-        self._readings.append(self._last)
+        before, self._last = self._last, reading
+        self._readings.append(reading)
         self._count += 1
         if self._count <= FEW or self._count % SELDOM == 0:
             self._at_best = float(np.quantile(self._readings, AT_BEST, method="lower"))
-        return max(self._last, before or 0.0) > TIMES * self._at_best
+        return max(before, reading) > TIMES * self._at_best
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
         """What `timed` returns, called so often at most, until cores are together; and whether they were."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -825,9 +825,12 @@ class _Engines:
         """Time the point for about `seconds`."""
         worker = self._worker(point.backend)
         taken = worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
-        if self.pace is None or not self.pace.apart():
+        if self.pace is None:
             return taken
-        return replace(taken, preempted=True, reasons=(*taken.reasons, placement.APART))
+        began = perf_counter()
+        apart = self.pace.apart()
+        taken = replace(taken, rest_seconds=taken.rest_seconds + perf_counter() - began)  # no time of the point's
+        return replace(taken, preempted=True, reasons=(*taken.reasons, placement.APART)) if apart else taken
 
     def drop(self) -> None:
         """Free all points; the workers stay, with what they imported and compiled."""

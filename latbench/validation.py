@@ -260,6 +260,8 @@ def _structure(table: pa.Table) -> _Found:
         except ValueError as error:
             yield from _each("corrupt", rows, _always(str(error)))
             continue
+        if expected["format"] is None:
+            yield from _each("corrupt", rows & layer, _always(f"{pattern} is the pattern of no layer"))
         for name, value in expected.items():
             column = table[name]
             same = column.is_null() if value is None else pc.equal(column, value).fill_null(False)

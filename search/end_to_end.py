@@ -178,12 +178,14 @@ def time_engines(
                 turn = list(prepared)
                 order.shuffle(turn)
                 drawn: dict[str, Burst] = {}
+                tries = MOST_MOVES
                 for name in turn:
                     try:
                         worker = workers[engines[name].worker]
                         burst = partial(worker.burst, prepared[name], round_seconds, timeout=SAMPLE_SECONDS)
-                        taken_then, together = placement.together(burst, MOST_MOVES)
-                        drawn[name] = taken_then if together else replace(taken_then, preempted=True)
+                        drawn[name], together = placement.together(burst, tries)
+                        if not together:  # the round is over
+                            drawn[name], tries = replace(drawn[name], preempted=True), 1
                     except (TaskFailed, WorkerDied) as error:
                         leave_out(name, error)
                         break

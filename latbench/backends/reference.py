@@ -77,8 +77,8 @@ class HandedOn:
 
 
 def handed_on(threads: int) -> HandedOn:
-    """What shows how far apart the cores are that so many threads run on. Raises NotImplementedError for one thread,
-    and where a thread cannot choose its core.
+    """What shows how far apart cores are: the first of those allowed, as many as there are threads, which may run on
+    others. Raises NotImplementedError for one thread, and where a thread cannot choose its core.
     """
     cores = min(threads, MOST_CORES)
     if cores < 2 or not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < cores:

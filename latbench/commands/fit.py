@@ -86,7 +86,7 @@ def fit(
         validation = _validation(model.fit(X, y), X, y)
         cost_models.save(output, model, table_hash, where=rows, validation=validation)
     console.print(validation_table(validation))
-    if not any(figures.get("held_out") for figures in validation.values()):
+    if not any(figures.get("held_out") for way, figures in validation.items() if not way.startswith(OTHERS)):
         typer.echo(
             "latbench: nothing could be held out, so nobody knows how wrong the model is: measure more", err=True
         )
@@ -150,10 +150,12 @@ def _validation(model: CostModel, X: pd.DataFrame, y: np.ndarray) -> dict[str, F
     jobs = None if isinstance(learned, Roofline) else -1
     found |= cost_models.validate_held_out(learned, every, times, within, n_jobs=jobs)
     if not isinstance(model, Roofline):
-        found["roofline, held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
-    found[f"look-up, {sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)
+        found[f"{OTHERS[0]}held-out shapes"] = cost_models.validate(Roofline().fit(X, y), X, y)
+    found[f"{OTHERS[1]}{sparsities}"] = cost_models.validate(AnchoredLookup().fit(X, y), X, y)
     return found
 
+
+OTHERS = ("roofline, ", "look-up, ")  # how figures of models begin that stand beside the one fitted
 
 COLUMNS = {
     "held_out": "points",

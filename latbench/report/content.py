@@ -44,7 +44,8 @@ def of(inputs: Inputs) -> Content:
     """Raises BadData where the table holds no time to show, or no shape with both a dense and a sparse one."""
     points = data.points(inputs.table)
     if points.empty:
-        if tables.timed(inputs.table)["op"].ne("model").any():
+        timed = tables.timed(inputs.table)
+        if timed.loc[timed["op"].ne("model") & timed["purpose"].ne("verify"), ["m", "k", "n"]].isna().any(axis=None):
             raise BadData(
                 "the table does not say the sizes of its layers, by which a report puts them side by side: import it "
                 "again with --workload, which knows them by their names"

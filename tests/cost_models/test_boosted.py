@@ -101,6 +101,8 @@ def test_hold_outs_are_whole_shapes(fitted: tuple[Boosted, pd.DataFrame, Seconds
         ({"op": "conv2d"}, "op conv2d was not measured"),
         ({"pattern": "nm:2:4"}, "format nm was not measured, only block, vector"),
         ({"m": np.nan}, "no known m, k and n"),
+        ({"m": pd.array([None], "Int64")}, "no known m, k and n"),
+        ({"n": 0}, "no known m, k and n of at least 1"),
     ],
 )
 def test_what_is_unlike_the_measured_is_refused(
@@ -112,6 +114,17 @@ def test_what_is_unlike_the_measured_is_refused(
         fitted[0].predict(good.assign(**change))
     with pytest.raises(Unanchored, match=said):
         fitted[0].predict_interval(good.assign(**change), 0.8)
+
+
+@pytest.mark.parametrize("name", ["m", "pattern", "sparsity_target"])
+def test_a_column_that_is_not_there_is_named(name: str, fitted: tuple[Boosted, pd.DataFrame, Seconds]) -> None:
+    model, X, truth = fitted
+    with pytest.raises(ValueError, match=f"X has no column {name}"):
+        clone(model).fit(X.drop(columns=name), truth(X))
+    with pytest.raises(ValueError, match=f"X has no column {name}"):
+        model.predict(X.drop(columns=name))
+    with pytest.raises(TypeError, match="X must be a pandas frame"):
+        clone(model).fit(X.to_numpy(), truth(X))
 
 
 def test_extrapolation_follows_the_roofline_when_allowed(fitted: tuple[Boosted, pd.DataFrame, Seconds]) -> None:
@@ -259,6 +272,9 @@ def test_work_is_predicted_as_far_outside_as_could_be_tried(rng: np.random.Gener
     asked = X.iloc[[0] * 12**3].assign(**dict(zip("mkn", np.transpose(list(sizes)), strict=True)))
     away = model.octaves_outside(asked)
     reach = {side: edge.reach for side, edge in model.edges_.items()}
+    # The two inner fifths, asked for all outside of them: the furthest that anything was tried.
+    work = np.sort(np.log2(X.eval("m * k * n")))
+    assert reach == pytest.approx({"smallest": work[18] - work[0], "largest": work[-1] - work[11]})
     allowed = np.logical_and.reduce([away[side] <= reach[side] for side in away])
     np.testing.assert_array_equal(model.covers(asked), allowed)
     assert allowed.any() and all((away[side][allowed] > 0).any() for side in away)

@@ -163,3 +163,11 @@ def test_a_row_without_a_sparsity_is_refused_in_a_sentence(tmp_path: Path) -> No
         BadData, match=r"must lie in \[0, 1\], and it is nan in 6 rows: `latbench validate` names them"
     ):
         choose(table)
+
+
+def test_a_row_that_cannot_be_a_layer_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    choose = Adaptive(points())
+    table = measured(tmp_path, choose(None), smooth)
+    table.loc[table.index[0], "m"] = 0
+    with pytest.raises(BadData, match="layers that cannot be, such as of m 0: `latbench validate` names them"):
+        choose(table)

@@ -68,3 +68,13 @@ def test_what_has_no_interval_has_no_floor(table: Table) -> None:
     assert noise.floor(X) is None and np.isnan(noise.deviations(X)).all()
     none = X.assign(low_seconds=np.nan, high_seconds=np.nan, drift_ratio=np.nan, reference_ratio=np.nan)
     assert noise.floor(none) is None
+
+
+def test_some_rows_are_as_noisy_as_all_rows_tell(table: Table, seconds: Seconds, rng: np.random.Generator) -> None:
+    """One row a curve says nothing of how the reference varies between the points of a curve."""
+    X = table()
+    X, _ = _measured(X, seconds(X), rng, within=0.001, halves=0.0, between=0.03)
+    one = X["sparsity_target"].eq(X["sparsity_target"].iloc[0]).to_numpy()
+    every, some, alone = noise.floor(X), noise.floor(X, one), noise.floor(X[one])
+    assert every is not None and some == pytest.approx(every, rel=0.02)
+    assert alone is not None and alone < every / 5

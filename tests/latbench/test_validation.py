@@ -52,6 +52,7 @@ def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) 
         ("m", 2**60 + 1, "corrupt", "its key hashes to"),
         ("pattern", "vector:99999999999999999999999", "corrupt", "at most 2147483647"),
         ("pattern", "checkers", "corrupt", "unknown pattern"),
+        ("pattern", "profile", "corrupt", "profile is the pattern of no layer"),
         ("v", 16, "corrupt", "v is 16, and pattern vector:32 says 32"),
         ("median_seconds", 2.1e-3, "corrupt", "median_seconds is 0.0021, and its samples give 0.002"),
         ("samples_seconds", [1.0, -1.0], "corrupt", "positive finite seconds"),

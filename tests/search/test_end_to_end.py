@@ -1,5 +1,6 @@
 """Engines timed in processes, and what is concluded from the samples; the engines here are plain Python."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,8 @@ from latbench.measure import Burst
 from latbench.runners.local import WorkerDied
 from search.end_to_end import (
     MORE_PROCESSES,
+    MOST_MOVES,
+    MOST_TRIES,
     RESAMPLES,
     SLOW,
     Engine,
@@ -209,6 +212,37 @@ def test_a_machine_of_another_pace_is_waited_for_during_one_building(
     timings = time_engines({"4.0": Engine("a", "4.0", ())}, threads=1, required=[], rounds=9, known=known)
     assert set(timings.built) == {1, 2, 3}
     assert len(timings.built) == rounds  # three a building, and three times as many in the one that waits
+
+
+class Moving(Busy):
+    """Workers whose cores are apart, and twice as slow, in some of their bursts, counted over all."""
+
+    apart: Callable[[int], bool] = staticmethod(lambda burst: False)
+    bursts = 0
+
+    def burst(self, prepared: str, seconds: float, *, timeout: float) -> Burst:
+        Moving.bursts += 1
+        return Burst([float(prepared) * (2 if self.apart(Moving.bursts) else 1)])
+
+
+@pytest.mark.parametrize(
+    ("apart", "slow"),
+    [(lambda burst: burst % 12 > 4, False), (lambda burst: burst > 7, False), (lambda _: True, True)],
+)
+def test_bursts_from_when_cores_were_apart_are_taken_again(
+    apart: Callable[[int], bool], slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Moving, "apart", staticmethod(apart))
+    monkeypatch.setattr(Moving, "bursts", 0)
+    monkeypatch.setattr("search.end_to_end.Worker", Moving)
+    monkeypatch.setattr("search.end_to_end.Placement.apart", lambda self: apart(Moving.bursts))
+    engines = {name: Engine(name, name, ()) for name in ("4.0", "3.0")}
+    timings = time_engines(engines, threads=2, required=[], processes=1, rounds=6)
+    pace = 2 if slow else 1
+    for name in engines:
+        assert {sample for block in timings.blocks[name] for sample in block} == {float(name) * pace}
+    # A round ends when its cores stay apart: one engine's bursts are taken so often, the other's once.
+    assert Moving.bursts <= 6 * MOST_TRIES * (MOST_MOVES + 1)
 
 
 class Told(Busy):
