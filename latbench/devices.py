@@ -303,7 +303,7 @@ def clock_hertz() -> float | None:
         int(cpu): float(mhz)
         for cpu, mhz in re.findall(r"^processor\s*: (\d+)\n.*?^cpu MHz\s*: ([\d.]+)", text, re.M | re.S)
     }
-    return max((mhz * 1e6 for cpu, mhz in clocks.items() if cpu in _allowed()), default=None)
+    return max((mhz * 1e6 for cpu, mhz in clocks.items() if cpu in allowed()), default=None)
 
 
 def scaling_hertz() -> float | None:
@@ -311,12 +311,12 @@ def scaling_hertz() -> float | None:
     machines do.
     """
     try:
-        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in _allowed())
+        files = (_CLOCKS / f"cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in allowed())
         return max(float(file.read_text()) for file in files) * 1e3
     except (OSError, ValueError):
         return None
 
 
-def _allowed() -> set[int]:
+def allowed() -> set[int]:
     """The processors that this process may use."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

@@ -122,11 +122,14 @@ class Target:
 
 
 def _here(gpu: str | None, threads: int | None, sessions: int) -> Target:
-    """This machine's CPU, or a GPU of it."""
+    """This machine's CPU, or a GPU of it. Raises UsageError for more threads than processors."""
     from latbench import backends, devices
     from latbench import sweep as sweeping
+    from latbench.errors import UsageError
 
     if gpu is None:
+        if threads is not None and threads > (most := len(devices.allowed())):
+            raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
         cpu = sweeping.Cpu(threads or devices.cores())
         there = [name for name, version in backends.available().items() if version is not None]
         run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench import cli, sweep, tables
+from latbench import cli, devices, sweep, tables
 from latbench.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
 from latbench.plan import Point
@@ -87,6 +87,15 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MadeUpSweep]:
 )
 def test_a_time_budget_has_a_unit(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_more_threads_than_processors_are_refused(command: Command, tiny: Path, tmp_path: Path) -> None:
+    most = len(devices.allowed())
+    code, _, err = command(
+        "sweep", "--cpu", "--workload", tiny, *ARGUMENTS, "-o", tmp_path / "out", "--threads", most + 1
+    )
+    assert code == 2 and f"--threads {most + 1}: this process may run on {most} processors" in err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", ["", "ten", "-1", "5d", "1e3", "m", "nan"])
