@@ -96,9 +96,8 @@ def cores() -> int:
 
     Two threads of one core count once, because the second adds nothing to a kernel that fills the vector units.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = set()
-    for cpu in allowed:
+    for cpu in sorted(allowed()):
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings.add(topology.read_text().strip() if topology.exists() else str(cpu))
     quota = _QUOTA.read_text().split() if _QUOTA.exists() else ["max"]

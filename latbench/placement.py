@@ -4,6 +4,7 @@ On two virtual cores of an AMD EPYC it does so every few seconds or minutes. 256
 the next one 3 us, or 9 us then; threads start in 1.2 us, or 2.2; a 1x1 convolution whose threads read what the other
 laid out takes 101 us, or 240. Nothing that a thread does by itself is any slower, nor does a counter show it. Between
 such states no median means anything, so bursts from when the cores were apart count as disturbed.
+`tests/benchmarks/placement.py` shows both on any machine.
 """
 
 from __future__ import annotations

@@ -134,6 +134,9 @@ QUALITY = [
     pa.field("error", _text),
 ]
 
+LEAST_SIZES = {"m": 1, "k": 1, "n": 0}
+"""The least numbers of output features, input features and tokens that a layer can have."""
+
 SCHEMA = pa.schema([*IDENTITY, *KEY, *STRUCTURE, *TIME, *PHYSICS, *TELEMETRY, *QUALITY])
 
 TIMED = ("ok", "noisy")
@@ -617,8 +620,9 @@ def refuse_nonsense(layers: pd.DataFrame) -> None:
     `latbench validate` finds more, and names the files. Of what others published, sizes may be unknown.
     """
     wrong = [f"pattern {pattern}" for pattern in layers["pattern"].unique() if not _is_pattern(pattern)]
-    for name, least, most in (("m", 1, np.inf), ("k", 1, np.inf), ("n", 0, np.inf), ("sparsity_target", 0, 1)):
+    for name, least in (*LEAST_SIZES.items(), ("sparsity_target", 0)):
         values = layers[name].to_numpy(np.float64, na_value=np.nan)
+        most = 1 if name == "sparsity_target" else np.inf
         wrong += [f"{name} {value:g}" for value in values[(values < least) | (values > most)][:1]]
     if wrong:
         raise BadData(f"the table holds layers that cannot be, such as of {wrong[0]}: `latbench validate` names them")

@@ -50,10 +50,10 @@ _WORDS = {
     "stop_reason": ("relative_error", "plateau", "budget", "failed"),
 }
 # The least that numbers may be, and the most where there is one.
-_LEAST = dict.fromkeys(("n", "batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
+_LEAST = tables.LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
 _LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
 _LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
-_LEAST |= dict.fromkeys(("m", "k", "c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
+_LEAST |= dict.fromkeys(("c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
 _LEAST |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "inner_loops", "bytes_min"), 1)
 _POSITIVE = ("clock_hertz", "drift_ratio", "roofline_seconds")
 _SHARES = ("steal_fraction",)

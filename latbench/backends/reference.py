@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench import measure
+from latbench import devices, measure
 from latbench.ceilings import Ceilings, never_rising
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
@@ -51,10 +51,10 @@ class HandedOn:
     """
 
     inner_loops = 1
-    facts: dict[str, Any] = {}  # noqa: RUF012 - no row's
 
     def __init__(self, cores: int) -> None:
-        self._allowed = os.sched_getaffinity(0)
+        self.facts: dict[str, Any] = {}
+        self._allowed = devices.allowed()
         self._cores = sorted(self._allowed)[:cores]
         self._x = np.ones(HANDED_BYTES // 4, np.float32)
 
@@ -81,7 +81,7 @@ def handed_on(threads: int) -> HandedOn:
     others. Raises NotImplementedError for one thread, and where a thread cannot choose its core.
     """
     cores = min(threads, MOST_CORES)
-    if cores < 2 or not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < cores:
+    if cores < 2 or not hasattr(os, "sched_setaffinity") or len(devices.allowed()) < cores:
         raise NotImplementedError("nothing is handed on by one thread, or by threads that cannot choose their core")
     return HandedOn(cores)
 

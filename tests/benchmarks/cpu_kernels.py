@@ -346,14 +346,14 @@ class Measured:
         return float(np.median(np.divide(self.reads[key], self.ours[key])))
 
 
-def measure(shape: Shape, engines: Peers, specs: Sequence[str], how: argparse.Namespace) -> Measured:
+def measure(shape: Shape, running: Peers, specs: Sequence[str], how: argparse.Namespace) -> Measured:
     """Time all engines and all cases of one shape in turns."""
     cases = numba_cases(shape, specs, how.layout, how.frames, how.cold, how.bf16)
     start = time.perf_counter()
     for _, calls, _ in cases.values():
         calls[0]()
     first = time.perf_counter() - start
-    pipes = engines.pipes
+    pipes = running.pipes
     if isinstance(shape, Conv2dShape):
         pipes = {engine: pipe for engine, pipe in pipes.items() if engine != BFLOAT16}
     if how.cold:  # its copies would need processes of their own
@@ -371,11 +371,11 @@ def measure(shape: Shape, engines: Peers, specs: Sequence[str], how: argparse.Na
 
     for _ in range(how.rounds):
         for engine, pipe in pipes.items():
-            peers[engine].append(engines.together(partial(answered, pipe)))
+            peers[engine].append(running.together(partial(answered, pipe)))
         for key, (_, calls, _) in cases.items():
-            ours[key].append(engines.together(partial(least, calls, BLOCK_SECONDS, how.threads)))
+            ours[key].append(running.together(partial(least, calls, BLOCK_SECONDS, how.threads)))
             if how.cold:
-                reads[key].append(engines.together(partial(least, sums[key], BLOCK_SECONDS, how.threads)))
+                reads[key].append(running.together(partial(least, sums[key], BLOCK_SECONDS, how.threads)))
     for pipe in pipes.values():
         pipe.send(0.0)
     return Measured(shape, peers, ours, {key: (plan, nnz) for key, (plan, _, nnz) in cases.items()}, first, reads)
