@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from numba import njit
 
-from sparse_kernels.cpu.micro import PACE_BITS
+from sparse_kernels.cpu.micro import PACE_BITS, fetch
 from sparse_kernels.cpu.scratch import LINE
 
 LINE_BYTES = 4 * LINE
@@ -30,6 +30,13 @@ LINE_BYTES = 4 * LINE
 # Elements of x and y from which on it pays to walk: 2 MB. Less has often just been written and lies in the second
 # level; to fetch it again costs up to 6% (128 tokens).
 FAR = 2**19
+
+
+@njit(inline="always")
+def fetch_now(at, size):  # type: ignore[no-untyped-def]
+    """Fetch `size` bytes at once: for what is little, and would be waited for line by line."""
+    for line in range(at, at + size, LINE_BYTES):
+        fetch(line)
 
 
 @njit(inline="always")

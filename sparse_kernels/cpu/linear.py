@@ -334,7 +334,7 @@ def build(
         cut = panels(groups(packed), vectors * lanes)
         cut = cut.narrowed() if narrow else cut
         k = packed.shape[1]
-        cut = cut.in_stages(tokens.stages(size, k, cut.density(k), n, target), k)
+        cut = cut.in_stages(tokens.stages(size, k, cut.density(k), n, target), k).copy()
         return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.scratch import aligned, at_cache_line
+from sparse_kernels.cpu.scratch import aligned, at_cache_line, in_one_piece
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight, bfloat16
 
 # What a panel costs beside its columns: setting up a tile and finishing its sums takes about as long as six columns.
@@ -99,9 +99,14 @@ class Panels:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> Panels:
-        """The same panels in memory of their own."""
-        table, _, columns, work, row_ids = (array.copy() for array in self.arrays)
-        return Panels(self.width, at_cache_line(self.values), columns, table, work, row_ids)
+        """The same panels in memory of their own, in one piece.
+
+        In a model all of it comes from memory at each call, and each page of it has to be found first.
+        """
+        work, table, columns, row_ids, values = in_one_piece(
+            self.work, self.table, self.columns, self.row_ids, self.values
+        )
+        return Panels(self.width, values, columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
         """The same panels with the nearest bfloat16 of each float32."""

@@ -99,6 +99,17 @@ def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
     return copied
 
 
+def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
+    """Copies that lie one behind the other, each from the start of a cache line on."""
+    starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
+    room = aligned(int(starts[-1]), np.uint8)
+    copies: list[NDArray[Any]] = []
+    for start, array in zip(starts, arrays, strict=False):
+        copies.append(room[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        copies[-1][...] = array
+    return copies
+
+
 def aligned(size: int, dtype: Any = np.float32, allocate: Callable[..., NDArray[Any]] = np.zeros) -> NDArray[Any]:
     """Zeros, or what else `allocate` gives, (size) that start at a cache line."""
     each = np.dtype(dtype).itemsize

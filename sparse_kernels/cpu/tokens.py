@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from numba import njit
 
-from sparse_kernels.cpu.ahead import LINE_BYTES
+from sparse_kernels.cpu.ahead import LINE_BYTES, fetch_now
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.micro import AHEAD, FINISHED, FOURS, ROWS, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
@@ -215,6 +215,12 @@ def kernel(
         stages = table.shape[0] // panels
         chunks = (n + chunk - 1) // chunk
         values_at, columns_at = values.ctypes.data, columns.ctypes.data
+        # What a part looks up comes from memory as the weights do, and each tells only where the next one lies: one
+        # token takes 0.9 to 1.0 times as long so, together with panels in one piece (Zen 5).
+        fetch_now(work.ctypes.data, work.size * 8)
+        fetch_now(table.ctypes.data, table.size * 8)
+        if permuted:
+            fetch_now(places.ctypes.data, m * 4)
         item, end = share(work, chunks, part, parts), share(work, chunks, part + 1, parts)
         x_here, laid_chunk = room_at + (waiting + part * chunk * k) * 4, -1
         # Where a tile of tokens meets all panels one after the other, the sums of the next one take the same room.
