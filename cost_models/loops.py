@@ -53,8 +53,10 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
     panels = ~single & ~by_tokens
 
     vectors = np.where(linear, np.ceil(n / _LANES), images.vectors)
+    short = np.where(linear & (n <= _LANES), np.select([n <= 4, n <= 8], [4.0, 8.0], _LANES), np.inf)
     tokens = np.where(n <= 2, 2.0, np.ceil(n / 8) * 8)
     lanes = np.select([by_tokens, single], [tokens, vectors * _LANES], np.ceil(vectors / 2) * 2 * _LANES)
+    lanes = np.where(by_tokens, lanes, np.minimum(lanes, short))
     kept = m * k * density
     multiplied = kept * lanes * np.where(panels, _low_tile(height), 1.0)
     pages = np.minimum(images.channels, images.read * 4 / _PAGE_BYTES)
@@ -73,7 +75,7 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
         images.rows,
         images.collected,
         np.where(single, k * lanes, 0.0),
-        np.where(single, m * np.ceil(vectors / 4) * stages(k, vectors, density), 0.0),
+        np.where(single, m * np.ceil(vectors / 4) * stages(k, np.minimum(vectors, short / _LANES), density), 0.0),
         np.where(single, 0.0, m * lanes),
         np.where(linear & ~by_tokens & _token_major(X), (k + m) * n, 0.0),
     ]

@@ -224,6 +224,8 @@ def kernel(
                         vectors,
                         lanes,
                         fuse,
+                        unframed,
+                        unframed,
                         width,
                         stream.ctypes.data + table[stage, 0] * 4,
                         m,

@@ -3,8 +3,9 @@
 tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector, or of few
          tokens as half a vector or a quarter.
 amx      the matrix unit, where the processor has one and threads have tokens enough (`matrix`).
-rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so, block by
-         block where every thread gets tokens (`blocks`), else in a pass of its own (`transpose`).
+rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so: of few
+         tokens by every thread for itself (`few`), block by block where every thread gets tokens (`blocks`), else in
+         a pass of its own (`transpose`).
 single   the same for rows that share no columns.
 pairs    as rows, two columns at a time in bfloat16: where that is allowed, and the processor multiplies pairs.
 
@@ -24,14 +25,14 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu import amx, blocks, matrix, rows, single, tokens, transpose
+from sparse_kernels.cpu import amx, blocks, few, matrix, rows, single, tokens, transpose
 from sparse_kernels.cpu.call import Call, InRoom, LinearPlan
 from sparse_kernels.cpu.emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.matrix import MatrixPlan
 from sparse_kernels.cpu.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.single import SingleRows, single_rows
-from sparse_kernels.cpu.target import Target, host
+from sparse_kernels.cpu.target import NARROWEST, Target, host
 from sparse_kernels.cpu.vectors import CACHED, LARGE, TILE, Vectors, as_it_lies, columns, in_tiles, whole_tiles
 from sparse_kernels.formats import DenseWeight, Packed, rounded
 from sparse_kernels.plan import BLOCKED_LAYOUTS
@@ -44,9 +45,6 @@ LEAST_DENSITY, SOME_TOKENS, ENOUGH_TOKENS = 0.2, 256, 512
 
 # Full vectors of tokens for each thread from which on whole vectors on AMD need no blocks where rows are permuted.
 ENOUGH_VECTORS = 4
-
-# Lanes of the narrowest vectors: 128 bits.
-NARROWEST = 4
 
 
 @dataclass(frozen=True)
@@ -140,6 +138,8 @@ class RowPlan(LinearPlan):
             return self._in_blocks((x_layout, y_layout), n, threads)
         if layout == "feature_major" and not self.way and lanes <= n < 2**31 // k:
             return self._in_place(n, threads)
+        if not self.way and few.takes(self.panels, layout, n, self.target):
+            return few.prepared(self.panels, self.shape, layout, self.target, n, threads)
         if self.way == "blocks" or (not self.way and blocks.enough(n, lanes, threads)):
             return self._in_blocks((layout, layout), n, threads)
         return self._packed(n, threads)
@@ -338,10 +338,14 @@ def build(
         return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:
-        laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes)
+        together = few.lanes_for(n, target) if vectors == 1 else None
+        laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes, together)
     else:
         laid_out = panels(groups(packed), size)
-    name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
+    if not choice.way and few.takes(laid_out, layout, n, target):
+        name = f"numba.{packed.pattern.format}.few{size}x{few.lanes_for(n, target)}.{target.name}"
+    else:
+        name = f"{name}{size}x{vectors}{choice.way and '.' + choice.way}.{target.name}"
     return RowPlan(packed.shape, layout, laid_out, (size, vectors), target, name, choice.way)
 
 

@@ -85,14 +85,15 @@ class SingleRows:
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 
-def single_rows(groups: Groups, k: int, stride: int) -> SingleRows:
+def single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
     """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
 
     In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
-    outweigh fetching and storing the sums.
+    outweigh fetching and storing the sums. together: of how many positions x is to be so small, a stride
+    unless given.
     """
     rows = groups.indptr.size - 1
-    stages = max(1, min(-(-k * stride // CLOSE), groups.columns.size // (WORTHWHILE * rows)))
+    stages = max(1, min(-(-k * (together or stride) // CLOSE), groups.columns.size // (WORTHWHILE * rows)))
     bounds = k * np.arange(stages + 1) // stages
     row = np.repeat(np.arange(rows), np.diff(groups.indptr))
     stage = np.searchsorted(bounds, groups.columns, side="right") - 1
@@ -129,6 +130,8 @@ def pass_over(
     vectors: Any,
     lanes: Any,
     fused: Any,
+    halvings: Any,
+    ahead: Any,
     width: Any,
     stream: Any,
     rows: Any,
@@ -141,13 +144,15 @@ def pass_over(
     """y[row, v] = activation(start + sum over c of weights[c] * x[places[c], v] + bias[row]) for rows of a stream.
 
     width: how many vectors there are, 1 to `vectors`. stream: where the first of the `rows` rows begins. x, y: packed
-    columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero.
+    columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero. halvings: how
+    often vectors were halved since the places were worked out. ahead: how many words ahead the stream is fetched, 0
+    leaves that to the hardware.
     """
-    signature = types.void(*(vectors, lanes, fused), *([types.intp] * 8))
+    signature = types.void(*(vectors, lanes, fused, halvings, ahead), *([types.intp] * 8))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse = (int(literal.literal_value) for literal in signature.args[:3])
-        width, stream, rows, x, y, bias, start, activation = args[3:]
+        most, n_lanes, fuse, halved, distance = (int(literal.literal_value) for literal in signature.args[:5])
+        width, stream, rows, x, y, bias, start, activation = args[5:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(bias)
 
@@ -156,7 +161,7 @@ def pass_over(
             sets = min(FOUR, -(-ENOUGH // vectors))
 
             def add(sums: list[ir.Value], turn: int, weight: ir.Value, place: ir.Value) -> None:
-                at = builder.gep(x_pointer, [place])
+                at = builder.gep(x_pointer, [builder.lshr(place, emit.integer(halved)) if halved else place])
                 for v in range(vectors):
                     index = turn % sets * vectors + v
                     sums[index] = emit.multiply_add(weight, emit.load(at, v), sums[index])
@@ -168,6 +173,8 @@ def pass_over(
 
                 def four(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
                     sums, here = list(sums), builder.gep(columns, [word])
+                    if distance:
+                        emit.will_load(builder.gep(here, [emit.integer(distance)]))
                     places = [place for i in (4, 6) for place in emit.load_pair(builder.gep(here, [emit.integer(i)]))]
                     for turn, (weight, place) in enumerate(zip(emit.splat_four(here), places, strict=True)):
                         add(sums, turn, weight, place)
@@ -248,7 +255,7 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
     y in scratch. One that does not gather takes them packed, and reads neither offsets nor scratch. Lanes to keep and
     what is added are looked at if `framed`, by one that gathers.
     """
-    fuse = int(fused)
+    fuse, nothing = int(fused), 0
     unfinished, unchanged = PARTIAL, IDENTITY
     bundle = BUNDLE
     stride = vectors * lanes
@@ -298,6 +305,8 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                     vectors,
                     lanes,
                     fuse,
+                    nothing,
+                    nothing,
                     end_v - v,
                     stream_at + table[stage, first] * 4,
                     end_row - row,

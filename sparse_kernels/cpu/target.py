@@ -39,6 +39,9 @@ class Target:
         return self.lanes == 16 and not self.halves and not self.shared
 
 
+# Lanes of the narrowest vectors: 128 bits.
+NARROWEST = 4
+
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import blocks, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
+from sparse_kernels.cpu import blocks, few, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
 from sparse_kernels.cpu.micro import AHEAD
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
@@ -259,9 +259,42 @@ def test_the_kernel_says_what_runs(monkeypatch):
     assert prepare(vector, "numba", "token_major", 64).kernel.startswith("numba.vector.tokens")
     assert prepare(vector, "numba", "feature_major", 64).kernel.startswith("numba.vector.rows")
     assert prepare(vector, "numba", "token_major", 64).kernel.endswith(name)
-    assert prepare(packed_of(Unstructured(), weight), "numba", "token_major", 9).kernel.startswith(
-        "numba.unstructured.rows1x"
-    )
+    single = packed_of(Unstructured(), weight)
+    assert prepare(single, "numba", "token_major", 50).kernel.startswith("numba.unstructured.rows1x")
+    assert prepare(single, "numba", "token_major", 3).kernel == f"numba.unstructured.few1x4.{name}"
+    assert prepare(single, "numba", "token_blocked", 3).kernel.startswith("numba.unstructured.rows1x")
+
+
+def test_few_tokens_take_vectors_as_short_as_hold_them(rng):
+    weight = rng.standard_normal((64, 90)).astype(np.float32)
+    lines, permuted = panels.panels(panels.groups(packed_of(VectorWise(4), weight)), 4), packed_of(ShflBW(4), weight)
+    vector, tile = (single.single_rows(panels.groups(packed_of(Unstructured(), weight)), 90, n) for n in (16, 64))
+    assert [few.lanes_for(n, ZEN_5) for n in (1, 4, 5, 8, 9, 16, 17)] == [4, 4, 8, 8, 16, 16, 16]
+    for weights in (lines, panels.panels(panels.groups(permuted), 4), vector):
+        assert few.takes(weights, "token_major", 16, ZEN_5) and not few.takes(weights, "token_major", 17, ZEN_5)
+        # As x lies, a whole vector of them is at hand.
+        assert few.takes(weights, "feature_major", 15, ZEN_5) and not few.takes(weights, "feature_major", 16, ZEN_5)
+        assert not few.takes(weights, "token_blocked", 1, ZEN_5)
+    assert not few.takes(tile, "token_major", 1, ZEN_5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pattern", [Unstructured(), NM(1, 4), VectorWise(4), ShflBW(4)], ids=str)
+def test_a_plan_for_one_token_is_right_for_any(rng, pattern, layout):
+    m, k, n = 45, 2000, 40
+    weight, x = oracle.exact_operands(rng, m, k, n)
+    packed = packed_of(pattern, weight)
+    expected = unpack(packed).astype(float) @ x
+    plan = linear.prepare(packed, layout, 1)
+    for tokens_given in (1, 3, 6, 13, 16, 17, n):
+        given = x[:, :tokens_given].T if layout == "token_major" else x[:, :tokens_given]
+        y = plan(np.ascontiguousarray(given))
+        np.testing.assert_array_equal(y.T if layout == "token_major" else y, expected[:, :tokens_given])
+
+
+def test_x_of_few_tokens_is_cut_into_fewer_stages(rng):
+    packed = packed_of(Unstructured(), rng.standard_normal((32, 1800)).astype(np.float32), 0.9)
+    assert [len(linear.prepare(packed, "token_major", n).panels.table) for n in (1, 8, 16)] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(("n", "k", "parts"), [(128, 2048, 2), (128, 3072, 3), (2048, 2048, 2), (40, 4096, 2)])
@@ -362,14 +395,17 @@ def test_calls_share_room_one_after_the_other_and_never_at_once():
     assert first.at % scratch.ALIGNMENT == 0
 
 
-def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch):
+@pytest.mark.parametrize("way", ["", "pass"])
+def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way):
     packed = packed_of(VectorWise(8), rng.standard_normal((64, 40)).astype(np.float32))
-    plan, lanes = prepare(packed, "numba", "feature_major", 1), target.host().lanes
+    choice = linear.Choice("rows", linear.row_tile(packed, "feature_major", 1), way)
+    plan = linear.build(packed, "feature_major", 1, choice)
+    lanes, vectors = (target.host().lanes, plan.tile[1]) if way else (target.NARROWEST, 1)
     room = np.full(10**5, np.nan, np.float32)
     monkeypatch.setattr(scratch, "_free", deque([scratch.Room(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
     oracle.check(plan(x), packed, x)
-    multiplied = room[: 40 * plan.tile[1] * lanes].reshape(40, -1)[:, :lanes]
+    multiplied = room[: 40 * vectors * lanes].reshape(40, -1)[:, :lanes]
     np.testing.assert_array_equal(multiplied, np.pad(x, ((0, 0), (0, lanes - 1))))
 
 
@@ -395,9 +431,10 @@ def test_threads_may_share_a_plan(rng):
     assert not wrong
 
 
+@pytest.mark.parametrize("n", [5, 24])
 @pytest.mark.parametrize("mistake", ["last column", "last row", "offsets", "half"])
-def test_known_wrong_panels_are_caught(rng, mistake):
-    m, k, n = 32, 64, 24
+def test_known_wrong_panels_are_caught(rng, mistake, n):
+    m, k = 32, 64
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(VectorWise(8), weight)
     plan = linear.prepare(packed, "feature_major", n)
@@ -539,8 +576,9 @@ def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape)
 
 @pytest.mark.parametrize("mistake", ["column", "row", "place", "half"])
 @pytest.mark.parametrize("pattern", [Unstructured(), NM(2, 4)], ids=str)
-def test_known_wrong_streams_are_caught(rng, pattern, mistake):
-    m, k, n = 40, 64, 24
+@pytest.mark.parametrize("n", [5, 24])
+def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
+    m, k = 40, 64
     weight, x = oracle.exact_operands(rng, m, k, n)
     packed = packed_of(pattern, weight)
     plan = linear.prepare(packed, "feature_major", n)

@@ -106,20 +106,20 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     on(shared=False)
     assert names(VectorWise(32), "token_major", 1) == ["tokens2x2"]
     assert names(VectorWise(32), "token_major", 4) == ["tokens8x2", "tokens4x2"]
-    assert names(VectorWise(32), "token_major", 12) == ["tokens8x2", "tokens6x2", "rows8x2"]
+    assert names(VectorWise(32), "token_major", 12) == ["tokens8x2", "tokens6x2", "few8x16"]
     assert names(VectorWise(32), "token_major", 48) == ["tokens8x2", "rows8x3"]
-    assert names(VectorWise(16), "token_major", 16) == ["tokens8x1", "rows8x2"]
+    assert names(VectorWise(16), "token_major", 16) == ["tokens8x1", "few8x16"]
     assert names(VectorWise(16), "token_major", 128) == ["rows8x2"]
     assert names(ShflBW(32), "token_major", 32) == ["rows8x2", "tokens8x2"]
     assert names(ShflBW(32), "token_major", 128) == ["rows8x2"]
     assert names(ShflBW(32), "token_major", 100) == ["tokens8x2", "rows8x2"]
-    assert names(VectorWise(4), "token_major", 4) == ["rows4x4", "tokens8x1of4", "tokens4x1of4"]
-    assert names(VectorWise(4), "token_major", 2) == ["tokens2x1of4", "rows4x4"]
-    assert names(VectorWise(8), "token_major", 8) == ["tokens8x1of8", "rows8x2"]
-    assert names(VectorWise(8), "token_major", 9)[0] == "rows8x2"
+    assert names(VectorWise(4), "token_major", 4) == ["few4x4", "tokens8x1of4", "tokens4x1of4"]
+    assert names(VectorWise(4), "token_major", 2) == ["tokens2x1of4", "few4x4"]
+    assert names(VectorWise(8), "token_major", 8) == ["tokens8x1of8", "few8x8"]
+    assert names(VectorWise(8), "token_major", 9)[0] == "few8x16"
     assert names(VectorWise(4), "token_major", 48) == ["rows4x3"]
     assert names(VectorWise(4), "feature_major", 128) == ["rows4x4", "rows4x4.blocks"]
-    assert names(Unstructured(), "token_major", 4) == ["rows1x1"]
+    assert names(Unstructured(), "token_major", 4) == ["few1x4"]
     assert names(Unstructured(), "token_major", 128) == ["rows1x4", "rows1x3"]
     assert names(Unstructured(), "feature_major", 128) == ["rows1x4", "rows1x3", "rows1x4.blocks"]
     assert all(len(names(it, layout, n)) == 1 for it in PATTERNS for layout in BLOCKED_LAYOUTS for n in TOKENS)
@@ -136,7 +136,7 @@ def test_the_choices_are_those_that_may_help(monkeypatch: pytest.MonkeyPatch) ->
     on(shared=True, matrix=True)
     assert names(ShflBW(32), "token_major", 512) == ["amx32x32", "rows8x3"]
     assert names(ShflBW(32), "token_major", 128) == ["rows8x2", "amx32x32"]
-    assert names(ShflBW(32), "token_major", 16) == ["tokens8x2", "rows8x2", "amx32x32"]
+    assert names(ShflBW(32), "token_major", 16) == ["tokens8x2", "few8x16", "amx32x32"]
     assert names(VectorWise(4), "token_major", 48) == ["rows4x3"]
 
 
