@@ -87,8 +87,8 @@ def along_outputs(X: pd.DataFrame) -> Mask:
 
     As `sparse_kernels.cpu.linear.default` chooses for a vector unit that works in halves (Zen 4): groups of rows must
     fill vectors, and where they fill but one, or are permuted and x has no long rows, many tokens are better along
-    the vector. Of few tokens they need to fill but a half or a quarter of one. A unit that does not work so (Zen 5)
-    wants fewer permuted ones along the vector; to know that brought its unseen shapes no nearer.
+    the vector. Of few tokens they need to fill but a half of one. A unit that does not work so (Zen 5) wants fewer
+    permuted ones along the vector; to know that brought its unseen shapes no nearer.
     """
     m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
     structure = Structure.of(X)
@@ -101,7 +101,7 @@ def along_outputs(X: pd.DataFrame) -> Mask:
     along_tokens = (full & (~long | (each <= 2))) | (n * (m + k) >= _FAR) | (k > _LONG_ROWS)
     by_panels = (total < 2 * threads) | two
     better = ~shared | np.where((structure.format == "shflbw") & two, ~along_tokens, by_panels)
-    part = ((height % (_LANES // 2) == 0) & (n <= 8)) | ((height % (_LANES // 4) == 0) & (n <= 2))
+    part = (height % (_LANES // 2) == 0) & (n <= 8)
     filled = two | (height % _LANES == 0) | part
     found: Mask = X["op"].ne("conv2d").to_numpy() & _token_major(X) & filled & better
     return found

@@ -1,7 +1,7 @@
 """Linear layers on the CPU: any pattern, all layouts.
 
 tokens   token-major x as it lies, outputs along the vector: needs groups of rows as tall as a vector, or of few
-         tokens as half a vector or a quarter.
+         tokens as half a vector.
 amx      the matrix unit, where the processor has one and threads have tokens enough (`matrix`).
 rows     tokens along the vector, panels of rows. x is feature-major or blocked as it lies, or laid out so: of few
          tokens by every thread for itself (`few`), block by block where every thread gets tokens (`blocks`), else in
@@ -245,8 +245,8 @@ def by_vectors(packed: Packed, layout: str, n: int) -> Choice:
 def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
     """Whether n tokens are so few that kernel rows would leave more lanes empty than this tile's vectors lack.
 
-    With groups of 8 rows, half vectors of 16 lanes: up to 8 tokens 1.2 to 3.8 times the speed, 12 of them 0.6 to 1.5
-    times. With groups of 4, quarters: 1.2 to 3.2 times for one and two tokens, 0.8 to 1.8 for four.
+    With groups of 8 rows, half vectors of 16 lanes: up to 8 tokens 0.95 to 1.1 times the speed. Quarters, with groups
+    of 4, were 0.7 to 1.05 times as fast for one and two (1 and 2 threads, 50% to 90% sparsity, Zen 5).
     """
     lanes, wide = tile[2], host().lanes
     return lanes == wide or n * wide <= 2 * lanes**2
@@ -301,9 +301,9 @@ def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
 
 
 def narrow_tile(packed: Packed) -> tuple[int, int, int] | None:
-    """As `token_tile`, of halves or quarters of vectors where rows of a group fill no whole one."""
+    """As `token_tile`, of halves of vectors where rows of a group fill no whole one."""
     wide = host().lanes
-    tiles = (token_tile(packed, replace(host(), lanes=lanes)) for lanes in (wide, wide // 2, wide // 4))
+    tiles = (token_tile(packed, replace(host(), lanes=lanes)) for lanes in (wide, wide // 2))
     return next((tile for tile in tiles if tile is not None and tile[2] >= NARROWEST), None)
 
 

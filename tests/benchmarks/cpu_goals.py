@@ -53,6 +53,7 @@ OF_128 = [
 ]  # fmt: skip
 LINEAR = {128: OF_128, 2048: [*shuffled(3.5, 8.0), *OVER_DEEPSPARSE]}
 FEW_TOKENS = (1, 8)
+FEW_SPECS = ("shflbw:32", "shflbw:64", "vector:4", "unstructured")
 OF_READING = 0.8
 CONV_SPECS = ("shflbw:32", "vector:32", "vector:8")
 CONV_GOALS = [Goal((spec, s), least) for spec in CONV_SPECS for s, least in ((0.75, 2.5), (0.9, 5.0))]
@@ -114,7 +115,7 @@ def main() -> None:
                 over_peers([measure(s, peers, specs, warm) for s in linear_shapes(tokens)], goals, each=True)
             for tokens in FEW_TOKENS if "few" in given.only else ():
                 print(f"{tokens} tokens, {threads} threads: share of the speed of reading", flush=True)
-                found = [measure(s, peers, ["shflbw:32", "shflbw:64"], cold) for s in linear_shapes(tokens)]
+                found = [measure(s, peers, FEW_SPECS, cold) for s in linear_shapes(tokens)]
                 for key in found[0].ours:
                     shares = [one.share_of_reading(key) for one in found]
                     line(f"{key[0]} {key[1]:.0%}", shares, OF_READING, each=True)
