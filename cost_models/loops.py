@@ -41,7 +41,8 @@ _LANES = 16
 _FAR, _LONG_ROWS = 2**20, 3125  # elements of x and y, of a row of x, from which on kernel tokens waits for memory
 _CLOSE_BYTES = 48 * 2**10  # first-level cache
 _PAGE_BYTES, _PAGES = 4096, 64  # what a first-level TLB holds, about
-_STAGE, _WORTHWHILE = 7_500, 12  # `sparse_kernels.cpu.single`: elements of x in a stage, columns of a row in it
+# `sparse_kernels.cpu.single`: elements of x in a stage, columns of a row in it, and elements at most
+_STAGE, _WORTHWHILE, _FARTHEST = 7_500, 12, 2**16
 
 
 def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
@@ -62,7 +63,7 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
     pages = np.minimum(images.channels, images.read * 4 / _PAGE_BYTES)
     by_column = panels & ~linear & ~images.laid
     reads = np.where(by_column, 1 - (1 - density) ** np.maximum(1, m / height), 1.0)
-    weight_bytes = physics.weight_bytes + 4 * kept / height
+    weight_bytes = physics.weight_bytes + np.where(single, 2, 4) * kept / height
     terms = [
         *(np.where(structure.format == name, multiplied, 0.0) for name in formats),
         np.where(panels, multiplied * _octaves(pages / _PAGES), 0.0),
@@ -109,8 +110,10 @@ def along_outputs(X: pd.DataFrame) -> Mask:
 
 def stages(k: Array, vectors: Array, density: Array) -> Array:
     """How many stages of columns single rows have, as `sparse_kernels.cpu.single.single_rows` cuts them."""
-    small_enough = np.ceil(k * np.minimum(4, vectors) * _LANES / _STAGE)
-    return np.asarray(np.maximum(1, np.minimum(small_enough, np.floor(k * density / _WORTHWHILE))), np.float64)
+    together = np.minimum(4, vectors) * _LANES
+    close = np.minimum(np.ceil(k * together / _STAGE), np.floor(k * density / _WORTHWHILE))
+    stride = np.maximum(together, _LANES)
+    return np.asarray(np.maximum(np.ceil(k * stride / (_FARTHEST - stride)), close), np.float64)
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,12 @@ class Emitter:
         both = self.builder.load(self.builder.bitcast(at, I64.as_pointer()), align=4)
         return self.builder.and_(both, self.integer(2**32 - 1)), self.builder.lshr(both, self.integer(32))
 
+    def load_four_shorts(self, at: ir.Value) -> list[ir.Value]:
+        """Four int16 that lie beside each other, without a sign, as int64, in one load."""
+        together = self.builder.load(self.builder.bitcast(at, I64.as_pointer()), align=4)
+        each = [self.builder.lshr(together, self.integer(16 * i)) for i in range(4)]
+        return [*(self.builder.and_(value, self.integer(2**16 - 1)) for value in each[:3]), each[3]]
+
     def zeros(self, count: int) -> list[ir.Value]:
         """`count` vectors of 0."""
         return [ir.Constant(self.vector, None)] * count

@@ -35,8 +35,9 @@ from sparse_kernels.cpu.scratch import borrow, give_back
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
 
-# Columns that are worked on together: the floats in 128 bits.
+# Columns that are worked on together, the floats in 128 bits; words that they take with their places.
 FOUR = 4
+FOUR_WORDS = FOUR + FOUR // 2
 
 # Rows that are sorted by length together, and that one thread computes.
 BUNDLE = 32
@@ -47,6 +48,9 @@ CLOSE = 7_500
 # Columns of a row in a stage below which stages cost more than they save: measured on AVX-512.
 WORTHWHILE = 12
 
+# Elements of x in a stage at most: as far as the 16 bits of a place reach.
+FARTHEST = 2**16
+
 
 @dataclass(frozen=True, eq=False)
 class SingleRows:
@@ -56,7 +60,8 @@ class SingleRows:
     m       rows
     stream  int32. Stage by stage, row by row: count, row, then the row's `count` columns of that stage, four weights
             and their four places as long as there are four, then weight and place one by one. Weights are the bits of
-            float32; a place says where in the packed x of its stage a column lies, in elements.
+            float32; a place says where in the packed x of its stage a column lies, in elements, and takes 16 bits:
+            four of them two words, one alone the lower half of one.
     table   int64 (stages, bundles): where in the stream the rows of a bundle begin
     work    int64 (bundles + 1): the cost of all bundles before each one, in columns
     bounds  int64 (stages + 1): the first column of each stage, and the end
@@ -89,11 +94,12 @@ def single_rows(groups: Groups, k: int, stride: int, together: int | None = None
     """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
 
     In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
-    outweigh fetching and storing the sums. together: of how many positions x is to be so small, a stride
-    unless given.
+    outweigh fetching and storing the sums; at least in as many as places can tell. together: of how many positions x
+    is to be so small, a stride unless given.
     """
     rows = groups.indptr.size - 1
-    stages = max(1, min(-(-k * (together or stride) // CLOSE), groups.columns.size // (WORTHWHILE * rows)))
+    close = min(-(-k * (together or stride) // CLOSE), groups.columns.size // (WORTHWHILE * rows))
+    stages = max(close, -(-k * stride // (FARTHEST - stride)))
     bounds = k * np.arange(stages + 1) // stages
     row = np.repeat(np.arange(rows), np.diff(groups.indptr))
     stage = np.searchsorted(bounds, groups.columns, side="right") - 1
@@ -104,24 +110,36 @@ def single_rows(groups: Groups, k: int, stride: int, together: int | None = None
     elements = np.argsort(stage * rows + rank[stage, row], kind="stable")
     ordered = np.take_along_axis(counts, order, axis=1).ravel()
     heads, weights, places = _words(ordered)
-    stream = np.empty(2 * (heads.size + elements.size), np.int32)
+    stream = np.zeros(_sizes(ordered).sum(), np.int32)
     stream[heads] = ordered
     stream[heads + 1] = groups.row_ids[order].ravel()
     stream[weights] = groups.values.ravel()[elements].view(np.int32)
-    stream[places] = ((groups.columns - bounds[stage]) * stride)[elements]
+    stream.view(np.uint16)[places] = ((groups.columns - bounds[stage]) * stride)[elements]
     work = np.zeros(bundle[-1] + 2, np.int64)
     np.cumsum(np.bincount(bundle, counts.sum(axis=0) + stages * PANEL_COST), out=work[1:])
     return SingleRows(stride, rows, stream, heads.reshape(stages, rows)[:, ::BUNDLE].copy(), work, bounds)
 
 
+def _sizes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Words of rows with these counts."""
+    return 2 + counts // FOUR * FOUR_WORDS + counts % FOUR * 2
+
+
 def _words(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where in a stream the rows with these counts have their heads (rows), weights and places (columns)."""
-    heads = np.cumsum(2 + 2 * counts) - (2 + 2 * counts)
+    """Where in a stream the rows with these counts have their heads (rows), weights and places (columns).
+
+    Heads and weights in words, places in halves of words.
+    """
+    sizes = _sizes(counts)
+    heads = np.cumsum(sizes) - sizes
     first = np.repeat(heads + 2, counts)
     c = np.arange(first.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    in_four = c < np.repeat(counts // FOUR * FOUR, counts)
-    weights = first + np.where(in_four, c // FOUR * 2 * FOUR + c % FOUR, 2 * c)
-    return heads, weights, weights + np.where(in_four, FOUR, 1)
+    fours = np.repeat(counts // FOUR, counts)
+    in_four, alone = c < fours * FOUR, c - fours * FOUR
+    four = first + c // FOUR * FOUR_WORDS
+    one = first + fours * FOUR_WORDS + 2 * alone
+    weights = np.where(in_four, four + c % FOUR, one)
+    return heads, weights, np.where(in_four, 2 * (four + FOUR) + c % FOUR, 2 * (one + 1))
 
 
 @with_literals
@@ -175,7 +193,7 @@ def pass_over(
                     sums, here = list(sums), builder.gep(columns, [word])
                     if distance:
                         emit.will_load(builder.gep(here, [emit.integer(distance)]))
-                    places = [place for i in (4, 6) for place in emit.load_pair(builder.gep(here, [emit.integer(i)]))]
+                    places = emit.load_four_shorts(builder.gep(here, [emit.integer(FOUR)]))
                     for turn, (weight, place) in enumerate(zip(emit.splat_four(here), places, strict=True)):
                         add(sums, turn, weight, place)
                     return sums
@@ -187,9 +205,10 @@ def pass_over(
                     add(sums, 0, weight, builder.zext(place, I64))
                     return sums
 
-                words = builder.mul(count, emit.integer(2))
-                whole = builder.and_(words, emit.integer(-2 * FOUR))
-                sums = emit.loop(whole, emit.zeros(sets * vectors), four, stride=2 * FOUR)
+                fours, ones = builder.lshr(count, emit.integer(2)), builder.and_(count, emit.integer(FOUR - 1))
+                whole = builder.mul(fours, emit.integer(FOUR_WORDS))
+                words = builder.add(whole, builder.mul(ones, emit.integer(2)))
+                sums = emit.loop(whole, emit.zeros(sets * vectors), four, stride=FOUR_WORDS)
                 sums = emit.loop(words, sums, one, start=whole, stride=2)
                 for _ in range(sets - 1):
                     pairs = zip(sums[:vectors], sums[-vectors:], strict=True)

@@ -539,15 +539,15 @@ def test_weights_of_other_types_are_refused():
 def rows_of(singles, k):
     """(stage, row, {column: weight}) in the order of the stream of single rows, read word by word."""
     words, at = singles.stream.tolist(), 0
-    weights = singles.stream.view(np.float32)
+    weights, halves = singles.stream.view(np.float32), singles.stream.view(np.uint16).tolist()
     for stage, (first, end) in enumerate(itertools.pairwise(singles.bounds.tolist())):
         for _ in range(singles.m):
             count, row = words[at], words[at + 1]
             kept, at = {}, at + 2
             for four in range(count // 4):
                 for c in range(4):
-                    kept[words[at + 8 * four + 4 + c]] = weights[at + 8 * four + c]
-            at += count // 4 * 8
+                    kept[halves[2 * (at + 6 * four + 4) + c]] = weights[at + 6 * four + c]
+            at += count // 4 * 6
             for _ in range(count % 4):
                 kept[words[at + 1]] = weights[at]
                 at += 2
@@ -558,7 +558,7 @@ def rows_of(singles, k):
     assert at == len(words)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (70, 900)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 300), (70, 900), (3, 5000)], ids=str)
 def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape):
     weight = rng.standard_normal(shape).astype(np.float32)
     packed = packed_of(Unstructured(), weight, 0.6)
@@ -572,6 +572,18 @@ def test_a_stream_holds_every_weight_once_in_the_stage_of_its_column(rng, shape)
         lengths.append((stage, row // single.BUNDLE, len(columns)))
     np.testing.assert_array_equal(found, unpack(packed))
     assert lengths == sorted(lengths)
+
+
+def test_rows_with_few_columns_far_apart_have_places_that_16_bits_can_tell(rng):
+    weight = np.zeros((3, 5000), np.float32)
+    weight[:, [0, 1022, 1023, 1024, 2047, 4999]] = rng.standard_normal((3, 6))
+    singles = single.single_rows(panels.groups(packed_of(Unstructured(), weight, 1 - 6 / 5000)), 5000, 64)
+    assert np.diff(singles.bounds).max() * 64 <= single.FARTHEST
+    found = np.zeros_like(weight)
+    for _, row, columns in rows_of(singles, 5000):
+        for column, value in columns.items():
+            found[row, column] = value
+    np.testing.assert_array_equal(found, weight)
 
 
 @pytest.mark.parametrize("mistake", ["column", "row", "place", "half"])
@@ -588,7 +600,8 @@ def test_known_wrong_streams_are_caught(rng, n, pattern, mistake):
     elif mistake == "row":
         stream[1] = (stream[1] + 1) % m
     elif mistake == "place":
-        stream[6] = (stream[6] + plan.panels.stride) % (k * plan.panels.stride)
+        halves = stream.view(np.uint16)
+        halves[12] = (halves[12] + plan.panels.stride) % (k * plan.panels.stride)
     elif mistake == "half":
         stream[2:6] = stream[2:6].view(np.float32).astype(np.float16).astype(np.float32).view(np.int32)
     with pytest.raises(oracle.WrongResult):
