@@ -225,7 +225,6 @@ def kernel(
                         lanes,
                         fuse,
                         unframed,
-                        unframed,
                         width,
                         stream.ctypes.data + table[stage, 0] * 4,
                         m,

@@ -20,7 +20,7 @@ from numba import njit
 from sparse_kernels.cpu.ahead import fetch_now
 from sparse_kernels.cpu.call import InRoom
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.micro import AHEAD, copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import LINE
@@ -113,7 +113,6 @@ def kernel(single: bool, rows: int, lanes: int, halvings: int, fused: bool, by_t
                     lanes,
                     fuse,
                     halvings,
-                    AHEAD,
                     1,
                     stream.ctypes.data + table[stage, begin] * 4,
                     behind - first,

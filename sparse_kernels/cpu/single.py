@@ -7,7 +7,8 @@ long as x lies in the first-level cache, in whole cache lines, and little else i
   sums wait in y meanwhile, and are added behind the loop over columns, which starts without them.
 - x and y are packed: the vectors of a tile of positions lie side by side, column after column (row after row). Where
   positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`).
-- A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load.
+- A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load, their places
+  another.
 - Weights, places of columns and what separates the rows are one stream, read from front to back by one pointer.
 - In a stage the rows of a bundle come in the order of their lengths, so that the ends of the loops are predicted.
 
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.call import Product
 from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
-from sparse_kernels.cpu.micro import ENOUGH, copy_columns, copy_rows, finish_rows
+from sparse_kernels.cpu.micro import AHEAD, ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import borrow, give_back
@@ -149,7 +150,6 @@ def pass_over(
     lanes: Any,
     fused: Any,
     halvings: Any,
-    ahead: Any,
     width: Any,
     stream: Any,
     rows: Any,
@@ -163,14 +163,17 @@ def pass_over(
 
     width: how many vectors there are, 1 to `vectors`. stream: where the first of the `rows` rows begins. x, y: packed
     columns and rows of `vectors` vectors. start: 1 continues the sums found in y, 0 starts at zero. halvings: how
-    often vectors were halved since the places were worked out. ahead: how many words ahead the stream is fetched, 0
-    leaves that to the hardware.
+    often vectors were halved since the places were worked out.
+
+    The stream is fetched ahead: from memory 128 tokens have 1.2 to 1.3 times the speed, deep convolutions of single
+    images 1.15 to 1.2 times, and nothing loses more than 2% where it is near (512 to 3072 columns, 75% and 90%
+    sparsity, Zen 5).
     """
-    signature = types.void(*(vectors, lanes, fused, halvings, ahead), *([types.intp] * 8))
+    signature = types.void(*(vectors, lanes, fused, halvings), *([types.intp] * 8))
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
-        most, n_lanes, fuse, halved, distance = (int(literal.literal_value) for literal in signature.args[:5])
-        width, stream, rows, x, y, bias, start, activation = args[5:]
+        most, n_lanes, fuse, halved = (int(literal.literal_value) for literal in signature.args[:4])
+        width, stream, rows, x, y, bias, start, activation = args[4:]
         emit = Emitter(builder, n_lanes, bool(fuse))
         x_pointer, y_pointer, bias_pointer = emit.pointer(x), emit.pointer(y), emit.pointer(bias)
 
@@ -189,10 +192,13 @@ def pass_over(
                 columns = builder.gep(at, [emit.integer(2)])
                 output = builder.gep(y_pointer, [builder.mul(number, emit.integer(most * n_lanes))])
 
+                def two_fours(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
+                    # Once in 48 bytes, not with each four: where the stream is near, that takes 5% longer.
+                    emit.will_load(builder.gep(columns, [builder.add(word, emit.integer(AHEAD))]))
+                    return four(builder.add(word, emit.integer(FOUR_WORDS)), four(word, sums))
+
                 def four(word: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
                     sums, here = list(sums), builder.gep(columns, [word])
-                    if distance:
-                        emit.will_load(builder.gep(here, [emit.integer(distance)]))
                     places = emit.load_four_shorts(builder.gep(here, [emit.integer(FOUR)]))
                     for turn, (weight, place) in enumerate(zip(emit.splat_four(here), places, strict=True)):
                         add(sums, turn, weight, place)
@@ -208,7 +214,9 @@ def pass_over(
                 fours, ones = builder.lshr(count, emit.integer(2)), builder.and_(count, emit.integer(FOUR - 1))
                 whole = builder.mul(fours, emit.integer(FOUR_WORDS))
                 words = builder.add(whole, builder.mul(ones, emit.integer(2)))
-                sums = emit.loop(whole, emit.zeros(sets * vectors), four, stride=FOUR_WORDS)
+                eights = builder.mul(builder.lshr(count, emit.integer(3)), emit.integer(2 * FOUR_WORDS))
+                sums = emit.loop(eights, emit.zeros(sets * vectors), two_fours, stride=2 * FOUR_WORDS)
+                sums = emit.loop(whole, sums, four, start=eights, stride=FOUR_WORDS)
                 sums = emit.loop(words, sums, one, start=whole, stride=2)
                 for _ in range(sets - 1):
                     pairs = zip(sums[:vectors], sums[-vectors:], strict=True)
@@ -324,7 +332,6 @@ def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -
                     vectors,
                     lanes,
                     fuse,
-                    nothing,
                     nothing,
                     end_v - v,
                     stream_at + table[stage, first] * 4,
