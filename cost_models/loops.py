@@ -1,7 +1,8 @@
 """What our CPU kernels repeat, fill up and copy for a layer: the amounts of work that `sparse_kernels.cpu` has.
 
-All from the columns of a row, for vectors of 16 floats (AVX-512); narrower ones do more of the same. Each amount but
-the call is divided by the threads, and takes so many seconds a unit, which a table tells (`cost_models.work`):
+All from the columns of a row, for vectors of 16 floats (AVX-512), of 4 or 8 where tokens are as few; narrower units
+do more of the same. Each amount but the call is divided by the threads, and takes so many seconds a unit, which a
+table tells (`cost_models.work`):
 
     call
     multiplications of each format, of all lanes: vectors that positions (tokens, pixels) do not fill, tiles of two
@@ -17,9 +18,10 @@ Which amounts there are was found on two tables of an EPYC of family 26, shape b
 ones had a say. On tables of another CPU sums of them are 14% off where a plain roofline is 25% (five shapes of a
 ResNet20), and both are 18% off for three linear shapes.
 
-What it does not know: which lines another core has just written, threads that wait for each other, and which layers
-a matrix unit multiplies (`sparse_kernels.cpu.matrix`, `matrix_conv2d`). Amounts of its own for that (tiles, thirds,
-sums) brought the unseen shapes of a CPU with one no nearer: trees on 29 shapes find out as much.
+What it does not know: which lines another core has just written, threads that wait for each other, that each thread
+lays out all of x where tokens are few, and which layers a matrix unit multiplies (`sparse_kernels.cpu.matrix`,
+`matrix_conv2d`). Amounts of its own for that (tiles, thirds, sums) brought the unseen shapes of a CPU with one no
+nearer: trees on 29 shapes find out as much.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ FAR = 2**19
 
 @njit(inline="always")
 def fetch_now(at, size):  # type: ignore[no-untyped-def]
-    """Fetch `size` bytes at once: for what is little, and would be waited for line by line."""
+    """Fetch `size` bytes from a cache line's start on, at once: what would be waited for line by line.
+
+    Of many lines some are dropped, as said above; what is not is at hand all the same.
+    """
     for line in range(at, at + size, LINE_BYTES):
         fetch(line)
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import njit
 
 from sparse_kernels.cpu.ahead import fetch_now
+from sparse_kernels.cpu.blocks import put_back
 from sparse_kernels.cpu.call import InRoom
 from sparse_kernels.cpu.emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.micro import copy_run, copy_vector, lanes_to_tokens, row_tile, tokens_to_lanes
+from sparse_kernels.cpu.micro import copy_vector, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.panels import Panels
 from sparse_kernels.cpu.parts import Kernel, in_parts
 from sparse_kernels.cpu.scratch import LINE
@@ -41,10 +41,11 @@ def lanes_for(n: int, target: Target) -> int:
 def takes(weights: Panels | SingleRows, layout: str, n: int, target: Target) -> bool:
     """Whether n tokens of these weights are multiplied so: a vector of them at most.
 
-    Of single rows, those that were laid out for one vector. A whole vector of feature-major x is read where it lies.
+    Of single rows, those whose places become shorter vectors' by halving. A whole vector of feature-major x is read
+    where it lies.
     """
     few = n <= target.lanes if layout == "token_major" else layout == "feature_major" and n < target.lanes
-    return few and (not isinstance(weights, SingleRows) or weights.stride == target.lanes)
+    return few and (not isinstance(weights, SingleRows) or weights.stride & (weights.stride - 1) == 0)
 
 
 def prepared(
@@ -52,11 +53,10 @@ def prepared(
 ) -> InRoom:
     """How weights of this shape (m, k) that `takes` takes multiply n tokens in this layout."""
     (m, k), lanes = shape, lanes_for(n, target)
-    single, permuted, rows, halvings = True, False, 1, 0
     if isinstance(weights, SingleRows):
-        halvings = (weights.stride // lanes).bit_length() - 1
+        single, permuted, rows, halvings = True, False, 1, (weights.stride // lanes).bit_length() - 1
     else:
-        single, permuted, rows = False, not weights.in_order, weights.width
+        single, permuted, rows, halvings = False, not weights.in_order, weights.width, 0
     # Threads that write rows here and there should not share their cache lines.
     stride = max(lanes, LINE) if permuted else lanes
     multiply = kernel(single, rows, lanes, halvings, target.fused, layout == "token_major", permuted)
@@ -65,17 +65,6 @@ def prepared(
         start=np.zeros(1, np.int64), parts=threads, shares=threads if n * m >= WORTH_SHARING else 1,
     )  # fmt: skip
     return InRoom(bound, threads * k * lanes + m * stride)
-
-
-@njit(inline="always")
-def put_back(lanes, by_token, sums_at, stride, y_at, n, m, begin, end):  # type: ignore[no-untyped-def]
-    """Rows `begin` to `end` of the sums, a vector of n tokens each, to their places in y (n, m), or (m, n)."""
-    sums_here = sums_at + begin * stride * 4
-    if by_token:
-        lanes_to_tokens(lanes, sums_here, stride, n, end - begin, y_at + begin * 4, m)
-    else:
-        for row in range(end - begin):
-            copy_run(lanes, FLOATS, sums_here + row * stride * 4, y_at + (begin + row) * n * 4, n)
 
 
 @cache
@@ -155,13 +144,14 @@ def kernel(single: bool, rows: int, lanes: int, halvings: int, fused: bool, by_t
                     nothing,
                 )
         if not permuted:
-            put_back(lanes, by_token, sums_at, stride, y_at, n, m, first, behind)
+            sums_here = sums_at + first * stride * 4
+            put_back(lanes, by_token, sums_here, start, stride, y_at, 0, 1, n, m, first, behind)
 
     def put(  # type: ignore[no-untyped-def]
         share, weights, x_at, y_at, n, k, m, bias_at, activation, room_at, stride, start, parts, shares
     ):  # fmt: skip
-        sums_at = room_at + parts * k * lanes * 4
         begin, end = m * share // shares, m * (share + 1) // shares
-        put_back(lanes, by_token, sums_at, stride, y_at, n, m, begin, end)
+        sums_here = room_at + (parts * k * lanes + begin * stride) * 4
+        put_back(lanes, by_token, sums_here, start, stride, y_at, 0, 1, n, m, begin, end)
 
     return in_parts(multiply, put) if permuted else in_parts(multiply)

@@ -243,7 +243,7 @@ def by_vectors(packed: Packed, layout: str, n: int) -> Choice:
 
 
 def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
-    """Whether n tokens are so few that kernel rows would leave more lanes empty than this tile's vectors lack.
+    """Whether n tokens are so few that a tile of narrow vectors is no slower than tokens along the vector.
 
     With groups of 8 rows, half vectors of 16 lanes: up to 8 tokens 0.95 to 1.1 times the speed. Quarters, with groups
     of 4, were 0.7 to 1.05 times as fast for one and two (1 and 2 threads, 50% to 90% sparsity, Zen 5).
@@ -338,10 +338,10 @@ def build(
         return TokenPlan(packed.shape, layout, cut, choice.tile, target.fused, name, permuted(packed))
     laid_out: Panels | SingleRows
     if size == 1:
-        together = few.lanes_for(n, target) if vectors == 1 else None
-        laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes, together)
+        together = few.lanes_for(n, target) if vectors == 1 and not choice.way else None
+        laid_out = single_rows(groups(packed), packed.shape[1], vectors * lanes, together).copy()
     else:
-        laid_out = panels(groups(packed), size)
+        laid_out = panels(groups(packed), size).copy()
     if not choice.way and few.takes(laid_out, layout, n, target):
         name = f"numba.{packed.pattern.format}.few{size}x{few.lanes_for(n, target)}.{target.name}"
     else:

@@ -6,7 +6,8 @@ long as x lies in the first-level cache, in whole cache lines, and little else i
 - The columns come in stages whose x fits the first-level cache. All rows pass over one stage before the next; their
   sums wait in y meanwhile, and are added behind the loop over columns, which starts without them.
 - x and y are packed: the vectors of a tile of positions lie side by side, column after column (row after row). Where
-  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`).
+  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`,
+  `blocks`, `few`).
 - A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load, their places
   another.
 - Weights, places of columns and what separates the rows are one stream, read from front to back by one pointer.
@@ -32,7 +33,7 @@ from sparse_kernels.cpu.emitter import I32, I64, IDENTITY, PARTIAL, Emitter, wit
 from sparse_kernels.cpu.micro import AHEAD, ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.panels import PANEL_COST, Groups
 from sparse_kernels.cpu.parts import Kernel, in_parts
-from sparse_kernels.cpu.scratch import borrow, give_back
+from sparse_kernels.cpu.scratch import borrow, give_back, in_one_piece
 from sparse_kernels.cpu.split import share
 from sparse_kernels.cpu.vectors import CACHED, Vectors
 
@@ -86,8 +87,8 @@ class SingleRows:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> SingleRows:
-        """The same rows in memory of their own."""
-        stream, table, work, bounds = (array.copy() for array in self.arrays)
+        """The same rows in memory of their own, in one piece, as `Panels.copy` does it."""
+        work, table, bounds, stream = in_one_piece(self.work, self.table, self.bounds, self.stream)
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 

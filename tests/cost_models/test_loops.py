@@ -9,7 +9,7 @@ import pytest
 from cost_models import Boosted, Roofline, loops
 from cost_models.work import amounts, fitted_rates
 from sparse_kernels import pack, patterns
-from sparse_kernels.cpu import conv2d, images, linear, panels, single
+from sparse_kernels.cpu import conv2d, images, linear, single
 from sparse_kernels.cpu.frames import Places
 from sparse_kernels.cpu.target import Target
 from sparse_kernels.shapes import Conv2dShape
@@ -66,14 +66,33 @@ def test_it_knows_which_linear_layers_have_outputs_along_the_vector(
     assert loops.along_outputs(X)[0] == expected
 
 
-@pytest.mark.parametrize("k", [64, 500, 2048])
-@pytest.mark.parametrize("sparsity", [0.5, 0.9])
-def test_single_rows_have_the_stages_of_their_kernel(k: int, sparsity: float, rng: np.random.Generator) -> None:
-    kind, m, vectors = patterns.parse("unstructured"), 32, 3
-    weight = rng.standard_normal((m, k), np.float32)
+@pytest.mark.parametrize("k", [64, 500, 2048, 5000])
+@pytest.mark.parametrize("sparsity", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("n", [1, 5, 16, 128])
+def test_single_rows_have_the_stages_of_their_kernel(
+    k: int, sparsity: float, n: int, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    monkeypatch.setattr(linear, "host", lambda: AVX512)
+    kind = patterns.parse("unstructured")
+    weight = rng.standard_normal((32, k), np.float32)
     packed = pack(weight, kind.mask(np.abs(weight), sparsity), kind)
-    stages = len(single.single_rows(panels.groups(packed), k, vectors * 16).table)
-    assert loops.stages(np.array([k]), np.array([vectors]), np.array([1 - sparsity]))[0] == stages
+    rows = linear.prepare(packed, "token_major", n).panels
+    assert isinstance(rows, single.SingleRows)
+    together = (4 if n <= 4 else 8 if n <= 8 else 16) / 16 if n <= 16 else rows.stride / 16
+    density = packed.nnz / (32 * k)
+    assert loops.stages(np.array([k]), np.array([together]), np.array([density]))[0] == len(rows.table)
+
+
+def test_few_tokens_are_multiplied_by_short_vectors_and_places_of_single_rows_take_two_bytes() -> None:
+    def of(n: int) -> np.ndarray:
+        X = pd.DataFrame([{"op": "linear", "m": 64, "k": 100, "n": n, "pattern": "unstructured",
+                           "sparsity_target": 0.5, "layout": "token_major", "threads": 1}])  # fmt: skip
+        found: np.ndarray = loops.amounts(X, ["unstructured"])[0]
+        return found
+
+    kept = 64 * 50
+    assert [of(n)[1] / kept for n in (1, 4, 5, 8, 9, 16, 17, 40)] == [4, 4, 8, 8, 16, 16, 32, 48]
+    assert of(1)[5] == kept * (4 + 2)
 
 
 def test_threads_share_all_but_the_call() -> None:
