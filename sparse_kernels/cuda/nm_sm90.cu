@@ -6,10 +6,10 @@
 //
 // wgmma.sp reads its metadata from registers for as long as it runs. So each stage's products are waited for before
 // the next stage's metadata are fetched, as in CUTLASS's sparse main loops; the other consumer keeps the tensor cores
-// busy meanwhile. IN_FLIGHT 1 lets one group run on, as the dense kernel does: whether that is right and faster is for
-// a GPU to say. The emulator takes metadata when a product is issued, so it cannot tell the two apart.
+// busy meanwhile. Letting one group run on, as the dense kernel does, gave wrong results on an H200. The emulator takes
+// metadata when a product is issued, so it cannot tell the two apart.
 //
-// Macros: ROWS, 128 or 256; BN, 128; IN_FLIGHT, groups of products that run on, 0 or 1; and those of sm90.cuh.
+// Macros: ROWS, 128 or 256; BN, 128; and those of sm90.cuh.
 #define BK 128
 #define WEIGHT_BYTES (ROWS * 128 + ROWS * 16)
 #include "sm90.cuh"
@@ -19,23 +19,22 @@ constexpr int STEPS = BK / 32;     // products of 32 rows of x, a stage
 
 // weights bytes (stages, WEIGHT_BYTES): the shared-memory image of each stage: 64 kept weights of each row, swizzled,
 // then for each 16 rows, g = 0 to 7 and h = 0, 1 the words that lane 4g + h needs for each step (wgmma_sp_m64nNk32).
-// order, stages: Schedule. row_ids int32 (groups * ROWS): the row of `out` each packed row is, -1 for none.
+// work: Schedule. row_ids int32 (groups * ROWS): the row of `out` each packed row is, -1 for none.
 // partial: null, or float (splits, groups * ROWS, columns up to a multiple of BN) for unfinished sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    nm_sm90(const unsigned char* weights, int k, const int* order, const int* stages, const int* row_ids,
-            const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n,
-            int activation) {
+    nm_sm90(const unsigned char* weights, int k, const int4* work, const int* row_ids, const u16* x,
+            const float* bias, u16* out, float* partial, int groups, int splits, int n, int activation) {
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   init_barriers(barriers);
-  Schedule schedule{order, stages, groups, splits, n};
+  Schedule schedule{work, groups, splits, n};
   int warpgroup = threadIdx.x / WARPGROUP, warp = (threadIdx.x & 127) / 32, lane = threadIdx.x & 31;
   Position at;
 
   if (warpgroup == 2) {
     register_decrease<PRODUCER_REGISTERS>();
-    for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
-      Tile tile = tile_of(schedule, number);
+    for (int round = 0; number_in(round) < tiles(schedule); ++round) {
+      Tile tile = tile_of(schedule, number_in(round));
       const Part part = part_of(x, tile.column, n);
       for (int stage = tile.first; stage < tile.last; ++stage) {
         unsigned char* slot = shared + at.slot * STAGE_BYTES;
@@ -57,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     register_increase<CONSUMER_REGISTERS>();
     int first_row = warpgroup * (ROWS / 2);
-    for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
-      Tile tile = tile_of(schedule, number);
+    for (int round = 0; number_in(round) < tiles(schedule); ++round) {
+      Tile tile = tile_of(schedule, number_in(round));
       Rows rows[PARTS];
 #pragma unroll
       for (int part = 0; part < PARTS; ++part)
@@ -70,9 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < BN / 2; ++i) sums[part][i] = 0.0f;
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) wgmma_keep_order(sums[part]);
-#if IN_FLIGHT
-      int read = -1;  // the slot whose products may still be under way
-#endif
       for (int stage = tile.first; stage < tile.last; ++stage) {
         const unsigned char* slot = shared + at.slot * STAGE_BYTES;
         const unsigned char* words = slot + ROWS * 128 + (lane / 4 * 2 + lane % 2) * 16;
@@ -97,19 +93,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wgmma_sp_m64nNk32<BN>(sums[part], a + step * 32 / 16, b + step * 32 * 128 / 16, metadata[part][step]);
           }
         wgmma_commit();
-        wgmma_wait<IN_FLIGHT>();
-#if IN_FLIGHT
-        if (read >= 0) release(&barriers.empty[read]);
-        read = at.slot;
-#else
+        wgmma_wait<0>();
         release(&barriers.empty[at.slot]);
-#endif
         advance(at);
       }
-#if IN_FLIGHT
-      wgmma_wait<0>();
-      if (read >= 0) release(&barriers.empty[read]);
-#endif
 #pragma unroll
       for (int part = 0; part < PARTS; ++part) wgmma_keep_order(sums[part]);
 #pragma unroll

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda import sm90
-from sparse_kernels.cuda.program import DTYPES, NotSupported
+from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.cuda.targets import MULTIPROCESSORS
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import NMWeight, Packed
@@ -29,12 +29,12 @@ STAGE = 128
 FOURS = STAGE // 4
 
 
-def kernel(height: int, *, in_flight: bool = False) -> sm90.Kernel:
-    """The kernel with tiles of `height` rows; in_flight: a stage's products may run on into the next (nm_sm90.cu)."""
+def kernel(height: int) -> sm90.Kernel:
+    """The kernel with tiles of `height` rows."""
     return sm90.Kernel(
         source="nm_sm90.cu",
         function="nm_sm90",
-        defines={"ROWS": height, "BN": WIDTH, "IN_FLIGHT": int(in_flight)},
+        defines={"ROWS": height, "BN": WIDTH},
         rows=height,
         width=WIDTH,
         x_rows=STAGE,
@@ -44,11 +44,7 @@ def kernel(height: int, *, in_flight: bool = False) -> sm90.Kernel:
     )
 
 
-VARIANTS = [
-    *sm90.variants([kernel(height) for height in HEIGHTS]),
-    *(kernel(height, in_flight=True).variant(dtype, 16) for height in HEIGHTS for dtype in DTYPES),
-]
-"""All that launches may ask for, and what a GPU has to compare with it."""
+VARIANTS = list(sm90.variants([kernel(height) for height in HEIGHTS]))
 
 
 def program(

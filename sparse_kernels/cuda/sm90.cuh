@@ -6,14 +6,14 @@
 //   full    every producer thread arrives once its copies have landed, and the weight's bytes are counted
 //   empty   every consumer warp arrives once it has read the slot
 //
-// A launch walks over tiles of the result (ROWS x BN), a block taking every gridDim.x-th one: tiles come sorted by
-// falling work, so that the last ones, where some blocks have nothing left to do, are the short ones. Where there are
+// A launch walks over tiles of the result (ROWS x BN) in rounds of one tile a block. Tiles come sorted by falling work,
+// and every other round begins with the last block, so that who had the most gets the least next. Where there are
 // fewer tiles than multiprocessors, the stages of a tile are shared out among `splits` blocks. Each writes its float
 // sums to a slice of its own of scratch memory, and finish_sm90.cu adds the slices up. Atomic additions would need no
 // second launch, but zeroed memory and as much traffic, and would sum in another order every time.
 //
 // Macros: ROWS and BN, the tile; BK, rows of x a stage; STAGES; WEIGHT_BYTES a stage; ALIGN, the bytes that rows of x
-// and of the result are aligned to: 16, 8 or 2; STRICT, whether a fence stands between cp_async and wgmma.
+// and of the result are aligned to: 16, 8 or 2.
 #pragma once
 #include "primitives.cuh"
 
@@ -64,18 +64,22 @@ struct Tile {
 };
 
 struct Schedule {
-  const int* order;   // (groups) the groups by falling number of stages
-  const int* stages;  // (groups + 1) group g has the stages stages[g] to stages[g + 1]
+  const int4* work;  // (groups) by falling number of stages: the group, its first stage, how many it has, 0
   int groups, splits, n;
 };
 
 DEV int column_tiles(const Schedule& schedule) { return (schedule.n + BN - 1) / BN; }
 DEV int tiles(const Schedule& schedule) { return schedule.groups * schedule.splits * column_tiles(schedule); }
+// Which tile is this block's in a round. Those from tiles() on do not exist, and then no later round has one.
+DEV int number_in(int round) {
+  int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  return round * blocks + (round % 2 ? blocks - 1 - block : block);
+}
 DEV Tile tile_of(const Schedule& schedule, int number) {
   int columns = column_tiles(schedule), part = number / columns;
-  int group = schedule.order[part / schedule.splits], split = part % schedule.splits;
-  int start = schedule.stages[group], count = schedule.stages[group + 1] - start;
-  return {group, split, start, start + count * split / schedule.splits, start + count * (split + 1) / schedule.splits,
+  int4 work = schedule.work[part / schedule.splits];
+  int split = part % schedule.splits, start = work.y, count = work.z;
+  return {work.x, split, start, start + count * split / schedule.splits, start + count * (split + 1) / schedule.splits,
           number % columns * BN};
 }
 
@@ -138,10 +142,8 @@ DEV void producer_finish(Barriers& barriers, Position at) {
 
 DEV void wait_full(u64* full, u32 parity) {
   mbarrier_wait(full, parity);
-#if STRICT
   // PTX asks for a fence between cp_async, which counts as an ordinary write, and wgmma, which reads asynchronously.
   fence_proxy_async();
-#endif
 }
 
 DEV void release(u64* empty) {

@@ -26,11 +26,12 @@ RING_BYTES = 226 * 1024
 MOST_STAGES = 8
 MOST_SPLITS = 16
 
-# What a launch is expected to cost, in clocks of a multiprocessor; predictions, to be measured (TUNING.md).
-PRODUCTS_A_CLOCK = 2048  # multiplications of 16-bit numbers by the tensor cores
-BYTES_A_CLOCK = 25  # from the second-level cache to one multiprocessor while all of them read
-TILE_CLOCKS = 2000  # filling the ring, and writing the result
-FINISH_CLOCKS = 5000  # a second launch
+# What a launch costs, in clocks of a multiprocessor, fitted to an H200 (TUNING.md).
+PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores: 82% of what they could
+STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # of bringing a stage: what each costs, and what its bytes cost
+TILE_CLOCKS, RESULTS_A_CLOCK = 800, 7  # filling the ring, and writing the result
+FINISH_CLOCKS = 7500  # a second launch
+BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +64,20 @@ class Kernel:
 
     @property
     def stage_clocks(self) -> float:
-        """What a stage is expected to take, bound by the tensor cores or by the way to shared memory."""
-        return max(self.products / PRODUCTS_A_CLOCK, self.stage_bytes / BYTES_A_CLOCK)
+        """What a stage takes, bound by the tensor cores or by the way to shared memory."""
+        return max(self.products / PRODUCTS_A_CLOCK, STAGE_CLOCKS + self.stage_bytes / STAGE_BYTES_A_CLOCK)
 
-    def variant(self, dtype: str, align: int, strict: bool = True) -> Variant:
+    @property
+    def tile_clocks(self) -> float:
+        """What a tile takes beside its stages."""
+        return TILE_CLOCKS + self.rows * self.width / RESULTS_A_CLOCK
+
+    def variant(self, dtype: str, align: int) -> Variant:
         """The kernel as it is compiled."""
         settings = {
             **self.defines,
             "STAGES": self.stages,
             "ALIGN": align,
-            "STRICT": int(strict),
             "BF16": DTYPES.index(dtype),
         }
         return Variant(self.source, self.function, settings, (ARCHITECTURE,), self.instruction)
@@ -84,12 +89,11 @@ def finish(dtype: str) -> Variant:
 
 
 def variants(kernels: list[Kernel]) -> Iterator[Variant]:
-    """All that launches may ask for, and without the fence what a GPU has to compare."""
+    """All that launches may ask for."""
     for kernel in kernels:
         for dtype in DTYPES:
             for align in (16, 8, 2):
                 yield kernel.variant(dtype, align)
-            yield kernel.variant(dtype, 16, strict=False)
     for dtype in DTYPES:
         yield finish(dtype)
 
@@ -112,7 +116,8 @@ class HopperProgram:
     """A weight packed for one kernel (or the same one with tiles of other widths) and element type.
 
     `own` are the constants that come first among the kernel's arguments. `counts` int64 (groups): the stages of each
-    group. `row_ids` int32 (groups * rows), -1 for none. `multiprocessors`: of the machine.
+    group; `work` int32 (groups, 4): the groups by falling number of stages, as sm90.cuh's Schedule wants them.
+    `row_ids` int32 (groups * rows), -1 for none. `multiprocessors`: of the machine.
     """
 
     kernels: tuple[Kernel, ...]
@@ -121,20 +126,18 @@ class HopperProgram:
     counts: NDArray[np.int64]
     row_ids: NDArray[np.int32]
     multiprocessors: int
-    strict: bool = True
-    order: NDArray[np.int32] = field(init=False)
-    starts: NDArray[np.int32] = field(init=False)
+    work: NDArray[np.int32] = field(init=False)
 
     def __post_init__(self) -> None:
-        order = np.argsort(-self.counts, kind="stable").astype(np.int32)
-        starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
-        object.__setattr__(self, "order", order)
-        object.__setattr__(self, "starts", starts)
+        order = np.argsort(-self.counts, kind="stable")
+        starts = np.cumsum(self.counts) - self.counts
+        columns = (order, starts[order], self.counts[order], np.zeros_like(order))
+        object.__setattr__(self, "work", np.stack(columns, axis=1).astype(np.int32))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the constant arrays."""
-        arrays = (*self.own, self.row_ids, self.order, self.starts)
+        arrays = (*self.own, self.row_ids, self.work)
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
@@ -151,13 +154,13 @@ class HopperProgram:
         width = -(-n // kernel.width) * kernel.width
         scratch = splits * self.row_ids.size * width * 4 if splits > 1 else 0
         first = Launch(
-            kernel.variant(self.dtype, alignment(n), self.strict),
+            kernel.variant(self.dtype, alignment(n)),
             (min(tiles, self.multiprocessors), 1, 1),
             (THREADS, 1, 1),
             kernel.stages * kernel.stage_bytes,
             (
                 *self.own,
-                *(self.order, self.starts, self.row_ids),
+                *(self.work, self.row_ids),
                 *(Operand.X, Operand.BIAS, Operand.OUT, Operand.SCRATCH if splits > 1 else np.uint64(0)),
                 *(np.int32(groups), np.int32(splits), np.int32(n), activation_code(activation)),
             ),
@@ -195,15 +198,17 @@ def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int, multiprocesso
 def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
     """What groups with so many stages each are expected to take, times n columns, in clocks.
 
-    There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in turn, so none
-    has more to do than the first. Left out: what blocks that read the same rows of x save each other, and changes of
-    the clock.
+    There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in rounds, every
+    other one backwards. Left out: what blocks that read the same rows of x save each other, and changes of the clock.
     """
     shares = np.arange(splits + 1)[:, None] * np.sort(counts)[::-1] // splits
     stages = np.sort(np.diff(shares, axis=0).ravel())[::-1]
     columns = -(-n // kernel.width)
-    first = stages[np.arange(0, stages.size * columns, multiprocessors) // columns]
-    total = float((first * kernel.stage_clocks + TILE_CLOCKS).sum())
+    rounds = -(-stages.size * columns // multiprocessors)
+    tiles = np.zeros((rounds, multiprocessors))
+    tiles.flat[: stages.size * columns] = stages.repeat(columns) * kernel.stage_clocks + kernel.tile_clocks
+    tiles[1::2] = tiles[1::2, ::-1]
+    total = float(tiles.sum(axis=0).max())
     if splits > 1:
         partial = splits * counts.size * kernel.rows * columns * kernel.width * 4
         total += FINISH_CLOCKS + 2 * partial / (multiprocessors * BYTES_A_CLOCK)

@@ -16,23 +16,22 @@ constexpr int ROW_PARTS = V / 64;
 constexpr int WIDTH = BN * ROW_PARTS / 2;  // columns of a consumer
 
 // weights elements (stages, V, 64): the shared-memory image of each stage. columns int32 (stages, 64): the rows of x,
-// -1 for none. order, stages: Schedule. row_ids int32 (groups * V): the row of `out` each packed row is, -1 for none.
+// -1 for none. work: Schedule. row_ids int32 (groups * V): the row of `out` each packed row is, -1 for none.
 // partial: null, or float (splits, groups * V, columns up to a multiple of BN) for unfinished sums.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    vector_sm90(const u16* weights, const int* columns, const int* order, const int* stages, const int* row_ids,
-                const u16* x, const float* bias, u16* out, float* partial, int groups, int splits, int n,
-                int activation) {
+    vector_sm90(const u16* weights, const int* columns, const int4* work, const int* row_ids, const u16* x,
+                const float* bias, u16* out, float* partial, int groups, int splits, int n, int activation) {
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   init_barriers(barriers);
-  Schedule schedule{order, stages, groups, splits, n};
+  Schedule schedule{work, groups, splits, n};
   int warpgroup = threadIdx.x / WARPGROUP, lane = threadIdx.x & 31;
   Position at;
 
   if (warpgroup == 2) {
     register_decrease<PRODUCER_REGISTERS>();
-    for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
-      Tile tile = tile_of(schedule, number);
+    for (int round = 0; number_in(round) < tiles(schedule); ++round) {
+      Tile tile = tile_of(schedule, number_in(round));
       const Part part = part_of(x, tile.column, n);
       const int* names = columns + (threadIdx.x & 127) / 32 * LINES_A_WARP + lane % LINES_A_WARP;
       int next = tile.first < tile.last ? names[tile.first * BK] : -1;
@@ -59,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     register_increase<CONSUMER_REGISTERS>();
     int row = warpgroup % ROW_PARTS * 64, column = warpgroup / ROW_PARTS * WIDTH;
-    for (int number = blockIdx.x; number < tiles(schedule); number += gridDim.x) {
-      Tile tile = tile_of(schedule, number);
+    for (int round = 0; number_in(round) < tiles(schedule); ++round) {
+      Tile tile = tile_of(schedule, number_in(round));
       const Rows rows = rows_of(row_ids + tile.group * V + row, bias);
       float sums[WIDTH / 2];
 #pragma unroll

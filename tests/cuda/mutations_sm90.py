@@ -92,6 +92,7 @@ GROUPS = {
 }
 
 SHARED = {
+    "the first round is left out": ("return round * blocks +", "return (round + 1) * blocks +"),
     "x is not swizzled": ("BLOCK_BYTES + swizzled(line, chunk % 8)", "BLOCK_BYTES + line * 128 + chunk % 8 * 16"),
     "all lines of a warp are swizzled alike": ("(part.byte ^ (step % 8 << 4))", "part.byte"),
     "half the producer's threads are not waited for": ("WARPGROUP + 1);", "WARPGROUP / 2 + 1);"),

@@ -24,10 +24,10 @@ def packed_of(
     return pack(weight, pattern.mask(weight.astype(float) ** 2, sparsity), pattern)
 
 
-def program_of(packed: Packed, dtype: str = "float16", strict: bool = True) -> HopperProgram:
-    """The program of a weight, with the fence before wgmma or without."""
+def program_of(packed: Packed, dtype: str = "float16") -> HopperProgram:
+    """The program of a weight."""
     prepare = nm_sm90.program if isinstance(packed, NMWeight) else vector_sm90.program
-    return replace(prepare(packed, dtype, "sm_90a", 8), strict=strict)
+    return prepare(packed, dtype, "sm_90a", 8)
 
 
 def case_of(
@@ -41,18 +41,11 @@ def case_of(
     width: int = 128,
     splits: int = 1,
     blocks: int | None = None,
-    strict: bool = True,
-    in_flight: bool = False,
 ) -> Case:
-    """A product with n columns, in tiles of `width`, split as asked for, on `blocks` multiprocessors.
-
-    strict, in_flight: the macros STRICT of sm90.cuh and IN_FLIGHT of nm_sm90.cu.
-    """
+    """A product with n columns, in tiles of `width`, split as asked for, on `blocks` multiprocessors."""
     m, k = packed.shape
-    program = program_of(packed, dtype, strict)
+    program = program_of(packed, dtype)
     kernel = next(kernel for kernel in program.kernels if kernel.width == width)
-    if in_flight:
-        kernel = nm_sm90.kernel(kernel.rows, in_flight=True)
     launches = program.launches_of(kernel, splits, n, activation)
     if blocks is not None:
         launches = [fewer_blocks(launches[0], blocks), *launches[1:]]
