@@ -134,6 +134,16 @@ def prepare(point: Point) -> Timed:
     return Timed(timer, {**_facts(point, layer, engine), "max_rel_err": error})
 
 
+def load(modules: Sequence[str]) -> None:
+    """Import modules of engines and start CUDA, so that the first point need not wait for it."""
+    for module in modules:
+        importlib.import_module(module)
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.synchronize()
+    elif "cupy" in sys.modules:
+        sys.modules["cupy"].cuda.Device().synchronize()
+
+
 class Timed:
     """An EventTimer that ends its process where the device fails under it; `facts` are columns of the point's row."""
 

@@ -1,9 +1,10 @@
-"""torch's sparse products: 2:4 by cuSPARSELt and CUTLASS, BSR by its Triton kernel, CSR by cuSPARSE.
+"""torch's sparse products: 2:4 by cuSPARSELt and CUTLASS, BSR by its Triton kernel.
 
 Kernels: `cusparselt` and `cutlass` multiply 2:4 weights as torch's own modules do, token-major or feature-major;
 `cusparselt_tuned` by the algorithm that cuSPARSELt's own search finds. `bsr` and `bsr_tuned` multiply block-wise
-ones, with the parameters that torch chooses and with the best of a few; `csr` unstructured ones. What they refuse
-becomes Unsupported with their own words.
+ones, with the parameters that torch chooses and with the best of a few. What they refuse becomes Unsupported with
+their own words. torch's CSR sums in half precision, which no result may: `latbench.backends.cusparse` asks the same
+library for sums in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from latbench.gpu.layers import GpuLayer
 from latbench.gpu.timing import Call
 from latbench.measure import Clock
 from latbench.plan import Point
-from sparse_kernels.formats import BlockWeight, CSRWeight
+from sparse_kernels.formats import BlockWeight
 from sparse_kernels.patterns import NM, BlockWise
 from sparse_kernels.shapes import Conv2dShape
 
@@ -232,34 +233,10 @@ def _quick_seconds(call: Call) -> float:
     return driver.seconds(start, end) / TUNE_REPEATS
 
 
-# Unstructured -----------------------------------------------------------------------------------------------------
-
-
-def _csr(point: Point, layer: GpuLayer) -> Kernel:
-    only(point, format="unstructured", layouts=("feature_major",))
-    packed = layer.packed
-    assert isinstance(packed, CSRWeight)
-    weight = torch.sparse_csr_tensor(
-        torch.from_numpy(packed.indptr).int().cuda(),
-        torch.from_numpy(packed.indices).cuda(),
-        on_device(packed.values, point.dtype),
-        size=packed.shape,
-    )
-    x = activations(point, layer)
-
-    def build() -> Call:
-        own_weight, own_x = weight.clone(), x.clone()
-        out = torch.zeros(packed.shape[0], x.shape[1], dtype=x.dtype, device="cuda")
-        return lambda: torch.addmm(out, own_weight, own_x, beta=0, out=out)
-
-    return build, 6 * packed.values.size
-
-
 _KERNELS: dict[str, Callable[[Point, GpuLayer], Kernel]] = {
     "cusparselt": _semi_structured,
     "cusparselt_tuned": _cusparselt_tuned,
     "cutlass": _semi_structured,
     "bsr": _bsr,
     "bsr_tuned": _bsr_tuned,
-    "csr": _csr,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from latbench.gpu.ceilings import GpuCeilings
 from latbench.gpu.roofline import GpuPace
 from latbench.gpu.timing import ROTATED_TIMES_L2
 from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench.runners.local import Worker, WorkerDied
 from latbench.sweep import Settings
 
 SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
@@ -37,6 +38,25 @@ class GpuMachine:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.device = gpu, gpu.device
+        self._started: dict[str, Worker] = {}  # that nobody has asked for yet
+
+    def start(self, backends: Iterable[str]) -> None:
+        """Start the processes of these backends and of the ceilings at the same time: each takes five to ten seconds
+        to import what it needs and to start CUDA, one after the other the better part of a minute.
+        """
+        modules = {"ceilings": [GpuPace.module], "reference": [GpuPace.module]}
+        for backend in backends:
+            modules.setdefault(self.process(backend), []).append(BACKENDS[backend].module)
+        for process, needed in modules.items():
+            worker = self.worker(process)
+            with contextlib.suppress(WorkerDied):  # whoever needs it hears of it
+                worker.begin("latbench.backends.on_gpu:load", needed)
+            self._started[process] = worker
+
+    def close(self) -> None:
+        """End what was started and not asked for."""
+        while self._started:
+            self._started.popitem()[1].close()
 
     def environment(self) -> dict[str, Any]:
         """See Machine."""
@@ -51,7 +71,9 @@ class GpuMachine:
         return BACKENDS[backend].process
 
     def worker(self, process: str) -> Worker:
-        """A process that sees this GPU and no other."""
+        """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
+        if process in self._started:
+            return self._started.pop(process)
         environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
         return Worker(threads=devices.cores(), name=process, environment=environment)
 

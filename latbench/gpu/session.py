@@ -14,9 +14,12 @@ of a library or of our kernels.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from latbench import files, sweep, tables
+from latbench import devices, files, sweep, tables
 from latbench.errors import Incomplete, LatbenchError, PromiseMissed, UsageError
 from latbench.gpu import nvml, points, summary
 from latbench.gpu.machine import SETTINGS, GpuMachine, installed, repository_on_path
@@ -46,16 +49,26 @@ MOST_BYTES = 16 * 2**20  # of a file
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "datasets" / "measured"
-TESTS = ("tests/latbench/test_gpu_device.py", "tests/numba_cuda", "tests/cuda/test_torch_layers.py")
+TESTS = ("tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py", "tests/numba_cuda")
 
-# What pyproject.toml asks of pytest needs plugins that such a machine may lack, and it has others: none is loaded.
+# What pyproject.toml asks of pytest needs plugins that such a machine may lack, and it has others: none is loaded
+# that is not named. Of a test that takes a minute its output says where it is just then; it goes on.
 PYTEST = (
     "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
-    "-v", "--maxfail=20", "--continue-on-collection-errors", "-m", "gpu", *TESTS,
+    "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors", "-o", "faulthandler_timeout=60", *TESTS,
 )  # fmt: skip
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WIDE = {"COLUMNS": "200"}  # so that what failed is summed up with its reason
+MOST_SIDE_BY_SIDE = 8  # processes of tests, each with up to four workers on the GPU
+UNTIMED_SHARE = 0.7  # of the time for tests; those that compare times have what is left after that
 _NO_TESTS = 5  # pytest's exit code where nothing was collected
-_ENDED = re.compile(r"::.*? (PASSED|FAILED|ERROR|SKIPPED)\b")
+_STATUS = "PASSED|FAILED|ERROR|SKIPPED"
+_ENDED = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] ({_STATUS}) |.*?::.*? ({_STATUS})\b)", re.MULTILINE
+)  # xdist's, or pytest's
+_SUMMED_UP = re.compile(r"^(?:FAILED|ERROR) \S*\.py.*", re.MULTILINE)
+MOST_TOLD = 15  # failures
+MOST_LAPS = 8  # in the summary: it is the first blocks that starting and compiling slow down
 
 
 @dataclass
@@ -90,6 +103,8 @@ class Stopwatch:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
+        self.laps: list[str] = []
+        self._before: dict[str, float] = {}  # the seconds at the end of the last lap
         self._clock = clock
         self._activity, self._began = "", clock()
 
@@ -99,6 +114,13 @@ class Stopwatch:
         if self._activity:
             self.seconds[self._activity] = self.seconds.get(self._activity, 0.0) + now - self._began
         self._activity, self._began = activity, now
+
+    def lap(self, name: str) -> None:
+        """Note under `name` what each activity took since the last lap."""
+        since = {each: seconds - self._before.get(each, 0.0) for each, seconds in self.seconds.items()}
+        took = ", ".join(f"{each} {seconds:.1f} s" for each, seconds in since.items() if seconds >= 0.05)
+        self.laps.append(f"{name}: {took or 'no time'}")
+        self._before = dict(self.seconds)
 
     def __str__(self) -> str:
         return "times: " + ", ".join(f"{activity} {seconds:.0f} s" for activity, seconds in self.seconds.items())
@@ -115,27 +137,74 @@ class Outcome:
     output: str
 
 
-def run_tests(seconds: float, command: Sequence[str] = (sys.executable, "-P", *PYTEST)) -> Outcome:
-    """Run the GPU's tests for at most `seconds`, in a process of their own: a kernel may take it down."""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, timeout=seconds, check=False, text=True, errors="replace",
-            env={**os.environ, **NO_PLUGINS},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+def commands() -> list[list[str]]:
+    """What runs the tests: first those that may share the GPU, in several processes where xdist is installed; then
+    those that compare times, which have it to themselves.
+    """
+    alone = [sys.executable, "-P", *PYTEST, "-m"]
+    beside: list[str] = []
+    if importlib.util.find_spec("xdist") is not None:
+        beside = ["-p", "xdist", "-n", str(min(MOST_SIDE_BY_SIDE, devices.cores())), "--dist", "worksteal"]
+    return [[*alone, "gpu and not timed", *beside], [*alone, "gpu and timed"]]
+
+
+def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> Outcome:
+    """Run the GPU's tests for at most `seconds` altogether."""
+    end = clock() + seconds
+    untimed, timed = commands()
+    first = run_tests(UNTIMED_SHARE * seconds, untimed)
+    return both(first, run_tests(max(0.0, end - clock()), timed, "GPU tests of times"))
+
+
+def both(first: Outcome, second: Outcome) -> Outcome:
+    """Two runs as one: it failed if one of them did, and was late if one was."""
+    statuses = first.status, second.status
+    worst = next(status for status in ("failed", "late", "passed") if status in statuses)
+    return Outcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
+
+
+def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> Outcome:
+    """Run tests for at most `seconds`, in a process of their own: a kernel may take it down."""
+    # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **NO_PLUGINS, **WIDE},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    except subprocess.TimeoutExpired as expired:
-        output = expired.stdout or b""
-        text = output.decode(errors="replace") if isinstance(output, bytes) else output
-        ended = _ENDED.findall(text)
+        code: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+        finally:
+            if code is None:  # also where this is interrupted: xdist's processes go on without pytest
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    if code is None:
+        ended = [match[1] or match[2] for match in _ENDED.finditer(text)]
         failed = ended.count("FAILED") + ended.count("ERROR")
         so_far = f"{ended.count('PASSED')} passed and {failed} failed so far"
-        return Outcome("failed" if failed else "late", f"GPU tests: not done after {seconds:.0f} s, {so_far}", text)
-    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
-    if done.returncode == _NO_TESTS:
-        return Outcome("failed", "GPU tests: there are none", done.stdout)
-    passed = done.returncode == 0 and " passed" in last  # pytest is content where everything is skipped
-    how = "passed" if passed else f"FAILED (exit code {done.returncode})"
-    return Outcome("passed" if passed else "failed", f"GPU tests: {how}: {last.strip('= ')}", done.stdout)
+        return Outcome("failed" if failed else "late", f"{name}: not done after {seconds:.0f} s, {so_far}", text)
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+    if code == _NO_TESTS:
+        return Outcome("failed", f"{name}: there are none", text)
+    passed = code == 0 and " passed" in last  # pytest is content where everything is skipped
+    how = "passed" if passed else f"FAILED (exit code {code})"
+    return Outcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
+
+
+def failures(output: str) -> list[str]:
+    """A line for each test that failed: as pytest sums them up, or as it went on where it did not come to that."""
+    found = _SUMMED_UP.findall(output)
+    summed_up = {line.split(" - ")[0].partition(" ")[2] for line in found}
+    for match in _ENDED.finditer(output):
+        if (match[1] or match[2]) in ("FAILED", "ERROR"):
+            line = output[match.start() :].partition("\n")[0].strip()
+            if not any(name in line for name in summed_up):
+                found.append(line)
+    return found
 
 
 class Stages:
@@ -217,7 +286,8 @@ def measure(
 
         def saved() -> None:
             watch.turn_to("writing")
-            publish(folder, out, environment, [*notes, str(watch)])
+            watch.lap(f"block {len(watch.laps) + 1}")
+            publish(folder, out, environment, [*notes, str(watch), *watch.laps[:MOST_LAPS]])
             tell(f"{len(tables.read(folder))} rows, {budget.left:.0f} s left")
 
         def report(now: sweep.Progress) -> None:
@@ -265,15 +335,24 @@ def main() -> None:
     _tell(f"{device.name}: tests of the GPU, at most {budget.for_tests:.0f} s")
     watch = Stopwatch()
     watch.turn_to("tests")
-    tests = run_tests(budget.for_tests)
+    tests = run_all_tests(budget.for_tests)
     files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES // 8 :])
     _tell(tests.verdict)
+    if tests.status == "failed":
+        for line in failures(tests.output)[:MOST_TOLD]:
+            _tell(f"  {line[:200]}")
     versions = installed()
     blocks = points.standard(device.device, backends=versions)
-    swept = measure(
-        GpuMachine(device), blocks, out,
-        budget=budget, versions=versions, remarks=[tests.verdict], watch=watch, tell=_tell,
-    )  # fmt: skip
+    machine = GpuMachine(device)
+    watch.turn_to("starting")
+    machine.start(versions)
+    try:
+        swept = measure(
+            machine, blocks, out,
+            budget=budget, versions=versions, remarks=[tests.verdict], watch=watch, tell=_tell,
+        )  # fmt: skip
+    finally:
+        machine.close()
     if swept.table is not None:
         _tell((out / "summary.txt").read_text())
     verdict = judge(tests, swept)

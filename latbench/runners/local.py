@@ -30,6 +30,7 @@ from latbench.errors import LatbenchError
 from latbench.measure import Burst
 
 START_SECONDS = 120.0
+BEGUN_SECONDS = 60.0  # that a request waits for what was begun before
 CALL_SECONDS = 600.0
 MESSAGE_SECONDS = 60.0  # without a byte in the middle of a message, whose bytes come at once
 MOST_ANSWERED_BYTES = 1 << 30
@@ -85,6 +86,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
+        self._begun = False  # whether the process owes an answer to `begin`
 
     def __enter__(self) -> Self:
         return self
@@ -103,6 +105,18 @@ class Worker:
         self._request(("renew", function), timeout)
         self._forks = True
         self.generation = next(self._generations)
+
+    def begin(self, function: str, *args: Any) -> None:
+        """Start a process and have it call "module:function" while this one goes on. The next request waits until
+        that is done, whatever comes of it; if the process died of it, a new one serves. Raises WorkerDied where the
+        process does not start.
+        """
+        self.close()
+        self._start()
+        assert self._connection is not None
+        with contextlib.suppress(OSError):  # the next request finds out
+            self._connection.send_bytes(pickle.dumps(("call", function, args)))
+        self._begun = True
 
     def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
         """The result of "module:function" called in the worker. Arguments and result are pickled.
@@ -155,9 +169,23 @@ class Worker:
         if self._log is not None:
             self._log.close()
             self._log = None
-        self.generation, self._forks = 0, False
+        self.generation, self._forks, self._begun = 0, False, False
+
+    def _end_what_was_begun(self) -> None:
+        """Wait for the answer to `begin`, which interests nobody."""
+        assert self._connection is not None
+        answered = False
+        with contextlib.suppress(EOFError, OSError):
+            if self._connection.poll(BEGUN_SECONDS):
+                self._connection.recv_bytes(MOST_ANSWERED_BYTES)
+                answered = True
+        self._begun = False
+        if not answered:
+            self.close()
 
     def _request(self, request: tuple[Any, ...], timeout: float) -> Any:
+        if self._begun:
+            self._end_what_was_begun()
         if self._process is None:
             self._start()
         assert self._connection is not None

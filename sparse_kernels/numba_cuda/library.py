@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from typing import Any
 
+import numpy as np
 from numba import float32, int32
 
 from sparse_kernels.registry import MissingLibrary, NoDevice
@@ -15,6 +16,12 @@ __all__ = ["NoDevice", "cuda", "float32", "int32", "require_device"]
 # Numba still ships an old numba.cuda of its own, which would be imported without numba-cuda: look for the package.
 if importlib.util.find_spec("numba_cuda") is None:
     raise MissingLibrary("backend 'numba_cuda' needs numba-cuda, which is not installed: pip install numba-cuda")
+
+# When it first compiles, numba-cuda registers np.row_stack, at least up to 0.30.4, the newest when this was written.
+# NumPy 2.5 has removed that other name of np.vstack, and no kernel would compile. This can go with the first
+# numba-cuda that knows of NumPy 2.5.
+if not hasattr(np, "row_stack"):
+    np.row_stack = np.vstack  # noqa: NPY201
 
 cuda: Any = importlib.import_module("numba.cuda")  # no types: kernels are not the Python that they look like
 

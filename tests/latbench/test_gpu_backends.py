@@ -18,6 +18,8 @@ from latbench.gpu import points, timing
 from latbench.gpu.layers import GpuLayer, rounded
 from latbench.gpu.machine import GpuMachine
 from latbench.plan import Point
+from latbench.runners.local import Worker, WorkerDied
+from latbench.runners.worker import resolve
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
 from sparse_kernels.reference import patches
@@ -249,7 +251,8 @@ def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(
         ("torch_sparse", "bsr", "feature_major", LinearShape(48, 64, 7), BlockWise(16, 16), "multiples of 16, not 7"),
         ("torch_sparse", "cutlass", "feature_major", LINEAR, NM(1, 4), "multiplies 2:4 weights, not nm:1:4"),
         ("torch_sparse", "cusparselt_tuned", "nchw", LINEAR, NM(2, 4), "takes token_major or feature_major"),
-        ("torch_sparse", "csr", "token_major", LINEAR, Unstructured(), "takes feature_major activations"),
+        ("torch_sparse", "csr", "feature_major", LINEAR, Unstructured(), "torch has no sparse kernel csr: known are"),
+        ("cusparse", "csr", "token_major", LINEAR, Unstructured(), "takes feature_major activations"),
         ("cublas", "matmul", "feature_major", LINEAR, Unstructured(), "multiplies dense weights, not unstructured"),
         ("cusparse", "csr", "feature_major", LINEAR, BlockWise(8, 8), "multiplies unstructured weights"),
         ("cusparse", "coo", "feature_major", LINEAR, Unstructured(), "is asked for csr or bsr here, not coo"),
@@ -366,6 +369,45 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
     shared = [name for name in on_gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
+
+
+def test_processes_are_started_at_the_same_time_and_handed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict[str, tuple[str, list[str]]] = {}
+    closed: list[str] = []
+
+    def begin(worker: Worker, function: str, modules: list[str]) -> None:
+        begun[worker.name] = function, modules
+        if worker.name == "numba_cuda":
+            raise WorkerDied("crash", "no memory")
+
+    monkeypatch.setattr(Worker, "begin", begin)
+    monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker.name))
+    machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
+    machine.start(["torch_gpu", "torch_sparse", "cupy", "numba_cuda"])
+    assert set(begun) == {"torch", "cupy", "numba_cuda", "ceilings", "reference"}
+    assert begun["torch"] == (
+        "latbench.backends.on_gpu:load", ["latbench.backends.torch_gpu", "latbench.backends.torch_sparse"]
+    )  # fmt: skip
+    assert callable(resolve(begun["torch"][0]))
+    first = machine.worker("torch")
+    assert first.name == "torch" and machine.worker("torch") is not first
+    machine.close()
+    machine.close()
+    assert sorted(closed) == ["ceilings", "cupy", "numba_cuda", "reference"]
+
+
+def test_an_engine_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    started = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: done.append("torch")))
+    monkeypatch.setitem(sys.modules, "torch", started)
+    on_gpu.load(["latbench.errors"])
+    monkeypatch.delitem(sys.modules, "torch")
+    device = SimpleNamespace(synchronize=lambda: done.append("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    on_gpu.load(["latbench.errors"])
+    assert done == ["torch", "cupy"]
+    with pytest.raises(ModuleNotFoundError):
+        on_gpu.load(["latbench.no_such_module"])
 
 
 def test_memory_of_a_point_covers_its_copies() -> None:

@@ -3,12 +3,14 @@
 import re
 import runpy
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
+import psutil
 import pytest
 
 from latbench import devices, sweep, tables
@@ -59,6 +61,12 @@ class FakeMachine:
 
     def worker(self, process: str) -> Worker:
         return Worker(threads=1, name=process)
+
+    def start(self, backends: Sequence[str]) -> None:
+        assert set(backends) == set(VERSIONS)
+
+    def close(self) -> None:
+        pass
 
     def watch(self) -> Callable[[], dict[str, Any]]:
         return lambda: {"load": 0.5}
@@ -176,6 +184,7 @@ def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
     run(tmp_path, [dense(), point(fakes.LATE)])
     said = re.search(r"times: preparing (\d+) s, timing \d+ s", (tmp_path / "summary.txt").read_text())
     assert said
+    assert "\nblock 1: " in (tmp_path / "summary.txt").read_text()
     clock = Clock()
     watch = Stopwatch(clock)
     for activity, seconds in (("tests", 3.0), ("timing", 1.0), ("tests", 2.0), ("timing", 0.5)):
@@ -184,6 +193,12 @@ def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
     assert watch.seconds == {"tests": 5.0, "timing": 1.0}  # and what goes on now
     watch.turn_to("writing")
     assert str(watch) == "times: tests 5 s, timing 2 s"
+    watch.lap("block 1")
+    clock.now += 2.0
+    watch.turn_to("timing")
+    watch.lap("block 2")
+    watch.lap("block 3")
+    assert watch.laps == ["block 1: tests 5.0 s, timing 1.5 s", "block 2: writing 2.0 s", "block 3: no time"]
 
 
 def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
@@ -411,26 +426,128 @@ def test_the_gpus_tests_are_judged_by_their_exit_code() -> None:
     assert none.status == "failed" and none.verdict == "GPU tests: there are none"
 
 
+ALONE = [
+    "a.py::test_one[FAILED] PASSED   [ 10%]",
+    "a.py::test_two {} [ 20%]",
+    "a.py::test_three SKIPPED (it said ERROR and FAILED) [ 30%]",
+    "a.py::test_four",
+]
+SIDE_BY_SIDE = [
+    "a.py::test_one[FAILED] ",
+    "a.py::test_two ",
+    "[gw0] [  5%] PASSED a.py::test_one[FAILED] ",
+    "a.py::test_three ",
+    "[gw11] [ 20%] {} a.py::test_two ",
+    "[gw0] [100%] SKIPPED a.py::test_three ",
+    "a.py::test_four ",
+]
+
+
+@pytest.mark.parametrize("lines", [ALONE, SIDE_BY_SIDE], ids=["alone", "xdist"])
 @pytest.mark.parametrize(("second", "status"), [("PASSED", "late"), ("FAILED", "failed"), ("ERROR", "failed")])
-def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(second: str, status: str) -> None:
-    lines = [
-        "a.py::test_one[FAILED] PASSED   [ 10%]",
-        f"a.py::test_two {second} [ 20%]",
-        "a.py::test_three SKIPPED (it said ERROR and FAILED) [ 30%]",
-        "a.py::test_four",
-    ]
+def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(
+    second: str, status: str, lines: list[str]
+) -> None:
+    lines = [line.format(second) for line in lines]
     code = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"
     stopped = session.run_tests(1.0, [sys.executable, "-c", code])
     counts = (2, 0) if second == "PASSED" else (1, 1)
     assert stopped.status == status
     assert stopped.verdict == "GPU tests: not done after 1 s, {} passed and {} failed so far".format(*counts)
     assert stopped.output.splitlines() == lines
+    assert session.failures(stopped.output) == (
+        [] if second == "PASSED" else [line.strip() for line in lines if f"{second} " in line and "two" in line]
+    )
+
+
+def test_what_tests_have_started_is_stopped_with_them_and_not_waited_for() -> None:
+    inner = "import time; print('began', flush=True); time.sleep(60)"
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True)"
+    stopped = session.run_tests(2.0, [sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
+    pid = int(stopped.output.split()[0])
+    assert stopped.status == "late" and "began" in stopped.output
+    end = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+TESTS = """
+import os
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [1, 2])
+def test_right(number):
+    assert "PYTEST_XDIST_WORKER" in os.environ
+    assert number == 2
+
+@pytest.mark.gpu
+@pytest.mark.timed
+def test_time():
+    assert "PYTEST_XDIST_WORKER" not in os.environ
+
+def test_other():
+    assert False
+"""
+
+
+def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that this test may run in
+    (tmp_path / "test_it.py").write_text(TESTS)
+    options = [str(tmp_path) if it == str(session.ROOT) else it for it in session.PYTEST[: -len(session.TESTS)]]
+    monkeypatch.setattr(session, "PYTEST", [*options, str(tmp_path / "test_it.py")])
+    outcome = session.run_all_tests(60.0)
+    assert outcome.status == "failed"
+    assert re.fullmatch(
+        r"GPU tests: FAILED \(exit code 1\): 1 failed, 1 passed.*; GPU tests of times: passed: 1 passed.*",
+        outcome.verdict,
+    )
+    assert re.search(r"^\[gw\d\] \[ *\d+%\] PASSED .*::test_right\[2\]", outcome.output, re.MULTILINE)
+    (told,) = session.failures(outcome.output)
+    assert re.match(r"FAILED .*test_it.py::test_right\[1\] - ", told), outcome.output
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    assert [("-n" in command, command.count("-m")) for command in session.commands()] == [(False, 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "worst"),
+    [
+        ("passed", "passed", "passed"),
+        ("late", "passed", "late"),
+        ("passed", "late", "late"),
+        ("late", "failed", "failed"),
+    ],
+)
+def test_two_runs_are_worth_what_the_worse_one_is(first: str, second: str, worst: str) -> None:
+    outcome = session.both(Outcome(first, "one", "a"), Outcome(second, "two", "b"))
+    assert outcome == Outcome(worst, "one; two", "a\n\nb")
+
+
+def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, given = Clock(), []
+
+    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> Outcome:
+        given.append(seconds)
+        clock.now += 50.0
+        return Outcome("passed", name, "")
+
+    monkeypatch.setattr(session, "run_tests", run_tests)
+    session.run_all_tests(189.0, clock)
+    assert given == [pytest.approx(0.7 * 189), pytest.approx(139)]
 
 
 def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() -> None:
-    command = [sys.executable, "-P", *session.PYTEST, "--collect-only", "-qq"]
-    outcome = session.run_tests(60.0, command)
-    found = list(dict.fromkeys(line.partition("::")[0] for line in outcome.output.splitlines() if "::" in line))
+    collected = []
+    for command in (
+        [sys.executable, "-P", *session.PYTEST, "-m", which] for which in ("gpu and not timed", "gpu and timed")
+    ):
+        outcome = session.run_tests(60.0, [*command, "--collect-only", "-qq"])
+        collected.append([line for line in outcome.output.splitlines() if "::" in line])
+    assert len(collected[1]) == 4 and all("test_gpu_device.py::" in line for line in collected[1])
+    found = list(dict.fromkeys(line.partition("::")[0] for line in collected[0]))
     # Numba's skip as a file.
     assert found == ["tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py"], outcome
     asked = session.run_tests(30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"])
@@ -478,7 +595,8 @@ def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
     out = tmp_path / "out"
     monkeypatch.setenv(session.OUT, str(out))
     monkeypatch.setattr(session, "MEASURED", tmp_path)
-    monkeypatch.setattr(session, "run_tests", lambda seconds: Outcome(tests, "GPU tests: as told", "what it said"))
+    output = "FAILED tests/a.py::test_one - wrong"
+    monkeypatch.setattr(session, "run_all_tests", lambda seconds: Outcome(tests, "GPU tests: as told", output))
     monkeypatch.setattr(session.nvml, "only_gpu", lambda: devices.Gpu("NVIDIA H200", "GPU-1"))
     monkeypatch.setattr(session, "GpuMachine", lambda gpu: FakeMachine())
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
@@ -487,8 +605,9 @@ def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
     assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "tests.txt"}
     said = capsys.readouterr().err
     assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
-    assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, preparing" in said
-    assert (out / "tests.txt").read_text() == "what it said"
+    assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, starting 0 s, preparing" in said
+    assert (f"GPU tests: as told\n  {output}\n" in said) == (tests == "failed")
+    assert (out / "tests.txt").read_text() == output
 
 
 def test_a_folder_for_the_results_has_to_be_named(

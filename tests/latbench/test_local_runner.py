@@ -164,6 +164,31 @@ def test_a_death_is_told_with_its_reason_and_the_next_call_works(
         worker.sample(prepared, 0.01)
 
 
+def test_what_was_begun_is_waited_for_by_the_next_request_alone(worker: Worker) -> None:
+    worker.begin("time:sleep", 1.0)
+    generation, began = worker.generation, time.monotonic()
+    assert generation
+    assert worker.call(task("add"), 1, 1) == 2
+    assert 0.5 < time.monotonic() - began < 10
+    assert worker.generation == generation
+    assert worker.call(task("add"), 2, 2) == 4
+
+
+@pytest.mark.parametrize(("name", "lives"), [("no_such_task", True), ("crash", False), ("hang", False)])
+def test_how_ends_what_was_begun_interests_nobody(
+    worker: Worker, name: str, lives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.begin(task(name))
+    generation = worker.generation
+    if name == "hang":
+        monkeypatch.setattr(local, "BEGUN_SECONDS", 0.2)
+    assert worker.call(task("add"), 1, 1) == 2
+    assert (worker.generation == generation) == lives
+    worker.begin(task("hang"))
+    worker.close()
+    assert worker.call(task("add"), 1, 1) == 2
+
+
 def test_a_hang_ends_with_its_timeout(worker: Worker) -> None:
     pid = worker.call("os:getpid")
     with pytest.raises(WorkerDied, match=r"no answer for 0\.2 s") as caught:
