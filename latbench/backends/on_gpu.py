@@ -64,8 +64,9 @@ _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 BACKENDS = {
     "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch"),
     "torch_sparse": Backend("latbench.backends.torch_sparse", ("torch",), "torch"),
-    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers"),
-    "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers"),
+    # CuPy refuses to call libraries while a stream is captured.
+    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers", captured=False),
+    "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers", captured=False),
     "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", sources="cuda"),
     # Its launches go to the default stream, which cannot be captured.
     "numba_cuda": Backend(

@@ -109,7 +109,10 @@ class Mode:
 
 
 class EventTimer:
-    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample."""
+    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample.
+
+    It holds on to the calls that are `needed`: a graph knows the addresses of their arrays only.
+    """
 
     def __init__(
         self,
@@ -120,6 +123,7 @@ class EventTimer:
         inner_loops: int,
         samples: int,
         flushes: int,
+        needed: Sequence[Call] = (),
         watch: Watch = lambda: None,
         clock: Clock = perf_counter,
     ) -> None:
@@ -128,7 +132,7 @@ class EventTimer:
             "timer": "cuda_event",
             "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
         }
-        self._work, self._driver, self._mode = work, driver, mode
+        self._work, self._driver, self._mode, self._needed = work, driver, mode, needed
         self._watch, self._clock = watch, clock
 
     def run(self) -> None:
@@ -212,6 +216,7 @@ def prepare(
         inner_loops=loops,
         samples=samples,
         flushes=head_start(queueing=(samples + 1) * queueing, gained=gained),
+        needed=used,
         watch=watch,
         clock=clock,
     )  # fmt: skip

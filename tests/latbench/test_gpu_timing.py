@@ -1,6 +1,8 @@
 """Timing by events, on a device that exists only as two clocks."""
 
+import gc
 import runpy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,6 +96,22 @@ def test_a_graph_is_captured_once_and_only_when_asked_for() -> None:
     assert device.captures == 1
     ready(device, CALL, device.kernel(1e-5)).burst(0.05)
     assert device.captures == 1
+
+
+@pytest.mark.parametrize("mode", [GRAPH, CALL])
+def test_what_a_graph_reads_lives_as_long_as_its_timer(mode: Mode) -> None:
+    # Freed arrays are other points' soon: those would be overwritten at every replay.
+    device = fakes.FakeDevice()
+    device.capture = lambda work: device.kernel(1e-5)  # a graph holds no Python objects
+    calls = [device.kernel(1e-5), device.kernel(1e-5, "copy")]
+    alive = [weakref.ref(call) for call in calls]
+    timer = ready(device, mode, *calls)
+    del calls
+    gc.collect()
+    assert all(call() is not None for call in alive)
+    del timer
+    gc.collect()
+    assert all(call() is None for call in alive)
 
 
 def test_what_cannot_be_captured_says_so() -> None:
