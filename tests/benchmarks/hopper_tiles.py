@@ -1,0 +1,143 @@
+"""The kernels for Hopper in every tile and split, beside the fastest dense cuBLAS: one table, on a GPU of that kind.
+
+    python tests/benchmarks/hopper_tiles.py [--shape 4096x4096x2048] [--patterns vector:128,nm:2:4] [--sparsities 0.9]
+
+Each form is timed as `latbench sweep --gpu` times a point (rotated copies, a CUDA graph), and what it computes is
+checked against float64 after it was timed. `*` is the form that the program chooses by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from latbench.backends import on_gpu, torch_gpu
+from latbench.gpu import drivers, layers, points, timing
+from latbench.gpu.layers import GpuLayer
+from latbench.plan import Point
+from sparse_kernels.cuda import nm_sm90, plan, sm90, vector_sm90
+from sparse_kernels.cuda.machine import CupyMachine
+from sparse_kernels.formats import NMWeight
+from sparse_kernels.patterns import NM, Dense, Pattern, parse
+from sparse_kernels.registry import MissingLibrary, NoDevice
+from sparse_kernels.shapes import LinearShape
+
+SECONDS = 0.1  # of samples, each form
+SPLITS = (1, 2, 4)
+MODE = timing.Mode("rotated", "graph")
+
+
+def median(calls: list[timing.Call], driver: timing.Driver) -> float:
+    """Seconds a call."""
+    return float(np.median(timing.prepare(calls, driver, MODE).burst(SECONDS).samples))
+
+
+def dense_seconds(shape: LinearShape) -> tuple[float, str]:
+    """The fastest of cuBLAS and cuBLASLt in both layouts, and its name."""
+    found = []
+    for kernel in points.DENSE:
+        point = points.point("gpu", shape, Dense(), 0.0, kernel)
+        engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
+        found.append((median(list(engine.calls), engine.driver), engine.kernel))
+    return min(found)
+
+
+def program_of(layer: GpuLayer, n: int, machine: CupyMachine) -> sm90.HopperProgram:
+    """The weight packed for the kernel that runs its pattern."""
+    prepare = nm_sm90.program if isinstance(layer.packed, NMWeight) else vector_sm90.program
+    return prepare(layer.packed, "float16", machine.architecture, n, machine.multiprocessors)
+
+
+def forms(program: sm90.HopperProgram, n: int) -> Iterator[tuple[str, sm90.Kernel, int]]:
+    """Every tile and split: its name, the kernel, the splits."""
+    chosen = program.choose(n)
+    for kernel in program.kernels:
+        for splits in sorted({*SPLITS, *([chosen[1]] if kernel is chosen[0] else [])}):
+            mark = "*" if (kernel, splits) == chosen else ""
+            yield f"{kernel.rows}x{kernel.width}, {kernel.stages} stages, split {splits}{mark}", kernel, splits
+
+
+def calls_of(
+    program: sm90.HopperProgram, kernel: sm90.Kernel, splits: int, point: Point, layer: GpuLayer, machine: CupyMachine
+) -> list[timing.Call]:
+    """Calls of one form on copies of their own, each of which returns its result."""
+    import cupy
+
+    shape = point.shape
+    driver = drivers.cupy_driver()
+
+    def call() -> timing.Call:
+        own = plan.CudaPlan(
+            Chosen(program, kernel, splits), machine, (shape.k, None), (shape.m, None), "float16", kernel.function,
+            "feature_major",
+        )  # fmt: skip
+        x, out = cupy.asarray(layer.x.astype(np.float16)), cupy.empty((shape.m, shape.n), np.float16)
+        return lambda: own(x, out=out)
+
+    return [call() for _ in range(on_gpu.copies(point, layer, program.nbytes, driver))]
+
+
+class Chosen:
+    """A program whose kernel and splits are given."""
+
+    def __init__(self, program: sm90.HopperProgram, kernel: sm90.Kernel, splits: int) -> None:
+        self.nbytes, self._launches = program.nbytes, program.launches_of
+        self._kernel, self._splits = kernel, splits
+
+    def launches(self, n: int, activation: str | None) -> list[plan.Launch]:
+        """See Program."""
+        return self._launches(self._kernel, self._splits, n, activation)
+
+
+def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, say: Callable[[str], None]) -> None:
+    """A line for each form of one layer. Raises WrongResult."""
+    import cupy
+
+    point = points.point("gpu", shape, pattern, sparsity, points.OURS[0])
+    layer, machine = layers.synthetic_layer(point), CupyMachine.current()
+    driver = drivers.cupy_driver()
+    weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))
+    program = program_of(layer, shape.n, machine)
+    for name, kernel, splits in forms(program, shape.n):
+        calls = calls_of(program, kernel, splits, point, layer, machine)
+        seconds = median(calls, driver)
+        y = calls[-1]().astype(cupy.float64)
+        layers.check(y, weight, x, terms=layer.terms, dtype="float16")
+        rate = 2 * layer.nnz * shape.n / seconds / 1e12
+        say(
+            f"{pattern!s:13} {sparsity:4.0%}  {name:32} {seconds * 1e6:8.2f} us {dense / seconds:5.2f}x dense "
+            f"{rate:6.0f} TFLOP/s"
+        )
+
+
+def main() -> int:
+    """Exit code 0, or 3 where there is no such GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="4096x4096x2048", help="MxKxN")
+    parser.add_argument("--patterns", default="vector:128,shflbw:128,block:128x128,vector:64,nm:2:4")
+    parser.add_argument("--sparsities", default="0.5,0.75,0.9,0.95")
+    arguments = parser.parse_args()
+    m, k, n = map(int, arguments.shape.split("x"))
+    shape = LinearShape(m, k, n)
+    try:
+        machine = CupyMachine.current()
+    except (MissingLibrary, NoDevice) as error:
+        print(error, file=sys.stderr)
+        return 3
+    if machine.architecture != sm90.ARCHITECTURE:
+        print(f"these kernels are for {sm90.ARCHITECTURE}, and this GPU is {machine.architecture}", file=sys.stderr)
+        return 3
+    dense, name = dense_seconds(shape)
+    print(f"{m}x{k} on {n}: dense {dense * 1e6:.2f} us, {2 * m * k * n / dense / 1e12:.0f} TFLOP/s, {name}")
+    for pattern in map(parse, arguments.patterns.split(",")):
+        sparsities = (pattern.sparsity,) if isinstance(pattern, NM) else map(float, arguments.sparsities.split(","))
+        for sparsity in sparsities:
+            report(shape, pattern, sparsity, dense, print)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
