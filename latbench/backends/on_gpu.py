@@ -60,10 +60,10 @@ class Backend:
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 
-# Libraries that are not ours share a process; each of our own may crash alone.
+# Each of our own may crash alone. Of other libraries those that are no baseline do not share the baseline's process.
 BACKENDS = {
     "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch"),
-    "torch_sparse": Backend("latbench.backends.torch_sparse", ("torch",), "torch"),
+    "torch_sparse": Backend("latbench.backends.torch_sparse", ("torch",), "torch_sparse"),
     # CuPy refuses to call libraries while a stream is captured.
     "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers", captured=False),
     "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers", captured=False),
@@ -165,13 +165,20 @@ def _alive() -> Iterator[None]:
         yield
     except Exception as error:
         try:
-            for driver in drivers.STARTED:
-                driver.wait()
+            _wait()
         except RuntimeError:  # CuPy's and torch's
             sys.stderr.write(f"{type(error).__name__}: {_first_line(error)}\n")
             sys.stderr.flush()
             os._exit(BROKEN)
         raise
+
+
+def _wait() -> None:
+    """Return when the device has done all that this process asked of it; RuntimeError where CUDA is broken."""
+    for driver in drivers.STARTED:
+        driver.wait()
+    if not drivers.STARTED and "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        sys.modules["torch"].cuda.synchronize()  # a library that failed before its first point had a driver
 
 
 def check(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[Any]) -> float:

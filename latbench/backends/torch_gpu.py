@@ -48,7 +48,8 @@ def float64(array: np.ndarray) -> torch.Tensor:
 
 
 def on_device(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """A float32 host array on the device, in the element type."""
+    """A float32 host array on the device, in the element type. The driver's stream is the current one now."""
+    torch_driver()
     return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(getattr(torch, dtype))
 
 

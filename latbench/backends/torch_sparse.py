@@ -1,10 +1,10 @@
 """torch's sparse products: 2:4 by cuSPARSELt and CUTLASS, BSR by its Triton kernel.
 
 Kernels: `cusparselt` and `cutlass` multiply 2:4 weights as torch's own modules do, token-major or feature-major;
-`cusparselt_tuned` by the algorithm that cuSPARSELt's own search finds. `bsr` and `bsr_tuned` multiply block-wise
-ones, with the parameters that torch chooses and with the best of a few. What they refuse becomes Unsupported with
-their own words. torch's CSR sums in half precision, which no result may: `latbench.backends.cusparse` asks the same
-library for sums in float32.
+`cusparselt_tuned` feature-major ones by the algorithm that cuSPARSELt's own search finds. `bsr` and `bsr_tuned`
+multiply block-wise ones, with the parameters that torch chooses and with the best of a few. What they refuse becomes
+Unsupported with their own words. torch's CSR sums in half precision, which no result may: `backends.cusparse` asks
+the same library for sums in float32.
 """
 
 from __future__ import annotations
@@ -80,22 +80,25 @@ def _semi_structured(point: Point, layer: GpuLayer) -> Kernel:
 
 
 def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
-    """cuSPARSELt called directly: y lies row by row as its layout says, (m, n) or (n, m), with no copy after it."""
+    """cuSPARSELt called directly: y (m, n) lies row by row, with no copy after it.
+
+    Feature-major only: for token-major products its search ends in an internal error that breaks the CUDA context (an
+    H200, torch 2.11, every shape).
+    """
+    only(point, format="nm", layouts=("feature_major",))
     weight, x, weight_bytes = _two_of_four(point, layer)
-    turned = point.layout == "token_major"
-    columns = x.T if turned else x  # the library takes (k, n) in either order of memory
 
     def search() -> tuple[int, int, int]:
         # torch._cslt_sparse_mm_search finds the same, but keeps the splits of k that belong to it to itself.
         find = torch._C._cusparselt.mm_search  # type: ignore[attr-defined]
-        algorithm, splits, mode, _ = find(torch._cslt_compress(weight), columns, None, None, None, turned)
+        algorithm, splits, mode, _ = find(torch._cslt_compress(weight), x, None, None, None, False)
         return algorithm, splits, mode
 
     best = _try(point, search)
 
     def build() -> Call:
-        packed, dense = torch._cslt_compress(weight), columns.clone()
-        return _in_inference(lambda: torch._cslt_sparse_mm(packed, dense, None, None, None, turned, *best))
+        packed, own_x = torch._cslt_compress(weight), x.clone()
+        return _in_inference(lambda: torch._cslt_sparse_mm(packed, own_x, None, None, None, False, *best))
 
     return build, weight_bytes
 
@@ -146,10 +149,11 @@ def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, int]:
         raise Unsupported(f"torch's BSR needs whole blocks, and {pattern} does not divide {point.shape}")
     if point.shape.n % 16:
         raise Unsupported(f"torch's BSR kernel needs tokens in multiples of 16, not {point.shape.n}")
+    values = on_device(packed.values, point.dtype)  # first: it makes the driver's stream the current one
     weight = torch.sparse_bsr_tensor(
         torch.from_numpy(packed.indptr).cuda(),
         torch.from_numpy(packed.indices).long().cuda(),
-        on_device(packed.values, point.dtype),
+        values,
         size=packed.shape,
     )
     return weight, 2 * packed.values.size

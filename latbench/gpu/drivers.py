@@ -48,7 +48,9 @@ class TorchDriver:
     def capture(self, work: Call) -> Call:
         """See Driver."""
         graph = self._torch.cuda.CUDAGraph()
-        with self._torch.cuda.graph(graph, stream=self._stream):
+        # A stream of its own: with a graph torch 2.12 frees the workspace of the stream that it was captured on, and
+        # other graphs of that stream would go on using it.
+        with self._torch.cuda.graph(graph, stream=self._torch.cuda.Stream()):
             work()
         replay: Call = graph.replay
         return replay

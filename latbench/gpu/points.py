@@ -16,7 +16,7 @@ from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstr
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 MOST_POINTS = 500
-BLOCK_POINTS = 12  # what a block has prepared is lost if time runs out before it is timed
+BLOCK_POINTS = 16  # what a block has prepared is lost if time runs out before it is timed
 
 SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 
@@ -39,7 +39,6 @@ CUSPARSELT: tuple[Kernel, ...] = (
     ("torch_sparse", "cusparselt", "feature_major"),
     ("torch_sparse", "cusparselt", "token_major"),
     ("torch_sparse", "cusparselt_tuned", "feature_major"),
-    ("torch_sparse", "cusparselt_tuned", "token_major"),
 )
 CUTLASS: tuple[Kernel, ...] = (
     ("torch_sparse", "cutlass", "feature_major"),
@@ -158,7 +157,8 @@ def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -
             found = [each for each in wished(device, shape, chosen, backends, seed) if each not in seen]
             found = found[: MOST_POINTS - len(seen)]
             seen.update(found)
-            blocks += [found[begin : begin + BLOCK_POINTS] for begin in range(0, len(found), BLOCK_POINTS)]
+            parts = -(-len(found) // BLOCK_POINTS)
+            blocks += [found[len(found) * i // parts : len(found) * (i + 1) // parts] for i in range(parts)]
     return blocks
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 SECONDS = 540.0
 TEST_SHARE = 0.35  # of all, at most
 RESERVE_SECONDS = 15.0  # for the last block to be written and summed up
+PUBLISH_SECONDS = 10.0  # between two times that the table is written: the larger it is, the longer that takes
 
 OUT = "LATBENCH_OUT"
 MOST_BYTES = 16 * 2**20  # of a file
@@ -55,7 +57,8 @@ TESTS = ("tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py",
 # that is not named. Of a test that takes a minute its output says where it is just then; it goes on.
 PYTEST = (
     "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
-    "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors", "-o", "faulthandler_timeout=60", *TESTS,
+    "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors",
+    "-o", "faulthandler_timeout=60", "-o", "markers=gpu\ntimed\nslow", *TESTS,
 )  # fmt: skip
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 WIDE = {"COLUMNS": "200"}  # so that what failed is summed up with its reason
@@ -284,11 +287,19 @@ def measure(
         kept = resume(measured / machine.device, folder, machine.device, versions)
         notes = [*remarks, f"{kept} rows were there before, {stages.points} points are wanted"]
 
+        written = -math.inf  # when, by the budget's clock
+
+        def write() -> None:
+            nonlocal written
+            publish(folder, out, environment, [*notes, str(watch), *watch.laps[:MOST_LAPS]])
+            written = budget.clock()
+
         def saved() -> None:
             watch.turn_to("writing")
             watch.lap(f"block {len(watch.laps) + 1}")
-            publish(folder, out, environment, [*notes, str(watch), *watch.laps[:MOST_LAPS]])
-            tell(f"{len(tables.read(folder))} rows, {budget.left:.0f} s left")
+            if budget.clock() - written >= PUBLISH_SECONDS:
+                write()
+            tell(f"block {len(watch.laps)} done, {budget.left:.0f} s left")
 
         def report(now: sweep.Progress) -> None:
             watch.turn_to(now.activity.partition(":")[0])
@@ -305,6 +316,7 @@ def measure(
             late = error
         if not any(folder.glob("part-*.parquet")):
             return Swept(None, Incomplete("the time was over before anything was measured: see tests.txt"))
+        write()
         if late is not None:
             late = Incomplete(
                 f"the time is over, {out} has what was measured: put it into {measured / machine.device}, "

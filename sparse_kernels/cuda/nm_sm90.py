@@ -48,9 +48,15 @@ VARIANTS = list(sm90.variants([kernel(height) for height in HEIGHTS]))
 
 
 def program(
-    packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
+    packed: Packed,
+    dtype: str,
+    architecture: str,
+    n: int,
+    multiprocessors: int | None = None,
+    height: int | None = None,
 ) -> sm90.HopperProgram:
-    """The weight packed for Hopper, in tiles of the height that is expected to be faster for n columns.
+    """The weight packed for Hopper, in tiles of `height`, by default of the one that is expected to be faster for n
+    columns.
 
     NotSupported for other formats and machines.
     """
@@ -58,7 +64,7 @@ def program(
     if not isinstance(packed, NMWeight) or packed.pattern != NM(2, 4):
         raise NotSupported(f"this kernel multiplies 2:4 weights, not {packed.pattern}")
     count = multiprocessors or MULTIPROCESSORS[architecture]
-    height = min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1), count))
+    height = height or min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1), count))
     k = packed.shape[1]
     row_ids = np.full(-(-packed.shape[0] // height) * height, -1, np.int32)
     row_ids[: packed.shape[0]] = np.arange(packed.shape[0])

@@ -30,6 +30,13 @@ def vector_64() -> Case:
 
 
 @functools.cache
+def vector_rounds() -> Case:
+    """Two blocks with several tiles each: every other round is backwards."""
+    rng = np.random.default_rng(7)
+    return case_of(rng, packed_of(rng, VectorWise(64), 130, 100), 264, blocks=2)
+
+
+@functools.cache
 def vector_unaligned() -> Case:
     """Copies element by element, of all rows of x: the last one ends where x does."""
     rng = np.random.default_rng(3)
@@ -113,6 +120,11 @@ SHARED = {
     "lower rows hold the upper sums": ("sums[i] = sums[i + 2];", ""),
 }
 
+ROUNDS = {
+    "a backward round has one block's tile twice": ("blocks - 1 - block : block)", "0 : block)"),
+    "every other round is left out": ("round * blocks +", "2 * round * blocks +"),
+}
+
 UNALIGNED = {
     "an element is written past the last column": ("if (valid > i) out", "if (valid > i - 1) out"),
 }
@@ -147,6 +159,7 @@ MUTATIONS = [
     *(Mutation(bug, vector_128, edit) for bug, edit in VECTOR.items()),
     *(Mutation(bug, vector_64, edit) for bug, edit in GROUPS.items()),
     *(Mutation(bug, vector_64, edit) for bug, edit in SHARED.items()),
+    *(Mutation(bug, vector_rounds, edit) for bug, edit in ROUNDS.items()),
     *(Mutation(bug, vector_unaligned, edit) for bug, edit in UNALIGNED.items()),
     *(Mutation(bug, vector_split, edit) for bug, edit in SPLIT.items()),
     *(Mutation(bug, nm, edit) for bug, edit in NM_OWN.items()),

@@ -207,6 +207,27 @@ def test_a_broken_context_ends_the_process(
     )
 
 
+def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
+    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(code: int) -> None:
+        raise Ended(code)
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def refuses(y: np.ndarray, copy: int) -> np.ndarray:
+        raise Unsupported("an internal error")
+
+    engine.corrupt = refuses
+    monkeypatch.setattr(on_gpu.drivers, "STARTED", [])
+    monkeypatch.setattr(on_gpu.os, "_exit", end)
+    cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    with pytest.raises(Ended):
+        on_gpu.prepare(point())
+
+
 def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNamespace) -> None:
     def fails(y: np.ndarray, copy: int) -> np.ndarray:
         raise KeyError("out of something")
@@ -250,7 +271,7 @@ def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(
         ("torch_sparse", "bsr", "feature_major", LINEAR, BlockWise(32, 16), "does not divide"),
         ("torch_sparse", "bsr", "feature_major", LinearShape(48, 64, 7), BlockWise(16, 16), "multiples of 16, not 7"),
         ("torch_sparse", "cutlass", "feature_major", LINEAR, NM(1, 4), "multiplies 2:4 weights, not nm:1:4"),
-        ("torch_sparse", "cusparselt_tuned", "nchw", LINEAR, NM(2, 4), "takes token_major or feature_major"),
+        ("torch_sparse", "cusparselt_tuned", "token_major", LINEAR, NM(2, 4), "takes feature_major"),
         ("torch_sparse", "csr", "feature_major", LINEAR, Unstructured(), "torch has no sparse kernel csr: known are"),
         ("cusparse", "csr", "token_major", LINEAR, Unstructured(), "takes feature_major activations"),
         ("cublas", "matmul", "feature_major", LINEAR, Unstructured(), "multiplies dense weights, not unstructured"),
@@ -383,17 +404,17 @@ def test_processes_are_started_at_the_same_time_and_handed_out_once(monkeypatch:
     monkeypatch.setattr(Worker, "begin", begin)
     monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker.name))
     machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
-    machine.start(["torch_gpu", "torch_sparse", "cupy", "numba_cuda"])
-    assert set(begun) == {"torch", "cupy", "numba_cuda", "ceilings", "reference"}
-    assert begun["torch"] == (
-        "latbench.backends.on_gpu:load", ["latbench.backends.torch_gpu", "latbench.backends.torch_sparse"]
+    machine.start(["torch_gpu", "torch_sparse", "cublas", "cusparse", "cupy", "numba_cuda"])
+    assert set(begun) == {"torch", "torch_sparse", "cupy_peers", "cupy", "numba_cuda", "ceilings", "reference"}
+    assert begun["cupy_peers"] == (
+        "latbench.backends.on_gpu:load", ["latbench.backends.cublas", "latbench.backends.cusparse"]
     )  # fmt: skip
     assert callable(resolve(begun["torch"][0]))
     first = machine.worker("torch")
     assert first.name == "torch" and machine.worker("torch") is not first
     machine.close()
     machine.close()
-    assert sorted(closed) == ["ceilings", "cupy", "numba_cuda", "reference"]
+    assert sorted(closed) == ["ceilings", "cupy", "cupy_peers", "numba_cuda", "reference", "torch_sparse"]
 
 
 def test_an_engine_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from sparse_kernels.patterns import NM, BlockWise, Dense
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 SHAPE = LinearShape(256, 128, 64)
-FIRST_BLOCKS = 3  # those of the first tier
+FIRST_BLOCKS = 2  # those of the first tier
 
 
 @pytest.fixture(scope="module")

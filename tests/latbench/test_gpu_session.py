@@ -605,7 +605,7 @@ def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
     assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "tests.txt"}
     said = capsys.readouterr().err
     assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
-    assert "2 rows, " in said and "4.00x dense" in said and "times: tests 0 s, starting 0 s, preparing" in said
+    assert "block 1 done, " in said and "4.00x dense" in said and "times: tests 0 s, starting 0 s, preparing" in said
     assert (f"GPU tests: as told\n  {output}\n" in said) == (tests == "failed")
     assert (out / "tests.txt").read_text() == output
 
