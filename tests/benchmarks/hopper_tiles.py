@@ -116,15 +116,48 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
             )
 
 
+def shape_of(text: str) -> LinearShape:
+    """MxKxN. Raises ArgumentTypeError, as those below."""
+    try:
+        return LinearShape(*map(int, text.split("x")))
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 4096x4096x2048") from error
+
+
+def patterns_of(text: str) -> list[Pattern]:
+    """Patterns between commas: those that the kernels for Hopper run."""
+    try:
+        found = [parse(name) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    for pattern in found:
+        rows = getattr(pattern, "v", None) or getattr(pattern, "rows", None)
+        if pattern != NM(2, 4) and rows not in vector_sm90.HEIGHTS:
+            raise argparse.ArgumentTypeError(f"{pattern} is not among them: nm:2:4, and groups of 64 or 128 rows are")
+    return found
+
+
+def sparsities_of(text: str) -> list[float]:
+    """Numbers from 0 to below 1 between commas."""
+    try:
+        found = [float(number) for number in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} are no numbers such as 0.5,0.75") from error
+    if not all(0 <= number < 1 for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: sparsities are from 0 to below 1")
+    return found
+
+
 def main() -> int:
     """Exit code 0, or 3 where there is no such GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="4096x4096x2048", help="MxKxN")
-    parser.add_argument("--patterns", default="vector:128,shflbw:128,block:128x128,vector:64,nm:2:4")
-    parser.add_argument("--sparsities", default="0.5,0.75,0.9,0.95")
+    parser.add_argument("--shape", type=shape_of, default="4096x4096x2048", help="MxKxN")
+    parser.add_argument(
+        "--patterns", type=patterns_of, default="vector:128,shflbw:128,block:128x128,vector:64,nm:2:4"
+    )
+    parser.add_argument("--sparsities", type=sparsities_of, default="0.5,0.75,0.9,0.95")
     arguments = parser.parse_args()
-    m, k, n = map(int, arguments.shape.split("x"))
-    shape = LinearShape(m, k, n)
+    shape = arguments.shape
     try:
         machine = CupyMachine.current()
     except (MissingLibrary, NoDevice) as error:
@@ -134,10 +167,10 @@ def main() -> int:
         print(f"these kernels are for {sm90.ARCHITECTURE}, and this GPU is {machine.architecture}", file=sys.stderr)
         return 3
     dense, name = dense_seconds(shape)
-    print(f"{m}x{k} on {n}: dense {dense * 1e6:.2f} us, {2 * m * k * n / dense / 1e12:.0f} TFLOP/s, {name}")
-    for pattern in map(parse, arguments.patterns.split(",")):
-        sparsities = (pattern.sparsity,) if isinstance(pattern, NM) else map(float, arguments.sparsities.split(","))
-        for sparsity in sparsities:
+    rate = 2 * shape.m * shape.k * shape.n / dense / 1e12
+    print(f"{shape.m}x{shape.k} on {shape.n}: dense {dense * 1e6:.2f} us, {rate:.0f} TFLOP/s, {name}")
+    for pattern in arguments.patterns:
+        for sparsity in (pattern.sparsity,) if isinstance(pattern, NM) else arguments.sparsities:
             report(shape, pattern, sparsity, dense, print)
     return 0
 
