@@ -127,6 +127,24 @@ def test_the_sparse_peers_are_right(workers: Workers, pattern: Pattern, kernel: 
     assert 0 <= computed(workers, LinearShape(256, 512, 256), pattern, kernel) < 2.0**-10
 
 
+def test_points_that_are_ready_together_are_sampled_in_turn(workers: Workers) -> None:
+    # As in a sweep's block. What one of them reads must not have become another's memory: kernels that read the rows
+    # of x from their own arrays would follow whatever was written there.
+    patterns = (Dense(), VectorWise(64), VectorWise(128), ShflBW(64), NM(2, 4))
+    wanted = [
+        points.point("gpu", LinearShape(512, 1024, n), pattern, 0.0 if isinstance(pattern, Dense) else 0.5, kernel)
+        for n in (256, 512)
+        for pattern in patterns
+        for kernel in ((*points.OURS, *points.DENSE) if isinstance(pattern, Dense) else points.OURS)
+    ]
+    ready = [(workers.worker(point), workers.prepare(point)) for point in wanted]
+    for _ in range(3):
+        for worker, prepared in ready:
+            assert min(worker.sample(prepared, 0.01, timeout=SECONDS)) > 0
+    for worker, prepared in ready:
+        worker.drop([prepared])
+
+
 def dense(size: int, cache: str, launch: str, n: int | None = None) -> Point:
     point = points.point("gpu", LinearShape(size, size, n or size), Dense(), 0.0, points.DENSE[0])
     return dataclasses.replace(point, cache_mode=cache, launch_mode=launch)
