@@ -2,7 +2,7 @@
 
 The GPU's own tests first, then the standard sweep, the most telling points first, within SECONDS altogether. Nothing
 needs to be installed and nothing is fetched. Results lie flat in the folder that the environment variable
-LATBENCH_OUT names, written again after every block, so that a session that is cut off has lost one block:
+LATBENCH_OUT names, written again after a block every ten seconds: a session that is cut off has lost little:
 
     table.parquet  env-<id>.json   the table, as `latbench.tables` reads it
     summary.txt                    ratios to dense and to each peer, and where the time went

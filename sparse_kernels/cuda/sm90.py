@@ -31,7 +31,7 @@ PRODUCTS_A_CLOCK = 1680  # multiplications of 16-bit numbers by the tensor cores
 STAGE_CLOCKS, STAGE_BYTES_A_CLOCK = 400, 82  # of bringing a stage: what each costs, and what its bytes cost
 TILE_CLOCKS, RESULTS_A_CLOCK = 800, 7  # filling the ring, and writing the result
 FINISH_CLOCKS = 7500  # a second launch
-BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
+SUM_BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,7 +211,7 @@ def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multi
     total = float(tiles.sum(axis=0).max())
     if splits > 1:
         partial = splits * counts.size * kernel.rows * columns * kernel.width * 4
-        total += FINISH_CLOCKS + 2 * partial / (multiprocessors * BYTES_A_CLOCK)
+        total += FINISH_CLOCKS + 2 * partial / (multiprocessors * SUM_BYTES_A_CLOCK)
     return total
 
 

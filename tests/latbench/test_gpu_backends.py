@@ -188,16 +188,21 @@ class Ended(BaseException):
     """In place of the end of the process."""
 
 
-def test_a_broken_context_ends_the_process(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process does not end: it raises Ended with its exit code."""
+
     def end(code: int) -> None:
         raise Ended(code)
 
+    monkeypatch.setattr(on_gpu.os, "_exit", end)
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_broken_context_ends_the_process(engine: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     def broken() -> None:
         raise RuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered\nmore")
 
-    monkeypatch.setattr(on_gpu.os, "_exit", end)
     timed = on_gpu.prepare(point())
     engine.device.wait = broken
     with pytest.raises(Ended, match=str(on_gpu.BROKEN)):
@@ -207,12 +212,10 @@ def test_a_broken_context_ends_the_process(
     )
 
 
+@pytest.mark.usefixtures("ends")
 def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
     engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end(code: int) -> None:
-        raise Ended(code)
-
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -221,7 +224,6 @@ def test_a_library_that_breaks_cuda_before_there_is_a_driver_ends_the_process(
 
     engine.corrupt = refuses
     monkeypatch.setattr(on_gpu.drivers, "STARTED", [])
-    monkeypatch.setattr(on_gpu.os, "_exit", end)
     cuda = SimpleNamespace(is_initialized=lambda: True, synchronize=broken)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     with pytest.raises(Ended):
@@ -237,19 +239,14 @@ def test_an_error_that_the_context_survives_is_only_an_error(engine: SimpleNames
         on_gpu.prepare(point())
 
 
-def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(
-    engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(code: int) -> None:
-        raise Ended(code)
-
+@pytest.mark.usefixtures("ends")
+def test_a_context_that_breaks_while_a_point_is_built_ends_the_process(engine: SimpleNamespace) -> None:
     def broken() -> None:
         raise RuntimeError("cudaErrorLaunchFailure")
 
     def refuses(y: np.ndarray, copy: int) -> np.ndarray:
         raise Unsupported("no such kernel")
 
-    monkeypatch.setattr(on_gpu.os, "_exit", end)
     engine.corrupt = refuses
     with pytest.raises(Unsupported):
         on_gpu.prepare(point())
