@@ -14,11 +14,12 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_kernels.cuda.program import Variant
+from sparse_kernels.cuda.targets import ARCHITECTURES, OLDEST_NVRTC, TARGETS, Target
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
 KERNELS = Path(__file__).parent
@@ -26,9 +27,6 @@ KERNELS = Path(__file__).parent
 # CUDA's major versions that the kernels are compiled with, newest first, and where NVIDIA's wheels put each.
 WHEEL_FOLDERS = {13: "cu13", 12: "cuda_nvrtc"}
 PACKAGES = {13: "nvidia-cuda-nvrtc", 12: "nvidia-cuda-nvrtc-cu12"}
-
-# The oldest NVRTC that knows every architecture and instruction that the kernels use; an older one is passed over.
-OLDEST = (12, 8)
 
 
 class BuildError(RuntimeError):
@@ -77,8 +75,9 @@ class Nvrtc:
     architectures: tuple[int, ...]  # 75 for sm_75
 
     def supports(self, architecture: str) -> bool:
-        """Whether it compiles for sm_80, sm_90a and so on."""
-        return _number(architecture) in self.architectures
+        """Return whether it compiles for sm_80, sm_90a and so on."""
+        major, minor = _target(architecture).capability
+        return 10 * major + minor in self.architectures
 
 
 def compile(variant: Variant, architecture: str, *, newest: int = 13, folder: Path | None = None) -> Cubin:
@@ -117,27 +116,49 @@ def cache_folder() -> Path:
 
 
 def find_nvrtc(architecture: str, newest: int = 13) -> Nvrtc:
-    """The newest NVRTC that compiles for an architecture and a driver of CUDA `newest`.
+    """Return the newest NVRTC that compiles for an architecture and a driver of CUDA `newest`.
 
-    MissingLibrary says what was found and what to install, NoDevice that the driver is too old for any.
+    Raises MissingLibrary, which says what was found and what to install, or NoDevice where the driver is too old.
     """
-    if newest < min(WHEEL_FOLDERS):
-        raise NoDevice(f"the driver is for CUDA {newest}, and the kernels need CUDA {min(WHEEL_FOLDERS)} or newer")
+    known_by = _target(architecture).nvrtc
+    usable = [major for major in known_by if major <= newest]
+    if not usable:
+        raise NoDevice(
+            f"the driver is for CUDA {newest}, and kernels for {architecture} need CUDA {min(known_by)} or newer: "
+            "update the driver"
+        )
     found = []
     for major in WHEEL_FOLDERS:
         if major <= newest and (nvrtc := load_nvrtc(major)) is not None:
             if nvrtc.supports(architecture):
                 return nvrtc
             found.append(nvrtc)
-    # CUDA 13 knows nothing before Turing.
-    wanted = 12 if _number(architecture) < 75 else min(newest, max(PACKAGES))
     known = "".join(f" ({it.path} {it.version[0]}.{it.version[1]} does not)" for it in found)
-    raise MissingLibrary(f"no NVRTC that compiles for {architecture}{known}: pip install {PACKAGES[wanted]}")
+    wanted = max(usable)
+    package = f"{PACKAGES[wanted]}>={'.'.join(map(str, known_by[wanted]))}"
+    raise MissingLibrary(f"no NVRTC that compiles for {architecture}{known}: pip install '{package}'")
+
+
+def compilable(architectures: Sequence[str], newest: int = 13) -> str:
+    """Return the first of these architectures that there is an NVRTC for.
+
+    So a GPU whose own architecture the installed NVRTC is too old for gets code of an older one that it runs: sm_120
+    for sm_121. Raises what find_nvrtc raises for the first where there is an NVRTC for none.
+    """
+    reasons = []
+    for architecture in architectures:
+        try:
+            find_nvrtc(architecture, newest)
+        except (MissingLibrary, NoDevice) as error:
+            reasons.append(error)
+        else:
+            return architecture
+    raise reasons[0]
 
 
 @functools.cache
 def load_nvrtc(major: int) -> Nvrtc | None:
-    """NVRTC of a CUDA major version, not older than OLDEST, or None where there is none on this machine."""
+    """Return NVRTC of a CUDA major version, not older than OLDEST_NVRTC; None where there is none on this machine."""
     for path in _candidates(major):
         try:
             # NVRTC looks for its builtins by name only: where they lie beside it, they are there already.
@@ -149,7 +170,7 @@ def load_nvrtc(major: int) -> Nvrtc | None:
         numbers = ctypes.c_int(), ctypes.c_int()
         library.nvrtcVersion(ctypes.byref(numbers[0]), ctypes.byref(numbers[1]))
         version = (numbers[0].value, numbers[1].value)
-        if version < OLDEST:
+        if version < OLDEST_NVRTC[major]:
             continue
         count = ctypes.c_int()
         library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
@@ -237,9 +258,7 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
 
 
-def _number(architecture: str) -> int:
-    """75 of sm_75, 90 of sm_90a."""
-    found = re.fullmatch(r"sm_(\d+)[af]?", architecture)
-    if not found:
-        raise BuildError(f"{architecture!r} is no architecture such as sm_80 or sm_90a")
-    return int(found[1])
+def _target(architecture: str) -> Target:
+    if architecture not in TARGETS:
+        raise BuildError(f"no kernel is compiled for {architecture!r}: known are {', '.join(ARCHITECTURES)}")
+    return TARGETS[architecture]

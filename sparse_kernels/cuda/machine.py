@@ -18,10 +18,15 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Dim3, Variant
-from sparse_kernels.cuda.targets import ARCHITECTURES
+from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
-EMBEDDED = ((7, 2), (8, 7))
+EMBEDDED = {
+    (7, 2): "Jetson Xavier is an embedded chip, on which code for other GPUs does not run; use another GPU",
+    (8, 7): "Jetson Orin is an embedded chip, on which code for other GPUs does not run; use another GPU",
+    (10, 1): "Jetson Thor reports 10.1 with a driver older than CUDA 13; update the driver, and it reports 11.0",
+}
+"""Embedded chips that the rule of `Target.runs_on` does not hold for: why there is no kernel, and what to do."""
 
 # A GPU array of CuPy or torch: neither has types to check against here.
 Array = Any
@@ -212,22 +217,20 @@ class _Stream:
     ptr: int
 
 
-def architecture_of(capability: tuple[int, int]) -> str:
-    """What to compile for on a GPU of a compute capability: the newest architecture whose code it runs.
-
-    Code runs on the same major version from its minor version on; that of sm_90a on 9.0 alone, and none of it on the
-    embedded chips (CUDA Programming Guide, "Binary Compatibility"). Raises NoDevice.
-    """
-    major, minor = capability
+def architectures_of(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Return the architectures whose code a GPU of a compute capability runs, the newest first. Raises NoDevice."""
+    number = f"{capability[0]}.{capability[1]}"
     if capability in EMBEDDED:
-        raise NoDevice(f"no kernel for the embedded chips of compute capability {major}.{minor}")
-    if capability == (9, 0):
-        return "sm_90a"
-    numbers = {known: divmod(int(known[3:]), 10) for known in ARCHITECTURES if known != "sm_90a"}
-    fitting = [known for known, number in numbers.items() if number[0] == major and number[1] <= minor]
+        raise NoDevice(f"no kernel for compute capability {number}: {EMBEDDED[capability]}")
+    fitting = tuple(name for name, target in reversed(TARGETS.items()) if target.runs_on(capability))
     if not fitting:
-        raise NoDevice(f"no kernel for compute capability {major}.{minor}: there are {', '.join(ARCHITECTURES)}")
-    return fitting[-1]
+        oldest = next(iter(TARGETS.values())).capability
+        advice = "use a newer GPU" if capability < oldest else "use a newer latbench or another GPU"
+        raise NoDevice(
+            f"no kernel for compute capability {number}: kernels are compiled for {', '.join(ARCHITECTURES)}, and a "
+            f"GPU only runs code of its own major version; {advice}"
+        )
+    return fitting
 
 
 def _cupy() -> Any:
@@ -243,14 +246,16 @@ def _cupy() -> Any:
 
 
 def _abilities(cupy: Any) -> tuple[str, int, int]:
-    """Of CuPy's current GPU: what to compile for, multiprocessors, and the newest CUDA whose cubins are loaded."""
+    """Return what to compile for on CuPy's current GPU, its multiprocessors, and the newest CUDA its driver loads."""
     try:
         device = cupy.cuda.Device()
         capability, multiprocessors = device.compute_capability, device.attributes["MultiProcessorCount"]
         driver = cupy.cuda.runtime.driverGetVersion()
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise NoDevice(f"backend 'cupy' found no NVIDIA GPU that it can use: {error}") from error
-    return architecture_of((int(capability[:-1]), int(capability[-1]))), multiprocessors, driver // 1000
+    newest = driver // 1000
+    architectures = architectures_of((int(capability[:-1]), int(capability[-1])))
+    return build.compilable(architectures, newest), multiprocessors, newest
 
 
 # Loaded functions, by device, kernel and architecture: kernels of the same name are the same.

@@ -15,18 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import DTYPES, Launch, NotSupported, Operand, Variant, activation_code
-from sparse_kernels.cuda.targets import ARCHITECTURES, MULTIPROCESSORS
+from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import NMWeight, Packed, nm
 from sparse_kernels.patterns import NM
 
 Words = NDArray[np.uint32]
 
-TENSOR_CORES_UP_TO = {"sm_80": 16, "sm_86": 8, "sm_89": 8, "sm_90a": 16, "sm_100": 16}
-"""Up to which `of / keep` a weight that is 2:4 runs on sparse tensor cores.
+TENSOR_CORES_UP_TO = {
+    "sm_80": 16,
+    "sm_86": 8,
+    "sm_89": 8,
+    "sm_90a": 16,
+    "sm_100": 16,
+    "sm_103": 16,
+    "sm_110": 16,
+    "sm_120": 8,
+    "sm_121": 8,
+}
+"""Up to which `of / keep` a weight that is 2:4 runs on sparse tensor cores; sm_70 and sm_75 have none.
 
 Peak rates (multiply-adds a clock and multiprocessor, 2:4 against 50 of nm.cu times of / keep) meet near 40 on sm_80,
-where tensor cores do 2048, and near 10 on sm_86 and sm_89, where they do 512; neither reaches its peak.
+where tensor cores do 2048, and near 10 on sm_86, sm_89 and sm_120 (GeForce), where they do 512; neither reaches its
+peak. The rates of mma.sync on sm_100, sm_103, sm_110 and sm_121 are not known: each is treated as its closest kin.
 """
 
 DEPTH = 64  # columns of a weight that go through nm24.cu in one stage
@@ -72,7 +83,7 @@ def program(
     if not isinstance(packed, NMWeight):
         raise NotSupported(f"the N:M kernels multiply N:M weights, not {packed.pattern}")
     check(dtype, architecture)
-    count = multiprocessors or MULTIPROCESSORS[architecture]
+    count = multiprocessors or TARGETS[architecture].multiprocessors
     if on_tensor_cores(packed.pattern, architecture):
         return TensorCores.of_weight(nm.unpack(packed), dtype, count)
     return OrdinaryCores.of_weight(nm.unpack(packed), tile_depth(packed.pattern), dtype, count)

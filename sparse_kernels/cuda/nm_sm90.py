@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
-from sparse_kernels.cuda.targets import MULTIPROCESSORS
+from sparse_kernels.cuda.targets import TARGETS
 from sparse_kernels.cuda.vector_tiles import element_bits
 from sparse_kernels.formats import NMWeight, Packed
 from sparse_kernels.patterns import NM
@@ -63,7 +63,7 @@ def program(
     sm90.check(dtype, architecture)
     if not isinstance(packed, NMWeight) or packed.pattern != NM(2, 4):
         raise NotSupported(f"this kernel multiplies 2:4 weights, not {packed.pattern}")
-    count = multiprocessors or MULTIPROCESSORS[architecture]
+    count = multiprocessors or TARGETS[architecture].multiprocessors
     height = height or min(HEIGHTS, key=lambda height: expected_clocks(packed.shape, height, max(n, 1), count))
     k = packed.shape[1]
     row_ids = np.full(-(-packed.shape[0] // height) * height, -1, np.int32)

@@ -14,14 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
+from sparse_kernels.cuda.targets import TARGETS
 
 ARCHITECTURE = "sm_90a"
 THREADS = 384
 STAGE_COLUMNS = 64  # stored columns of a stage: a line of the 128-byte swizzle
 FINISH_COLUMNS = 256  # columns of the result a block of finish_sm90 writes
 
-RING_BYTES = 226 * 1024
-"""Dynamic shared memory: the 227 KiB a block may have less 1 KiB for the barriers, as the ring starts aligned."""
+RING_BYTES = TARGETS[ARCHITECTURE].block_shared_bytes - 1024
+"""Dynamic shared memory: 226 KiB. The barriers take 1 KiB, as the ring starts aligned."""
 
 MOST_STAGES = 8
 MOST_SPLITS = 16

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
-from sparse_kernels.cuda.targets import MULTIPROCESSORS
+from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, Target
 from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, tiles_of
 from sparse_kernels.formats import Packed
 from sparse_kernels.formats.checks import frozen
@@ -24,7 +24,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 class Machine(NamedTuple):
-    """What the choice of a tile depends on."""
+    """Properties that the choice of a tile depends on."""
 
     mma_k: int  # depth of one tensor-core product: 16, 8 (sm_75) or 4 (sm_70)
     stages: int  # tiles in shared memory at once; 2 where there is no cp.async
@@ -36,18 +36,29 @@ class Machine(NamedTuple):
         return self.mma_k == 16
 
 
-MACHINES = {
-    "sm_70": Machine(4, 2, (64, 128)),
-    "sm_75": Machine(8, 2, (64, 128)),
-    "sm_80": Machine(16, 4, (64, 128, 256)),
-    "sm_86": Machine(16, 3, (64, 128, 256)),
-    "sm_89": Machine(16, 3, (64, 128, 256)),
-    "sm_90a": Machine(16, 4, (64, 128, 256)),
-    "sm_100": Machine(16, 4, (64, 128, 256)),
-}
-"""Of a multiprocessor of sm_86 and sm_89, with 100 KiB, 3 stages let two blocks of 128 x 128 (49 KiB) run at once, 4
-only one. Before cp.async tiles go through registers, which hold no more than 128 columns of x beside the results.
-"""
+MOST_STAGES = 4
+
+
+def machine_of(target: Target) -> Machine:
+    """Return what an architecture runs best.
+
+    With cp.async there are as many stages, up to MOST_STAGES, as let a multiprocessor run two blocks of 128 x 128 at
+    once: 3 where it has 100 KiB of shared memory (sm_86, sm_89, sm_120, sm_121). Without cp.async, tiles go through
+    registers, which hold no more than 128 columns of x beside the results.
+    """
+    mma_k = {(7, 0): 4, (7, 5): 8}.get(target.capability, 16)
+    if mma_k < 16:
+        return Machine(mma_k, 2, (64, 128))
+    half = target.shared_bytes // 2 - RESERVED_BYTES
+    return Machine(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
+
+
+def stage_bytes(height: int, width: int) -> int:
+    """Return the shared memory of one tile: V x BK elements of the weight and BK x BN of x."""
+    return (height + width) * BK * 2
+
+
+MACHINES = {name: machine_of(target) for name, target in TARGETS.items()}
 
 WARPS = {
     (16, 64): (1, 2),
@@ -78,7 +89,7 @@ def program(
     """A linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
-    return LinearProgram(tiles, dtype, architecture, multiprocessors or MULTIPROCESSORS[architecture])
+    return LinearProgram(tiles, dtype, architecture, multiprocessors or TARGETS[architecture].multiprocessors)
 
 
 def conv2d_program(
@@ -90,7 +101,7 @@ def conv2d_program(
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
     offsets, taps = places(tiles.columns, shape)
-    count = multiprocessors or MULTIPROCESSORS[architecture]
+    count = multiprocessors or TARGETS[architecture].multiprocessors
     return Conv2dProgram(tiles, dtype, architecture, count, shape, offsets, taps)
 
 
@@ -133,7 +144,7 @@ def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch
 def shared_bytes(one: Variant) -> int:
     """Dynamic shared memory of a block: its stages, or the warps' patches of results, which take their place."""
     height, width, warps_m, warps_n = (one.defines[name] for name in ("V", "BN", "WARPS_M", "WARPS_N"))
-    stages = one.defines["STAGES"] * (height + width) * BK * 2
+    stages = one.defines["STAGES"] * stage_bytes(height, width)
     patches = warps_m * warps_n * 16 * (width // warps_n + 8) * 4
     return max(stages, patches)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
-from sparse_kernels.cuda.targets import MULTIPROCESSORS
+from sparse_kernels.cuda.targets import TARGETS
 from sparse_kernels.cuda.vector_tiles import Vectors, element_bits, vectors_of
 from sparse_kernels.formats import Packed
 
@@ -51,7 +51,7 @@ def program(
     counts = -(-np.diff(vectors.indptr) // sm90.STAGE_COLUMNS)
     weights, columns = pack(vectors, counts, dtype)
     kernels = tuple(kernel(vectors.v, width) for width in WIDTHS)
-    count = multiprocessors or MULTIPROCESSORS[architecture]
+    count = multiprocessors or TARGETS[architecture].multiprocessors
     return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids, count)
 
 

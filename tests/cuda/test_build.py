@@ -10,6 +10,7 @@ import pytest
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Variant
+from sparse_kernels.cuda.targets import TARGETS
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
 KERNELS = Path(emulator.__file__).parent / "kernels"
@@ -85,34 +86,77 @@ def test_an_architecture_that_a_kernel_is_not_for_is_refused(tmp_path):
 
 
 def test_what_is_no_architecture_is_refused():
-    with pytest.raises(build.BuildError, match="'ampere' is no architecture such as sm_80 or sm_90a"):
+    with pytest.raises(build.BuildError, match=r"no kernel is compiled for 'ampere': known are sm_70, .*, sm_121"):
         build.find_nvrtc("ampere")
 
 
 @pytest.mark.parametrize(
     ("architecture", "newest", "package"),
     [
-        ("sm_70", 13, "nvidia-cuda-nvrtc-cu12"),
-        ("sm_80", 13, "nvidia-cuda-nvrtc"),
-        ("sm_80", 12, "nvidia-cuda-nvrtc-cu12"),
+        ("sm_70", 13, "nvidia-cuda-nvrtc-cu12>=12.8"),
+        ("sm_80", 13, "nvidia-cuda-nvrtc>=13.0"),
+        ("sm_80", 12, "nvidia-cuda-nvrtc-cu12>=12.8"),
+        ("sm_110", 14, "nvidia-cuda-nvrtc>=13.0"),
+        ("sm_120", 12, "nvidia-cuda-nvrtc-cu12>=12.8"),
+        ("sm_121", 12, "nvidia-cuda-nvrtc-cu12>=12.9"),
     ],
 )
 def test_without_nvrtc_it_says_what_to_install(monkeypatch, architecture, newest, package):
     monkeypatch.setattr(build, "load_nvrtc", lambda major: None)
-    with pytest.raises(MissingLibrary, match=rf"no NVRTC that compiles for {architecture}: pip install {package}$"):
+    with pytest.raises(MissingLibrary, match=rf"no NVRTC that compiles for {architecture}: pip install '{package}'$"):
         build.find_nvrtc(architecture, newest)
 
 
-def test_a_driver_that_is_too_old_for_any_kernel_is_named():
-    with pytest.raises(NoDevice, match="the driver is for CUDA 11, and the kernels need CUDA 12 or newer"):
-        build.find_nvrtc("sm_80", newest=11)
+@pytest.mark.parametrize(("architecture", "newest", "needed"), [("sm_80", 11, 12), ("sm_110", 12, 13)])
+def test_a_driver_that_is_too_old_is_named(architecture, newest, needed):
+    with pytest.raises(NoDevice) as caught:
+        build.find_nvrtc(architecture, newest)
+    assert str(caught.value) == (
+        f"the driver is for CUDA {newest}, and kernels for {architecture} need CUDA {needed} or newer: "
+        "update the driver"
+    )
+
+
+def nvrtc_of(version, *architectures):
+    return build.Nvrtc(None, f"libnvrtc.so.{version[0]}", version, architectures)
+
+
+@pytest.mark.parametrize(
+    ("runs", "known", "compiled"),
+    [
+        (("sm_121", "sm_120"), (100, 101, 120), "sm_120"),
+        (("sm_121", "sm_120"), (100, 101, 103, 120, 121), "sm_121"),
+        (("sm_103", "sm_100"), (100, 101, 120), "sm_100"),
+        (("sm_89", "sm_86", "sm_80"), (80, 86, 89), "sm_89"),
+    ],
+)
+def test_what_the_compiler_does_not_know_gives_way_to_older_code_that_runs_too(monkeypatch, runs, known, compiled):
+    monkeypatch.setattr(build, "load_nvrtc", {12: nvrtc_of((12, 8), *known)}.get)
+    assert build.compilable(runs, newest=12) == compiled
+
+
+def test_where_nothing_can_be_compiled_the_gpus_own_architecture_is_named(monkeypatch):
+    monkeypatch.setattr(build, "load_nvrtc", {12: nvrtc_of((12, 8), 80)}.get)
+    reason = r"compiles for sm_121 \(libnvrtc.so.12 12.8 does not\): pip install 'nvidia-cuda-nvrtc-cu12>=12.9'$"
+    with pytest.raises(MissingLibrary, match=reason):
+        build.compilable(("sm_121", "sm_120"), newest=12)
 
 
 @needs_12
 def test_an_nvrtc_that_is_too_old_for_the_kernels_is_passed_over(monkeypatch):
     version = build.load_nvrtc(12).version
-    monkeypatch.setattr(build, "OLDEST", (version[0], version[1] + 1))
+    monkeypatch.setattr(build, "OLDEST_NVRTC", {12: (version[0], version[1] + 1)})
     assert build.load_nvrtc.__wrapped__(12) is None
+
+
+@pytest.mark.parametrize("major", [12, 13])
+def test_an_nvrtc_of_the_version_that_is_asked_for_knows_the_architecture(major):
+    """Of NVRTC as installed: the table says no later version than is true."""
+    nvrtc = build.load_nvrtc(major)
+    if nvrtc is None:
+        pytest.skip(f"needs {build.PACKAGES[major]}")
+    for name, target in TARGETS.items():
+        assert nvrtc.supports(name) == (major in target.nvrtc and nvrtc.version >= target.nvrtc[major])
 
 
 @needs_13
@@ -120,7 +164,7 @@ def test_an_nvrtc_that_is_too_new_for_the_machine_is_named(monkeypatch):
     newest = build.load_nvrtc(13)
     monkeypatch.setattr(build, "load_nvrtc", lambda major: newest if major == 13 else None)
     with pytest.raises(
-        MissingLibrary, match=r"for sm_70 \(.*libnvrtc.so.13 13\.\d+ does not\): pip install .*-cu12$"
+        MissingLibrary, match=r"for sm_70 \(.*libnvrtc.so.13 13\.\d+ does not\): pip install '.*-cu12>=12.8'$"
     ):
         build.find_nvrtc("sm_70")
 

@@ -118,15 +118,6 @@ def test_no_columns_are_no_launch():
     assert vector.program(packed, "float16", "sm_80", 0).launches(0, "relu") == []
 
 
-@pytest.mark.parametrize("architecture", vector.MACHINES)
-def test_shared_memory_is_what_the_machine_has(architecture):
-    """Dynamic shared memory that a block may have, CUDA C Programming Guide, "Technical specifications"."""
-    most = {"sm_70": 96, "sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227}
-    for one in vector.VARIANTS:
-        if architecture in one.architectures:
-            assert vector.shared_bytes(one) <= most[architecture] * 1024
-
-
 def test_a_wide_tile_is_taken_where_it_leaves_nobody_idle():
     widths = [launch_of(m=4096, n=n).variant.defines["BN"] for n in (64, 128, 2048, 8192)]
     assert widths == [64, 128, 256, 256]
