@@ -4,16 +4,23 @@ A cubin passes if it compiles, keeps everything in registers (no spills, no stac
 that it serialised wgmma, and holds the tensor-core instruction that its variant names inside the kernel itself: some
 instructions compile into ordinary arithmetic on machines that lack them. Then the planted bugs of mutations_*.py are
 run in the emulator: each must be caught.
+
+The kernels that a GPU machine needs can be compiled before it is there, and carried to it:
+
+    python tests/cuda/gate.py --architecture sm_90a --folder build/carry/cubins
+    LATBENCH_CACHE=build/carry latbench sweep ...    # there, with NVRTC of the same version
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import operator
 import re
 import struct
 import sys
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +37,7 @@ import mutations  # noqa: E402
 from latbench.gpu import ceiling_kernels  # noqa: E402
 from sparse_kernels.cuda import build  # noqa: E402
 from sparse_kernels.cuda.program import Variant  # noqa: E402
+from sparse_kernels.cuda.targets import ARCHITECTURES  # noqa: E402
 from sparse_kernels.cuda.variants import FAMILIES, all_variants  # noqa: E402
 
 CUBINS = ROOT / "build" / "cubins"
@@ -100,21 +108,36 @@ def machine_code(cubin: Path, function: str) -> NDArray[np.uint64]:
     raise ValueError(f"{cubin.name} holds no kernel {function}")
 
 
+def cubins_of(family: str | None, architectures: Collection[str] | None) -> list[tuple[Variant, str]]:
+    """Return the kernels of one family or of all, each with every architecture it is for or with the given ones."""
+    every = all_variants((family,)) if family else [*all_variants(), *ceiling_kernels.VARIANTS]
+    wanted = architectures or ARCHITECTURES
+    return [(one, architecture) for one in every for architecture in one.architectures if architecture in wanted]
+
+
 def main() -> int:
-    """Exit code 0 if all cubins pass and all planted bugs are caught."""
+    """Return exit code 0 if all cubins pass and all planted bugs are caught."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once (default 2)")
     parser.add_argument("--family", choices=FAMILIES, help="only this family's kernels, and no planted bugs")
+    parser.add_argument(
+        "--architecture",
+        action="append",
+        choices=ARCHITECTURES,
+        help="only kernels for this architecture, and no planted bugs; may be given several times",
+    )
+    parser.add_argument("--folder", type=Path, default=CUBINS, help="folder of the cubins (default build/cubins)")
     arguments = parser.parse_args()
-    families = (arguments.family,) if arguments.family else FAMILIES
-    every = [*all_variants(families), *(() if arguments.family else ceiling_kernels.VARIANTS)]
-    tasks = [(variant, architecture) for variant in every for architecture in variant.architectures]
-    planted = [] if arguments.family else mutations.collect()
+    tasks = cubins_of(arguments.family, arguments.architecture)
+    if not tasks:
+        parser.error(f"{arguments.family} has no kernel for {', '.join(arguments.architecture)}")
+    planted = [] if arguments.family or arguments.architecture else mutations.collect()
     # Those of one case together: what is right without a bug is found out once.
     by_case = [tuple(group) for _, group in itertools.groupby(planted, key=operator.attrgetter("case"))]
     with ProcessPoolExecutor(arguments.jobs) as pool:
         missing = pool.map(mutations.survivors, by_case)
-        verdicts = list(pool.map(check, *zip(*tasks, strict=True), chunksize=4))
+        checked = functools.partial(check, folder=arguments.folder)
+        verdicts = list(pool.map(checked, *zip(*tasks, strict=True), chunksize=4))
         missed = [mutation for group in missing for mutation in group]
     for verdict in verdicts:
         for problem in verdict.problems:

@@ -13,6 +13,7 @@ import pytest
 
 from sparse_kernels.cuda import build
 from sparse_kernels.cuda.program import Launch, Operand, Variant
+from sparse_kernels.cuda.targets import ARCHITECTURES
 from sparse_kernels.cuda.variants import all_variants
 
 KERNELS = Path(emulator.__file__).parent / "kernels"
@@ -29,7 +30,7 @@ def problems(one, architecture, folder):
     return gate.check(one, architecture, folder).problems
 
 
-@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a", "sm_121"])
 def test_a_kernel_in_registers_with_its_instruction_passes(tmp_path, architecture):
     assert problems(variant("gate.cu", "tensor", (architecture,), "HMMA.1688.F32"), architecture, tmp_path) == ()
 
@@ -78,6 +79,36 @@ def test_an_instruction_that_the_machine_lacks_is_refused(tmp_path):
     (problem,) = problems(one, "sm_75", tmp_path)
     assert "does not compile for sm_75" in problem
     assert "requires .target sm_80" in problem
+
+
+def test_the_gate_goes_through_every_kernel_of_every_architecture():
+    every = gate.cubins_of(None, None)
+    assert len({(one.name, architecture) for one, architecture in every}) == len(every)
+    assert {architecture for _, architecture in every} == set(ARCHITECTURES)
+    assert {one.function for one, _ in every} >= {"vector_matmul", "nm24", "csr", "read_pieces", "vector_sm90"}
+    assert sum(len(gate.cubins_of(None, [architecture])) for architecture in ARCHITECTURES) == len(every)
+    assert {(one.function, it) for one, it in gate.cubins_of("nm", ["sm_70", "sm_120"])} == {
+        ("nm", "sm_70"),
+        ("nm", "sm_120"),
+        ("nm24", "sm_120"),
+    }
+
+
+def test_one_architectures_cubins_are_written_to_the_folder_that_was_named(monkeypatch, tmp_path, capsys):
+    if build.load_nvrtc(13) is None:
+        pytest.skip(f"needs {build.PACKAGES[13]}")
+    options = ["--family", "csr", "--architecture", "sm_120", "--architecture", "sm_121", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["gate.py", *options])
+    assert gate.main() == 0
+    assert "6 kernels, 2 architectures, 12 cubins, 0 of them fail, 0 spill, 0 of 0" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("csr-sm_120-*.cubin"))) == len(list(tmp_path.glob("csr-sm_121-*.cubin"))) == 6
+
+
+def test_a_family_without_kernels_for_an_architecture_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["gate.py", "--family", "nm_sm90", "--architecture", "sm_80"])
+    with pytest.raises(SystemExit):
+        gate.main()
+    assert "nm_sm90 has no kernel for sm_80" in capsys.readouterr().err
 
 
 def one_of_each():
