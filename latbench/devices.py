@@ -1,7 +1,8 @@
-"""What is measured on: the device's name, the environment that a table records, the state of the machine meanwhile.
+"""What is measured on: the CPU's name, the environment that a table records, the state of the machine meanwhile.
 
-Device names are lower-case with hyphens (`amd-epyc-9b14`, `nvidia-a100-sxm4-80gb`). A virtual CPU often hides its
-model; family and model number then stand for it, because tables of unlike processors must not share a name.
+Device names are lower-case with hyphens: `amd-epyc-9b14` (those of GPUs are in `latbench.gpu.names`). A virtual CPU
+often hides its model; family and model number then stand for it, because tables of unlike processors must not share a
+name.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from latbench.environments import env_id
-from latbench.errors import EnvironmentUnusable, UsageError
 
 CPUINFO = Path("/proc/cpuinfo")
 STAT = Path("/proc/stat")
@@ -26,19 +26,6 @@ _CLOCKS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _MACHINE = Path("/etc/machine-id")
 
-# What the user types after --gpu, and how the driver's name contains it.
-GPU_NAMES = {
-    "a100": "A100", "h100": "H100", "h200": "H200", "t4": "T4", "v100": "V100", "l4": "L4", "l40": "L40",
-    "l40s": "L40S", "a10": "A10", "a30": "A30", "a40": "A40", "b200": "B200", "gh200": "GH200",
-    **{f"rtx{number}".lower().replace(" ", ""): f"RTX {number}" for number in (
-        "2070", "2080", "2080 Ti", "3060", "3070", "3080", "3080 Ti", "3090", "3090 Ti", "4060", "4070", "4080",
-        "4090", "5070", "5080", "5090", "A5000", "A6000",
-    )},
-}  # fmt: skip
-
-# A name that goes on like this is another chip's: an RTX 4080 SUPER is no RTX 4080, a slice of an A100 no A100.
-_OTHER_CHIPS = {"ti", "super", "laptop", "mobile", "mig"}
-
 # The instruction-set flags that decide which kernels run, widest registers first, with their width in bits.
 _VECTOR_BITS = {"avx512f": 512, "sve": 128, "avx2": 256, "avx": 256, "asimd": 128, "sse2": 128}
 _TELLING_FLAGS = (
@@ -47,20 +34,6 @@ _TELLING_FLAGS = (
 )  # fmt: skip
 
 _PACKAGES = ("latbench", "numpy", "torch", "numba", "llvmlite", "onnxruntime", "scipy", "pyarrow")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One NVIDIA GPU as its driver calls it."""
-
-    name: str
-    uuid: str
-
-    @property
-    def device(self) -> str:
-        """The device's name in tables; older drivers leave the maker out ("Tesla T4" is nvidia-tesla-t4)."""
-        words = slug(self.name)
-        return words if words.startswith("nvidia") else f"nvidia-{words}"
 
 
 def slug(text: str) -> str:
@@ -103,84 +76,6 @@ def cores() -> int:
     quota = _QUOTA.read_text().split() if _QUOTA.exists() else ["max"]
     most = len(siblings) if quota[0] == "max" else int(quota[0]) // int(quota[1])
     return max(1, min(len(siblings), most))
-
-
-def gpus() -> tuple[list[Gpu], str]:
-    """The NVIDIA GPUs of this machine; if there are none, the reason in a few words."""
-    try:
-        import pynvml
-    except ImportError:
-        return [], "nvidia-ml-py is not installed, so no GPU can be seen"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return [], "no NVIDIA driver"
-    try:
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        handles = [handle for device in devices for handle in _instances(pynvml, device)]
-        found = [Gpu(pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
-    except pynvml.NVMLError as error:
-        return [], f"the NVIDIA driver answers: {error}"
-    finally:
-        pynvml.nvmlShutdown()
-    return found, "" if found else "no NVIDIA GPU"
-
-
-def _instances(nvml: Any, handle: Any) -> list[Any]:
-    """The slices of a GPU that is divided (MIG), because CUDA sees only those; else the GPU itself."""
-    try:
-        divided = nvml.nvmlDeviceGetMigMode(handle)[0] == 1
-    except nvml.NVMLError:  # older devices cannot be divided
-        divided = False
-    if not divided:
-        return [handle]
-    slices = []
-    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        try:
-            slices.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-        except nvml.NVMLError:  # fewer than the most there may be
-            break
-    return slices
-
-
-def known_gpu(wanted: str) -> None:
-    """Raise UsageError for the name of a GPU that nobody knows."""
-    if wanted.lower() not in GPU_NAMES:
-        raise UsageError(f"unknown GPU {wanted!r}: known are {', '.join(GPU_NAMES)}")
-
-
-def demand_gpu(wanted: str) -> Gpu:
-    """The GPU of this machine that the user calls `wanted`.
-
-    Raises UsageError for a name nobody knows, EnvironmentUnusable where this machine has no such GPU: the sentence
-    says what was found.
-    """
-    known_gpu(wanted)
-    found, reason = gpus()
-    for gpu in found:
-        if gpu_matches(gpu, wanted.lower()):
-            return gpu
-    if found:
-        names = ", ".join(f'"{gpu.name}" ({gpu.uuid[:8]}...)' for gpu in found)
-        raise EnvironmentUnusable(
-            f"--gpu {wanted} requested, found {names}; a table is of one device: {_instead(found[0])}"
-        )
-    raise EnvironmentUnusable(
-        f"--gpu {wanted} requested, but {reason}; run it on a machine with that GPU, or measure this one with --cpu"
-    )
-
-
-def gpu_matches(gpu: Gpu, wanted: str) -> bool:
-    """Whether `gpu` is what the user calls `wanted`, a key of GPU_NAMES: whole words, so that an L40S is no L4."""
-    words = slug(GPU_NAMES[wanted]).split("-")
-    have = gpu.device.split("-")
-    starts = [i for i in range(len(have)) if have[i : i + len(words)] == words]
-    return any(_OTHER_CHIPS.isdisjoint(have[i + len(words) :]) for i in starts)
-
-
-def _instead(gpu: Gpu) -> str:
-    short = next((name for name in GPU_NAMES if gpu_matches(gpu, name)), None)
-    return "measure the CPU with --cpu" if short is None else f"use --gpu {short}, or --cpu"
 
 
 # The environment: what may change times although the device is the same ---------------------------------------------

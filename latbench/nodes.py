@@ -22,6 +22,7 @@ import latbench
 import sparse_kernels
 from latbench import backends, devices, plan, tables
 from latbench.errors import EnvironmentUnusable
+from latbench.gpu.discovery import find_gpu
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.plan import Point
 from latbench.runners.handing_out import Call, Lost, Node
@@ -68,9 +69,9 @@ class Seen:
 
 
 def look(gpu: str | None) -> Seen:
-    """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as demand_gpu does."""
+    """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as find_gpu does."""
     if gpu is not None:
-        return Seen(devices.demand_gpu(gpu).device, devices.cores(), frozenset(installed()), sources())
+        return Seen(find_gpu(gpu).device, devices.cores(), frozenset(installed()), sources())
     there = frozenset(name for name, version in backends.available().items() if version is not None)
     return Seen(devices.cpu_device(), devices.cores(), there, sources())
 
@@ -108,7 +109,7 @@ def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
 
 def gpu_machine(name: str) -> GpuMachine:
     """The GPU of this machine that the user calls `name`."""
-    return GpuMachine(devices.demand_gpu(name))
+    return GpuMachine(find_gpu(name))
 
 
 def machine_like(common: Seen, gpu: str | None, machine: Call) -> Machine:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from latbench.devices import Gpu
+    from latbench.gpu.names import Gpu
 
 STEAL_SECONDS = 1.0  # stolen time is a rate: it is looked at twice, so long apart
 
@@ -45,6 +45,7 @@ def _facts() -> dict[str, Any]:
 
     from latbench import backends, devices, disturbances
     from latbench.backends import deepsparse_environment
+    from latbench.gpu import discovery, names
     from latbench.runners.lock import lock_folder
 
     environment = devices.environment(devices.cores())
@@ -55,7 +56,7 @@ def _facts() -> dict[str, Any]:
         name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
         for name, version in backends.available().items()
     }
-    gpus, no_gpu = devices.gpus()
+    gpus, no_gpu = discovery.gpus()
     facts = {
         "device": environment["device"],
         "environment": environment,
@@ -63,7 +64,9 @@ def _facts() -> dict[str, Any]:
         "host": asdict(host),
         "backends": engines,
         "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
-        "gpus": [_gpu(gpu) for gpu in gpus],
+        "gpus": [
+            {"index": index, "option": names.option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
+        ],
         "no_gpu": no_gpu,
         "gpu_backends": _gpu_backends(),
         "lock_folder": str(lock_folder()),
@@ -237,7 +240,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
     lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
     for gpu in facts["gpus"]:
-        lines += [(f"GPU {gpu['name']}", _gpu_line(gpu)), ("  its roofline", _roofline(gpu["ceilings"]))]
+        lines += [
+            (f"GPU {gpu['index']}, {gpu['name']}", _gpu_line(gpu)),
+            ("  to measure it", f"latbench sweep --gpu {gpu['option']}"),
+            ("  its roofline", _roofline(gpu["ceilings"])),
+        ]
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():

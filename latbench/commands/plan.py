@@ -10,6 +10,7 @@ from latbench.commands.sweep import (
     ADAPTIVE_HELP,
     BACKENDS_HELP,
     BF16_HELP,
+    GPU_HELP,
     SESSIONS_HELP,
     check_ours,
     cpu_backends,
@@ -21,7 +22,7 @@ from latbench.commands.sweep import (
 
 def plan(
     cpu: Annotated[bool, typer.Option("--cpu", help="Of this machine's CPU, the default.")] = False,
-    gpu: Annotated[str | None, typer.Option(help="Of a GPU, here or elsewhere: a100, h100, h200, t4 ...")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"GPU to plan for, here or elsewhere. {GPU_HELP}")] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
     sparsities: Annotated[list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9.")] = None,
@@ -127,16 +128,18 @@ def plan(
 
 
 def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
-    """The name of a GPU in tables, as far as it is known, and the engines that run there: of a GPU of this machine
-    those that are installed, with their versions; of one elsewhere all. Raises UsageError for an unknown name.
+    """Return the name of a GPU in tables and the engines that run there.
+
+    For a GPU of this machine these are the installed engines, with their versions. For one elsewhere these are all
+    engines, and the name is as far as `wanted` tells it. Raises UsageError for an unknown name.
     """
-    from latbench import devices
     from latbench.backends import on_gpu
+    from latbench.gpu import discovery, names
     from latbench.gpu.machine import installed
 
-    devices.known_gpu(wanted)
-    for gpu in devices.gpus()[0]:
-        if devices.gpu_matches(gpu, wanted.lower()):
-            return gpu.device, dict(installed())
-    name = devices.GPU_NAMES[wanted.lower()]
-    return devices.Gpu(f"NVIDIA {name}", "").device, dict.fromkeys(on_gpu.BACKENDS)
+    asked = names.parse(wanted)
+    here = discovery.gpus()[0]
+    gpu = names.choose(asked, here) if here else None
+    if gpu is not None:
+        return gpu.device, dict(installed())
+    return names.known_device(asked.name), dict.fromkeys(on_gpu.BACKENDS)

@@ -31,7 +31,10 @@ BF16_HELP = (
 FAILED = ("throttled", "impossible", "oom", "incorrect", "timeout", "error")  # which a summary tells the reasons of
 BACKENDS_HELP = "Such as numba,openvino,scipy, or all; by default those that run dense layers, and on a GPU all."
 
-
+GPU_HELP = (
+    "NAME or NAME:INDEX: h200, rtx-4090, a100:2, or the full name. INDEX counts from 0, as nvidia-smi does; with "
+    "CUDA_VISIBLE_DEVICES set, in its order. `latbench doctor` prints what to type."
+)
 ON_HELP = (
     "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu); "
     "slurm: in jobs of a Slurm cluster that have a node each for themselves."
@@ -45,7 +48,7 @@ SLURM_HELP = "nodes=4 (default 1), time=120 (minutes a job, default 60), partiti
 
 def sweep(
     cpu: Annotated[bool, typer.Option("--cpu", help="Measure this machine's CPU.")] = False,
-    gpu: Annotated[str | None, typer.Option(help="Measure a GPU: a100, h100, h200, t4, v100 ...")] = None,
+    gpu: Annotated[str | None, typer.Option(help=f"GPU to measure. {GPU_HELP}")] = None,
     on: Annotated[str | None, typer.Option("--on", help=ON_HELP)] = None,
     slurm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help=SLURM_HELP)] = None,
     workload: Annotated[list[str] | None, typer.Option(help="A bundled workload or a YAML file; repeat it.")] = None,
@@ -134,18 +137,20 @@ def _here(gpu: str | None, threads: int | None, sessions: int) -> Target:
         there = [name for name, version in backends.available().items() if version is not None]
         run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
         return Target(cpu.device, cpu.threads, there, run)
+    from latbench.gpu import discovery
     from latbench.gpu.machine import SETTINGS, GpuMachine, installed
 
-    machine = GpuMachine(devices.demand_gpu(gpu))
+    machine = GpuMachine(discovery.find_gpu(gpu))
     run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=sessions))
     return Target(machine.device, 1, installed(), run, gpu=True)
 
 
 def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options: Sequence[str]) -> Target:
     """The nodes of a cluster that have the GPU, or a CPU alone."""
-    from latbench import devices, nodes
+    from latbench import nodes
     from latbench import sweep as sweeping
     from latbench.errors import UsageError
+    from latbench.gpu import names
     from latbench.gpu.machine import SETTINGS
     from latbench.runners.on_ray import RayNodes
     from latbench.runners.on_slurm import SlurmNodes
@@ -153,7 +158,12 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     if on not in ("ray", "slurm"):
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
     if gpu is not None:
-        devices.known_gpu(gpu)
+        wanted = names.parse(gpu)
+        names.known_device(wanted.name)
+        if wanted.index is not None:
+            raise UsageError(
+                f"--gpu {gpu} with --on {on}: the cluster chooses the GPU of a node; type --gpu {wanted.name}"
+            )
     settings = replace(sweeping.SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 from latbench import devices
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
-from latbench.devices import Gpu
 from latbench.gpu import nvml, roofline
 from latbench.gpu.ceilings import GpuCeilings
+from latbench.gpu.names import Gpu
 from latbench.gpu.roofline import GpuPace
 from latbench.gpu.timing import ROTATED_TIMES_L2
 from latbench.plan import Point

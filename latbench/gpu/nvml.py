@@ -1,6 +1,6 @@
-"""NVIDIA GPUs through NVML: which is meant, its state while it measures, and what a table records of it.
+"""NVIDIA GPUs through NVML: the state of one while it measures, and what a table records of it.
 
-`devices` has the names; everything here needs a driver. NVML is imported where it is used, so that a machine without
+`discovery` finds GPUs; everything here needs a driver. NVML is imported where it is used, so that a machine without
 one can import this. What a device does not report (a virtual one hides much) is None.
 """
 
@@ -14,9 +14,10 @@ from statistics import median
 from typing import Any
 
 from latbench import devices
-from latbench.devices import Gpu
 from latbench.environments import env_id
 from latbench.errors import EnvironmentUnusable
+from latbench.gpu import discovery
+from latbench.gpu.names import Gpu
 
 # nvml.h, "clocks event reasons": why the clocks are not higher than they are.
 _REASONS = {
@@ -166,12 +167,10 @@ def observing(uuid: str) -> Iterator[Observer]:
 
 
 def only_gpu() -> Gpu:
-    """The GPU of this machine, the first if there are several. Raises EnvironmentUnusable where there is none."""
-    found, reason = devices.gpus()
+    """Return the first GPU that this process may use. Raises EnvironmentUnusable where there is none."""
+    found, reason = discovery.gpus()
     if not found:
-        raise EnvironmentUnusable(
-            f"{reason}; this needs a machine with an NVIDIA GPU: `latbench sweep --cpu` does not"
-        )
+        raise EnvironmentUnusable(reason)
     return found[0]
 
 

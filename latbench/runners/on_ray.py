@@ -22,12 +22,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable
+from latbench.gpu import names
 from latbench.runners.handing_out import ASK_SECONDS, MOST_LOSSES, Call, Lost, Node, WholeNodes, first_line, raised
 from latbench.runners.worker import resolve
 
 ADDRESS = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
 REACH_SECONDS = 5.0
 TICK_SECONDS = 10.0
+
+# Ray before 2.50 or so hides all GPUs (CUDA_VISIBLE_DEVICES="") from a task that asks for none, as a survey does.
+_KEEP_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 
 
 class RayNodes(WholeNodes):
@@ -70,7 +74,9 @@ class RayNodes(WholeNodes):
         """
         called = self._ray.remote(_called)
         asked = {
-            node: called.options(num_cpus=0, max_retries=0, scheduling_strategy=self._on(node)).remote(function, args)
+            node: called.options(
+                num_cpus=0, max_retries=0, runtime_env=_KEEP_VISIBLE, scheduling_strategy=self._on(node)
+            ).remote(function, args)
             for node in self.nodes
         }
         return {node: self._answer(ref, node) for node, ref in asked.items()}
@@ -215,8 +221,11 @@ def choose(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
 
 
 def _same(accelerator: str, wanted: str) -> bool:
-    """Whether Ray's name of an accelerator (GeForce-RTX-3090) is what the user calls `wanted` (rtx3090)."""
-    return re.sub(r"[^a-z0-9]|geforce", "", accelerator.lower()) == wanted.lower()
+    """Return whether Ray's name of an accelerator is what the user calls `wanted`.
+
+    Either may be the longer one: Ray shortens "NVIDIA A100-SXM4-80GB" to "A100".
+    """
+    return names.matches(accelerator, wanted) or names.matches(wanted, accelerator)
 
 
 def why(error: Exception) -> str:

@@ -37,6 +37,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, Self
 
+from latbench.devices import slug
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
 from latbench.files import cache_folder
 from latbench.runners.handing_out import ASK_SECONDS, MOST_LOSSES, Call, Lost, Node, WholeNodes, first_line, raised
@@ -144,7 +145,7 @@ class SlurmNodes(WholeNodes):
                 "there is no Slurm here, no command sbatch: sweep from where jobs are submitted"
             )
         if wanted is not None:
-            given = {"gres": f"gpu:{wanted.lower()}:1", **given}
+            given = {"gres": f"gpu:{slug(wanted)}:1", **given}
         shared = cache_folder().absolute() / "slurm"
         try:
             shared.mkdir(parents=True, exist_ok=True)

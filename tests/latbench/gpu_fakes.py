@@ -94,20 +94,28 @@ class FakeDevice:
 
 
 class NVMLError(Exception):
-    """What the real one raises."""
+    """What the real one raises; it has a subclass for each reason."""
+
+
+class NVMLError_LibraryNotFound(NVMLError):
+    pass
 
 
 class FakeNvml:
-    """The functions of pynvml that the project calls, for devices given as dictionaries; a missing answer raises."""
+    """The functions of pynvml that the project calls, for devices given as dictionaries; a missing answer raises.
+
+    Without a `driver` what raises first is `refusal`.
+    """
 
     NVMLError = NVMLError
 
     def __init__(self, *devices: dict[str, Any], driver: bool = True) -> None:
         self.devices, self.driver, self.open = devices, driver, 0
+        self.refusal = NVMLError_LibraryNotFound("NVML Shared Library Not Found")
 
     def nvmlInit(self) -> None:
         if not self.driver:
-            raise NVMLError("NVML Shared Library Not Found")
+            raise self.refusal
         self.open += 1
 
     def nvmlShutdown(self) -> None:
@@ -140,6 +148,12 @@ class FakeNvml:
         if index >= len(handle["slices"]):
             raise NVMLError("Not Found")
         return handle["slices"][index]
+
+    def nvmlDeviceGetGpuInstanceId(self, handle: dict[str, Any]) -> int:
+        return self._answer(handle, "instances")[0]
+
+    def nvmlDeviceGetComputeInstanceId(self, handle: dict[str, Any]) -> int:
+        return self._answer(handle, "instances")[1]
 
     def nvmlDeviceGetClockInfo(self, handle: dict[str, Any], kind: int) -> int:
         return self._answer(handle, {1: "sm_megahertz", 2: "memory_megahertz"}[kind])

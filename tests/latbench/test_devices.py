@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from latbench import devices
-from latbench.devices import Gpu
-from latbench.errors import EnvironmentUnusable, UsageError
 
 EPYC = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : {}\n\nprocessor : 1\n"
 XEON = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 85\nmodel name : {}\n"
@@ -59,39 +57,6 @@ def test_steal_is_a_share_of_all_ticks(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(devices, "STAT", stat)
     assert devices.telemetry(before)["steal_fraction"] == 0.25
     assert devices.telemetry(None)["steal_fraction"] is None
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted", "same"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100", True),
-        ("NVIDIA H200", "h200", True),
-        ("NVIDIA H200", "h100", False),
-        ("NVIDIA L40S", "l4", False),
-        ("NVIDIA L4", "l4", True),
-        ("NVIDIA GeForce RTX 4090", "rtx4090", True),
-        ("Tesla V100-PCIE-32GB", "v100", True),
-        ("Tesla T4", "t4", True),
-    ],
-)
-def test_gpus_go_by_the_names_that_people_type(name: str, wanted: str, same: bool) -> None:
-    assert devices.gpu_matches(Gpu(name, "GPU-3f2a"), wanted) is same
-
-
-def test_an_a100_is_named_as_tables_name_it() -> None:
-    assert Gpu("NVIDIA A100-SXM4-80GB", "").device == "nvidia-a100-sxm4-80gb"
-
-
-def test_a_gpu_that_is_not_there_is_said_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="unknown GPU 'voodoo'"):
-        devices.demand_gpu("voodoo")
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
-    with pytest.raises(EnvironmentUnusable, match="--gpu a100 requested, but no NVIDIA driver"):
-        devices.demand_gpu("a100")
-    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c-1")], ""))
-    with pytest.raises(EnvironmentUnusable, match=r'found "NVIDIA H200" \(GPU-3f2a'):
-        devices.demand_gpu("a100")
-    assert devices.demand_gpu("H200").device == "nvidia-h200"
 
 
 def test_the_clock_is_that_of_a_core_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

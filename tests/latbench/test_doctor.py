@@ -13,7 +13,7 @@ from latbench import backends, devices, disturbances
 from latbench.backends import reference
 from latbench.ceilings import Ceilings, Kept
 from latbench.disturbances import Host
-from latbench.gpu import nvml, roofline
+from latbench.gpu import discovery, nvml, roofline
 from latbench.gpu.ceilings import GpuCeilings
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
@@ -23,8 +23,9 @@ QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks at stolen time here: there is no waiting between two looks."""
+    """Nobody looks at stolen time here: there is no waiting between two looks. No GPU of a test is hidden."""
     monkeypatch.setattr("latbench.commands.doctor.STEAL_SECONDS", 0.0)
+    monkeypatch.delenv(discovery.VISIBLE, raising=False)
 
 
 def _machine(root: Path, **files: str) -> Path:
@@ -102,7 +103,7 @@ def test_a_container_is_known_by_its_marks(tmp_path: Path, files: dict[str, str]
 def test_a_container_is_told_to_share_its_lock(
     latbench: Any, monkeypatch: pytest.MonkeyPatch, own_lock: Path
 ) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(disturbances, "host", lambda steal: Host(**{**vars(QUIET), "container": True}))
     shared = latbench("doctor").out
     assert f"in {own_lock.parent / 'locks'}" in shared and "in a container" in shared and "! this" not in shared
@@ -140,7 +141,7 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         disturbances, "host", lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1)
     )
@@ -161,7 +162,7 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     hidden = Host(**{**vars(QUIET), "virtual": True, "clock_hertz": 2.6e9})
     monkeypatch.setattr(disturbances, "host", lambda steal: hidden)
     monkeypatch.setattr(devices, "governor", lambda: None)
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(devices, "cpu_device", lambda: "intel-xeon-family-6-model-167")
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
@@ -174,8 +175,23 @@ def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))
     [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
-    assert "GPU NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
+    assert "GPU 0, NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
     assert out.count("not measured yet: the first sweep does") == 2  # the rooflines of CPU and GPU
+
+
+def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090 D")
+    gpus = [{**fakes.H200, "name": name, "uuid": f"GPU-{number}"} for number, name in enumerate(names)]
+    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(*gpus))
+    found = json.loads(latbench("doctor", "--json").out)["gpus"]
+    assert [(gpu["index"], gpu["option"]) for gpu in found] == [(0, "a100:0"), (1, "a100:1"), (2, "rtx-4090-d")]
+    out = latbench("doctor").out
+    assert "GPU 1, NVIDIA A100-SXM4-80GB" in out and "latbench sweep --gpu a100:1" in out
+    monkeypatch.setenv(discovery.VISIBLE, "GPU-2,GPU-0")
+    found = json.loads(latbench("doctor", "--json").out)["gpus"]
+    assert [(gpu["index"], gpu["option"]) for gpu in found] == [(0, "rtx-4090-d"), (1, "a100")]
+    monkeypatch.setenv(discovery.VISIBLE, "-1")
+    assert "none: CUDA_VISIBLE_DEVICES=-1 hides every GPU of this machine" in latbench("doctor").out
 
 
 def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

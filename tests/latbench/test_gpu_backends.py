@@ -13,10 +13,10 @@ import pytest
 
 from latbench.backends import Unsupported, on_gpu
 from latbench.backends.on_gpu import GpuEngine
-from latbench.devices import Gpu
 from latbench.gpu import points, timing
 from latbench.gpu.layers import GpuLayer, rounded
 from latbench.gpu.machine import GpuMachine
+from latbench.gpu.names import Gpu
 from latbench.plan import Point
 from latbench.runners.local import Worker, WorkerDied
 from latbench.runners.worker import resolve

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from latbench import gates
-from latbench.devices import Gpu
 from latbench.gpu import ceilings, points
 from latbench.gpu.ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
 from latbench.gpu.machine import GpuMachine
+from latbench.gpu.names import Gpu
 from latbench.gpu.roofline import GpuPace, units
 from latbench.measure import Burst
 from latbench.plan import Point

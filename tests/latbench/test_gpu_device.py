@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from latbench import devices, gates
-from latbench.gpu import points
+from latbench import gates
+from latbench.gpu import discovery, points
 from latbench.gpu.ceilings import WORKING_SETS
 from latbench.gpu.machine import GpuMachine, installed
 from latbench.gpu.timing import Mode
@@ -77,7 +77,7 @@ class Workers:
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
     """Skips where there is no GPU."""
-    found, reason = devices.gpus()
+    found, reason = discovery.gpus()
     if not found:
         pytest.skip(reason)
     started = Workers(GpuMachine(found[0]))

@@ -1,4 +1,4 @@
-"""Which GPU it is and how it feels, from an NVML that is a fake; no GPU is needed."""
+"""The state of a GPU and what a table records of it, from an NVML that is a fake; no GPU is needed."""
 
 import json
 import runpy
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from latbench import devices
-from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
-from latbench.gpu import nvml
+from latbench.gpu import discovery, nvml
+from latbench.gpu.names import Gpu
 from latbench.gpu.nvml import State
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
@@ -23,85 +23,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An H200, unless a test gives other devices."""
     made = fakes.FakeNvml(fakes.H200)
     monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.delenv(discovery.VISIBLE, raising=False)
     return made
 
 
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb"),
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
-        ("Tesla T4", "nvidia-tesla-t4"),
-        ("Tesla V100-SXM2-16GB", "nvidia-tesla-v100-sxm2-16gb"),
-        ("NVIDIA H200 MIG 1g.18gb", "nvidia-h200-mig-1g-18gb"),
-    ],
-)
-def test_devices_are_named_as_tables_name_them(name: str, device: str) -> None:
-    assert Gpu(name, "").device == device
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted", "same"),
-    [
-        ("NVIDIA GeForce RTX 3080", "rtx3080", True),
-        ("NVIDIA GeForce RTX 3080 Ti", "rtx3080", False),
-        ("NVIDIA GeForce RTX 3080 Ti", "rtx3080ti", True),
-        ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080", False),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090", False),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", "a100", False),
-        ("NVIDIA A100 80GB PCIe", "a100", True),
-        ("NVIDIA GH200 480GB", "h200", False),
-        ("NVIDIA L40S", "l40", False),
-        ("NVIDIA RTX A6000", "rtxa6000", True),
-    ],
-)
-def test_another_chip_of_a_similar_name_is_another_device(name: str, wanted: str, same: bool) -> None:
-    assert devices.gpu_matches(Gpu(name, ""), wanted) is same
-
-
-def test_the_gpu_that_is_there_is_found(fake: Any) -> None:
-    assert devices.demand_gpu("h200") == Gpu("NVIDIA H200", "GPU-3f2a1b2c-0000")
-    assert nvml.only_gpu().device == "nvidia-h200"
+def test_the_first_gpu_is_measured_and_a_machine_without_one_is_refused(fake: Any) -> None:
+    assert nvml.only_gpu() == Gpu("NVIDIA H200", "GPU-3f2a1b2c-0000")
     assert fake.open == 0  # NVML is let go of again
-
-
-def test_another_gpu_than_the_one_asked_for_is_refused_with_what_to_type(fake: Any) -> None:
-    with pytest.raises(EnvironmentUnusable) as refused:
-        devices.demand_gpu("a100")
-    assert refused.value.exit_code == 3
-    assert str(refused.value) == (
-        '--gpu a100 requested, found "NVIDIA H200" (GPU-3f2a...); a table is of one device: use --gpu h200, or --cpu'
-    )
-
-
-def test_a_gpu_without_a_short_name_leaves_the_cpu(fake: Any) -> None:
-    fake.devices = ({"name": "NVIDIA T1000", "uuid": "GPU-1"},)
-    with pytest.raises(EnvironmentUnusable, match=r'found "NVIDIA T1000".*measure the CPU with --cpu'):
-        devices.demand_gpu("a100")
-
-
-def test_no_driver_no_gpu_and_no_library_are_told_apart(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.driver = False
-    with pytest.raises(EnvironmentUnusable, match="--gpu a100 requested, but no NVIDIA driver; run it on a machine"):
-        devices.demand_gpu("a100")
-    fake.driver, fake.devices = True, ()
-    with pytest.raises(EnvironmentUnusable, match="no NVIDIA GPU; this needs a machine with an NVIDIA GPU"):
+    fake.devices = ()
+    with pytest.raises(EnvironmentUnusable, match="the NVIDIA driver sees no GPU: nvidia-smi -L"):
         nvml.only_gpu()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    with pytest.raises(EnvironmentUnusable, match="nvidia-ml-py is not installed"):
-        nvml.only_gpu()
-
-
-def test_a_divided_gpu_goes_by_its_slices(fake: Any) -> None:
-    slices = [{"name": "NVIDIA H200 MIG 3g.71gb", "uuid": f"MIG-{i}"} for i in range(2)]
-    fake.devices = ({**fakes.H200, "slices": slices},)
-    found, reason = devices.gpus()
-    assert [each.uuid for each in found] == ["MIG-0", "MIG-1"] and not reason
-    assert found[0].device == "nvidia-h200-mig-3g-71gb"
-    with pytest.raises(EnvironmentUnusable, match="MIG"):
-        devices.demand_gpu("h200")
 
 
 def test_the_state_is_in_si_units(fake: Any) -> None:

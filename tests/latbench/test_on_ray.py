@@ -50,6 +50,7 @@ class FakeRay(ModuleType):
         self.deaths = deaths or {}
         self.calls: dict[str, int] = {}
         self.held: list[dict[str, Any]] = []
+        self.asked: list[dict[str, Any]] = []
         self.killed = self.shut = 0
         self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
         self.busy = False
@@ -87,6 +88,7 @@ class FakeRemote:
 
     def remote(self, *args: Any) -> Any:
         if not isinstance(self.work, type):
+            self.ray.asked.append(self._options["runtime_env"])
             return self._later(lambda: self.work(*args))
         self.ray.held.append(self._options)
         actor = self.work()
@@ -242,6 +244,7 @@ def test_nodes_are_chosen_by_accelerator() -> None:
         node("desk", gpus=1.0, kinds=("RTX-A6000",)),
     ]
     wanted = {"a100": ["big"], "rtx3090": ["game"], "rtxa6000": ["desk"], None: ["plain"]}
+    wanted |= {"A100-SXM4-80GB": ["big"], "RTX 3090": ["game"], "nvidia-rtx-a6000": ["desk"]}
     assert {name: [each.name for each in on_ray.choose(nodes, name)] for name in wanted} == wanted
 
 
@@ -259,6 +262,22 @@ def test_a_missing_accelerator_is_said_with_those_that_there_are() -> None:
         on_ray.choose([node("plain")], "h100")
     with pytest.raises(EnvironmentUnusable, match=r"--cpu measures nodes without an accelerator, .* T4 \(1 node\)"):
         on_ray.choose(nodes[2:], None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [("A100", "a10"), ("A10G", "a10"), ("RTX-4090", "rtx-4090-d"), ("L40S", "l40"), ("RTX", "rtx4090")],
+)
+def test_nodes_with_another_chip_of_a_similar_name_are_not_chosen(kind: str, wanted: str) -> None:
+    with pytest.raises(EnvironmentUnusable, match="no node of the Ray cluster has it"):
+        on_ray.choose([node("a", gpus=1.0, kinds=(kind,))], wanted)
+
+
+def test_a_survey_keeps_the_gpus_of_a_node_visible(use: Callable[[FakeRay], FakeRay]) -> None:
+    ray = use(FakeRay(described("a", **A100)))
+    with RayNodes("a100") as nodes:
+        nodes.ask("builtins:len", "four")
+    assert ray.asked == [{"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}]
 
 
 def test_dead_nodes_do_not_count() -> None:

@@ -118,6 +118,12 @@ def test_each_job_is_one_process_with_a_node_and_a_gpu_for_itself(slurm: Slurm) 
     assert not list((slurm.folder.parent / "cache" / "latbench" / "slurm").iterdir())
 
 
+def test_a_gpu_is_asked_of_slurm_as_it_is_typed_without_spaces(slurm: Slurm) -> None:
+    slurm.hold(1)
+    with SlurmNodes("A100 80GB"):
+        assert "#SBATCH --gres=gpu:a100-80gb:1\n" in slurm.script(1)
+
+
 def test_what_slurm_refuses_is_said_in_one_line(slurm: Slurm, latbench: Any) -> None:
     said = latbench("sweep", "--gpu", "h100", "--on", "slurm").refused(3)
     assert said.startswith("latbench: Slurm takes no job with --gres=gpu:h100:1: Batch job submission failed: ")

@@ -8,8 +8,9 @@ import pytest
 
 from latbench import backends, devices, sweep, tables
 from latbench.backends import on_gpu
-from latbench.devices import Gpu
 from latbench.errors import EnvironmentUnusable
+from latbench.gpu import discovery
+from latbench.gpu.names import Gpu
 from latbench.workloads import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
 
@@ -90,19 +91,16 @@ def test_by_default_a_sweep_writes_beside_the_user(
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_code_3(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
-    assert latbench("sweep", "--gpu", "a100").refused(3) == (
-        "latbench: --gpu a100 requested, but no NVIDIA driver; run it on a machine with that GPU, or measure this "
-        "one with --cpu"
-    )
-    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
-    assert 'found "NVIDIA H200" (GPU-3f2a...)' in latbench("sweep", "--gpu", "a100").refused(3)
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
+    assert latbench("sweep", "--gpu", "a100").refused(3) == "latbench: --gpu a100 requested, but no NVIDIA driver"
+    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    assert "but this machine has NVIDIA H200: type --gpu h200" in latbench("sweep", "--gpu", "a100").refused(3)
 
 
 def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
     latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
     points = latbench(
         "sweep", "--gpu", "h200", "--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8",
         "--dry-run",
@@ -115,7 +113,7 @@ def test_a_gpu_sweep_asks_for_half_precision_on_that_gpu(
 
 
 def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: ([], "no NVIDIA driver"))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     chosen = ("--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8")
     document = json.loads(latbench("plan", "--gpu", "A100", *chosen, "--json").out)
     assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(on_gpu.BACKENDS)
@@ -130,7 +128,7 @@ def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch
 def test_a_plan_of_a_gpu_counts_what_its_sweep_would_measure(
     latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
+    monkeypatch.setattr(discovery, "gpus", lambda: ([Gpu("NVIDIA H200", "GPU-3f2a1b2c")], ""))
     document = json.loads(latbench("plan", "--gpu", "h200", "--workload", tiny, "--json").out)
     swept = json.loads(latbench("sweep", "--gpu", "h200", "--workload", tiny, "--dry-run", "--json").out)
     assert document["points"] == len(swept["points"]) and document["device"] == swept["device"] == "nvidia-h200"
@@ -154,6 +152,9 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
     [
         (["sweep"], "say what to measure"),
         (["sweep", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
+        (["sweep", "--gpu", ":1"], "--gpu takes NAME or NAME:INDEX, such as a100 or a100:2, not ':1'"),
+        (["plan", "--gpu", "a100:"], "--gpu takes NAME or NAME:INDEX"),
+        (["sweep", "--gpu", "a100:1", "--on", "ray"], "the cluster chooses the GPU of a node; type --gpu a100"),
         (["sweep", "--cpu", "--gpu", "a100"], "two sweeps"),
         (["plan", "--cpu", "--gpu", "a100"], "either of the CPU"),
         (["sweep", "--cpu", "--workload", "bort"], "unknown workload 'bort'"),
