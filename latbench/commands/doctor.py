@@ -167,13 +167,14 @@ def _hidden_name(device: str, virtual: bool | None) -> list[str]:
 def _gpu_advice(facts: dict[str, Any]) -> list[str]:
     from latbench.gpu.nvml import THROTTLING
 
-    slowed = {gpu["name"]: sorted(THROTTLING.intersection(gpu["event_reasons"])) for gpu in facts["gpus"]}
+    one = len(facts["gpus"]) == 1
+    named = [(gpu["name"] if one else f"GPU {gpu['index']}, {gpu['name']}", gpu) for gpu in facts["gpus"]]
     advice = [
-        f"{name} is slowed down now ({', '.join(reasons)}): let it cool, or end what else runs on it"
-        for name, reasons in slowed.items() if reasons
+        f"{name} is slowed down now ({', '.join(sorted(reasons))}): let it cool, or end what else runs on it"
+        for name, gpu in named if (reasons := THROTTLING.intersection(gpu["event_reasons"]))
     ]  # fmt: skip
-    for gpu in facts["gpus"]:
-        advice += [f"{gpu['name']}: {sentence}" for sentence in _for_a_quieter(gpu)]
+    for name, gpu in named:
+        advice += [f"{name}: {sentence}" for sentence in _for_a_quieter(gpu)]
     if facts["gpus"] and not any(backend["version"] for backend in facts["gpu_backends"].values()):
         advice.append("no engine for GPUs is installed: pip install 'latbench[cuda13]', or cuda12 for older drivers")
     return advice

@@ -178,7 +178,7 @@ def known_device(wanted: str) -> str:
         return f"nvidia-{whole}"
     names = {slug(name).replace("-", ""): short(name) for name in _KNOWN}
     close = difflib.get_close_matches("".join(_words(wanted)), names, n=3)
-    hint = f", did you mean {' or '.join(names[name] for name in close)}?" if close else ":"
+    hint = f", did you mean {', '.join(names[name] for name in close)}?" if close else ":"
     raise UsageError(
         f"unknown GPU {wanted!r}{hint} `latbench doctor` prints the names of this machine's GPUs; "
         f"a GPU that latbench does not know goes by its full name, such as nvidia-{whole}"

@@ -214,6 +214,14 @@ def test_a_hot_gpu_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "! NVIDIA H200 is slowed down now (hw_thermal_slowdown): let it cool" in latbench("doctor").out
 
 
+def test_advice_tells_equal_gpus_apart(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [{**fakes.H200, "uuid": f"GPU-{number}", "reasons": bits} for number, bits in enumerate((0x40, 0x40, 0x4))]
+    monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(*gpus))
+    out = latbench("doctor").out
+    assert "! GPU 0, NVIDIA H200 is slowed down" in out and "! GPU 1, NVIDIA H200 is slowed down" in out
+    assert "GPU 2, NVIDIA H200 is slowed" not in out
+
+
 def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = fakes.FakeNvml(fakes.H200)
     for function, answer in (
