@@ -8,8 +8,8 @@ CuPy's or torch's, is the machine's affair. A call returns as soon as the work i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -54,6 +54,7 @@ class Calls:
 @dataclass(frozen=True, eq=False)
 class CudaPlan:
     """A program on a machine, for x of x_shape and out of y_shape; None stands for the free length n, in both.
+    `families` are the kernel families that were asked, of which the last one runs it.
 
     What the first call for a number of columns compiles, uploads and allocates stays, so a call may be captured into
     a CUDA graph after one like it has run on that stream.
@@ -66,6 +67,7 @@ class CudaPlan:
     dtype: str
     kernel: str
     layout: str
+    families: tuple[str, ...] = ()
     _uploads: dict[int, tuple[NDArray[np.generic], Array]] = field(default_factory=dict)
     _calls: dict[tuple[int, str | None], Calls] = field(default_factory=dict)
 
@@ -104,7 +106,7 @@ class CudaPlan:
 
     def copy(self) -> CudaPlan:
         """The same plan with weights of its own at another address."""
-        return CudaPlan(self.program, self.machine, self.x_shape, self.y_shape, self.dtype, self.kernel, self.layout)
+        return replace(self, _uploads={}, _calls={})
 
     def _check(self, x: Array, bias: Array | None, activation: str | None, out: Array | None) -> int:
         """The free length. Refuses what cannot be run, in a sentence.
@@ -178,10 +180,10 @@ def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine
     machine = machine or CupyMachine.current()
     families = _families(variants.LINEAR, packed, "a linear layer")
     where = machine.architecture, n, machine.multiprocessors
-    attempts = [partial(variants.linear(family), packed, dtype, *where) for family in families]
-    program = _first(packed, machine.architecture, attempts)
+    attempts = {family: partial(variants.linear(family), packed, dtype, *where) for family in families}
+    program, asked = _first(packed, machine.architecture, attempts)
     m, k = packed.shape
-    return _planned(program, machine, (k, None), (m, None), dtype, layout, n)
+    return _planned(program, machine, (k, None), (m, None), dtype, layout, n, asked)
 
 
 def prepare_conv2d(
@@ -194,11 +196,11 @@ def prepare_conv2d(
     machine = machine or CupyMachine.current()
     families = _families(variants.CONV2D, packed, "a convolution")
     where = machine.architecture, machine.multiprocessors
-    attempts = [partial(variants.conv2d(family), packed, shape, dtype, *where) for family in families]
-    program = _first(packed, machine.architecture, attempts)
+    attempts = {family: partial(variants.conv2d(family), packed, shape, dtype, *where) for family in families}
+    program, asked = _first(packed, machine.architecture, attempts)
     x_shape = (shape.c_in, shape.h, shape.w, None)
     y_shape = (shape.c_out, shape.out_h, shape.out_w, None)
-    return _planned(program, machine, x_shape, y_shape, dtype, layout, shape.batch)
+    return _planned(program, machine, x_shape, y_shape, dtype, layout, shape.batch, asked)
 
 
 def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: str) -> tuple[str, ...]:
@@ -209,15 +211,17 @@ def _families(candidates: Mapping[str, tuple[str, ...]], packed: Packed, layer: 
     return candidates[packed.pattern.format]
 
 
-def _first(packed: Packed, architecture: str, attempts: Sequence[Callable[[], Program]]) -> Program:
-    """What the first attempt gives that is not refused; all reasons where all are."""
-    reasons = []
-    for attempt in attempts:
+def _first(
+    packed: Packed, architecture: str, attempts: Mapping[str, Callable[[], Program]]
+) -> tuple[Program, tuple[str, ...]]:
+    """The program of the first family that does not refuse, and all that were asked; all reasons where all refuse."""
+    reasons: dict[str, str] = {}
+    for family, attempt in attempts.items():
         try:
-            return attempt()
+            return attempt(), (*reasons, family)
         except NotSupported as error:
-            reasons.append(str(error))
-    raise NotSupported(f"no CUDA kernel runs {packed.pattern} on {architecture}: {'; '.join(reasons)}")
+            reasons[family] = str(error)
+    raise NotSupported(f"no CUDA kernel runs {packed.pattern} on {architecture}: {'; '.join(reasons.values())}")
 
 
 def _planned(
@@ -228,11 +232,13 @@ def _planned(
     dtype: str,
     layout: str,
     n: int,
+    families: tuple[str, ...],
 ) -> CudaPlan:
     """The plan, with its kernels for n columns compiled and its weights uploaded."""
     launches = program.launches(max(n, 1), None)
     functions = "+".join(dict.fromkeys(launch.variant.function for launch in launches)) or "nothing"
-    plan = CudaPlan(program, machine, x_shape, y_shape, dtype, f"cuda.{functions}.{machine.architecture}", layout)
+    kernel = f"cuda.{functions}.{machine.architecture}"
+    plan = CudaPlan(program, machine, x_shape, y_shape, dtype, kernel, layout, families)
     plan.calls(max(n, 1), None)
     return plan
 

@@ -1,0 +1,49 @@
+"""The fingerprint of Numba's kernels changes with their code, not with what is said of it. Needs no GPU."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sparse_kernels.numba_cuda import fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for path in fingerprint.FOLDER.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.setattr(fingerprint, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def every() -> dict[str, str]:
+    fingerprint.of_module.cache_clear()
+    found = {module: fingerprint.of_module(module) for module in fingerprint.MODULES.values()}
+    fingerprint.of_module.cache_clear()
+    return found
+
+
+def test_comments_docstrings_and_imports_change_nothing(folder):
+    before = every()
+    for path in folder.glob("*.py"):
+        text = path.read_text()
+        assert text.startswith('"""')
+        path.write_text('"""Another docstring' + text[3:] + "\n\nimport math  # a comment\n")
+    assert every() == before
+
+
+@pytest.mark.parametrize(("file", "changed"), [("vector", {"vector"}), ("tile", None), ("plan", None)])
+def test_code_changes_the_formats_that_run_it(folder, file, changed):
+    before = every()
+    path = folder / f"{file}.py"
+    path.write_text(path.read_text() + "\nSOMETHING = 1\n")
+    after = every()
+    assert {name for name in before if before[name] != after[name]} == (changed or set(before))
+
+
+def test_every_format_has_a_file():
+    from sparse_kernels.numba_cuda import plan
+
+    assert set(fingerprint.MODULES.values()) == {
+        module.__name__.rpartition(".")[2] for module in plan.FORMATS.values()
+    }
