@@ -19,7 +19,7 @@ import numpy as np
 
 from latbench.ceilings import AnyCeilings, AnyWithPace, Ceilings, Kept
 from latbench.measure import Clock
-from latbench.placement import Placement
+from latbench.placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, Placement
 from latbench.plan import Point
 from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
 
@@ -104,11 +104,18 @@ class Pace(Roofline[AnyWithPace]):
         self.readings: list[Reading] = []
         self._worker, self._clock = worker, clock
         self._prepared: list[Prepared] = []
-        self._bursts = 0
+        self._bursts = self._deaths = 0
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the reference worker died so often in a row that it is not asked again. Nothing is known of the
+        pace then.
+        """
+        return self._deaths >= MOST_DEATHS
 
     def turn(self) -> None:
         """Times the reference kernels if it is their turn."""
-        if self._bursts % EVERY == 0:
+        if self._bursts % EVERY == 0 and not self.given_up:
             self._read()
         self._bursts += 1
 
@@ -116,16 +123,24 @@ class Pace(Roofline[AnyWithPace]):
         at = self._clock()
         try:
             if not self._prepared or not self._worker.holds(self._prepared[0]):
-                self._prepared = [self._worker.prepare(f"{self.module}:{name}") for name in KERNELS]
-            product, total = (self._worker.burst(kernel, READING_SECONDS) for kernel in self._prepared)
-        except (TaskFailed, WorkerDied):  # it is tried again at its next turn
+                self._prepared = [
+                    self._worker.prepare(f"{self.module}:{name}", timeout=PREPARE_SECONDS) for name in KERNELS
+                ]
+            product, total = (
+                self._worker.burst(kernel, READING_SECONDS, timeout=BURST_SECONDS) for kernel in self._prepared
+            )
+        except TaskFailed:  # it is tried again at its next turn
             return
+        except WorkerDied as death:
+            self._deaths += death.reason != "late"
+            return
+        self._deaths = 0
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
         self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
     def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
-        """See Roofline. None while there is no reading."""
-        if not self.readings:
+        """See Roofline. None while there is no reading, and once the reference worker is given up."""
+        if not self.readings or self.given_up:
             return None
 
         def typical(readings: list[Reading]) -> float:

@@ -21,6 +21,10 @@ TASK = "latbench.backends.reference:handed_on"
 APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 
+# Fixed work that takes longer than this hangs; a worker that died so often in a row would cost as long again.
+PREPARE_SECONDS, BURST_SECONDS = 60.0, 10.0
+MOST_DEATHS = 2
+
 # How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
 # was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
 TIMES = 2.3
@@ -43,7 +47,7 @@ class Placement:
         self._prepared: Prepared | None = None
         self._readings: deque[float] = deque(maxlen=MOST_READINGS)
         self._last = self._at_best = 0.0
-        self._count = 0
+        self._count = self._deaths = 0
 
     def apart(self) -> bool:
         """Whether cores are further apart than they were at best, now or when this was asked last. False where that
@@ -71,10 +75,13 @@ class Placement:
         """The seconds that a core takes; None if nothing says so this time."""
         try:
             if self._prepared is None or not self._worker.holds(self._prepared):
-                self._prepared = self._worker.prepare(TASK, self._threads)
-            return float(np.median(self._worker.burst(self._prepared, READING_SECONDS).samples))
+                self._prepared = self._worker.prepare(TASK, self._threads, timeout=PREPARE_SECONDS)
+            burst = self._worker.burst(self._prepared, READING_SECONDS, timeout=BURST_SECONDS)
+            self._deaths = 0
+            return float(np.median(burst.samples))
         except TaskFailed:
             self._known = False
-        except WorkerDied:  # it is tried again the next time
-            pass
+        except WorkerDied as death:  # it is tried again the next time, unless that would cost as long again
+            self._deaths += death.reason != "late"
+            self._known = self._deaths < MOST_DEATHS
         return None

@@ -21,7 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import IO, Any, Self
@@ -30,8 +30,8 @@ from latbench.errors import LatbenchError
 from latbench.measure import Burst
 
 START_SECONDS = 120.0
-BEGUN_SECONDS = 60.0  # that a request waits for what was begun before
 CALL_SECONDS = 600.0
+LEAST_SECONDS = 1.0  # that a request may take although the caller's time is over
 MESSAGE_SECONDS = 60.0  # without a byte in the middle of a message, whose bytes come at once
 MOST_ANSWERED_BYTES = 1 << 30
 END_SECONDS = 5.0  # from the last word of a process to its end
@@ -40,7 +40,7 @@ _QUOTED_BYTES = 1 << 16  # of a worker's log, from its end
 
 
 class WorkerDied(LatbenchError):
-    """The process is gone. `reason` is crash, timeout or oom."""
+    """The process is gone. `reason` is crash, timeout, oom, or late: the caller's own time is over."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -72,6 +72,8 @@ class Worker:
     """One process for one engine. `threads` bounds what OpenMP, MKL, OpenBLAS and Numba start in it.
 
     `environment` adds variables to the process's own. The process starts with the first request.
+
+    `seconds_left` bounds every request: the seconds that the caller still has, None for any time.
     """
 
     _generations = itertools.count(1)
@@ -81,12 +83,12 @@ class Worker:
         self.name = name
         self.threads = threads
         self.generation = 0  # of the process that runs now; 0 while none does
+        self.seconds_left: Callable[[], float | None] = lambda: None
         self._environment = environment or {}
         self._forks = False  # whether the process that was started only forks, and a child of it serves
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: IO[bytes] | None = None
-        self._begun = False  # whether the process owes an answer to `begin`
 
     def __enter__(self) -> Self:
         return self
@@ -106,22 +108,11 @@ class Worker:
         self._forks = True
         self.generation = next(self._generations)
 
-    def begin(self, function: str, *args: Any) -> None:
-        """Start a process and have it call "module:function" while this one goes on. The next request waits until
-        that is done, whatever comes of it; if the process died of it, a new one serves. Raises WorkerDied where the
-        process does not start.
-        """
-        self.close()
-        self._start()
-        assert self._connection is not None
-        with contextlib.suppress(OSError):  # the next request finds out
-            self._connection.send_bytes(pickle.dumps(("call", function, args)))
-        self._begun = True
-
     def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
         """The result of "module:function" called in the worker. Arguments and result are pickled.
 
-        Raises TaskFailed if it raises, WorkerDied if the process crashes or gives no answer within `timeout` seconds.
+        Raises TaskFailed if it raises, WorkerDied if the process crashes or gives no answer within `timeout` seconds,
+        or within `seconds_left`.
         """
         return self._request(("call", function, args), timeout)
 
@@ -156,12 +147,20 @@ class Worker:
         if keys:
             self._request(("drop", keys), timeout)
 
+    def kill(self) -> None:
+        """Kill the process and return at once. Another thread may call this: its request then raises WorkerDied."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """End the process; it is killed, nothing in it is worth a farewell."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self.kill()
+            # A process that hangs inside of a driver cannot even be killed: do not wait for it for ever.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
             self._process = None
         if self._connection is not None:
             self._connection.close()
@@ -169,31 +168,20 @@ class Worker:
         if self._log is not None:
             self._log.close()
             self._log = None
-        self.generation, self._forks, self._begun = 0, False, False
-
-    def _end_what_was_begun(self) -> None:
-        """Wait for the answer to `begin`, which interests nobody."""
-        assert self._connection is not None
-        answered = False
-        with contextlib.suppress(EOFError, OSError):
-            if self._connection.poll(BEGUN_SECONDS):
-                self._connection.recv_bytes(MOST_ANSWERED_BYTES)
-                answered = True
-        self._begun = False
-        if not answered:
-            self.close()
+        self.generation, self._forks = 0, False
 
     def _request(self, request: tuple[Any, ...], timeout: float) -> Any:
-        if self._begun:
-            self._end_what_was_begun()
         if self._process is None:
             self._start()
         assert self._connection is not None
+        left = self.seconds_left()
+        patience = timeout if left is None else min(timeout, max(left, LEAST_SECONDS))
         try:
             self._connection.send_bytes(pickle.dumps(request))
-            if not self._connection.poll(timeout):
+            if not self._connection.poll(patience):
                 self.close()
-                raise WorkerDied("timeout", f"the {self.name} worker gave no answer for {timeout:g} s")
+                reason = "timeout" if patience == timeout else "late"
+                raise WorkerDied(reason, f"the {self.name} worker gave no answer for {patience:.3g} s")
             answer = self._connection.recv_bytes(MOST_ANSWERED_BYTES)
         except (EOFError, OSError) as error:
             raise self._obituary(error) from error

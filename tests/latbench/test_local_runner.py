@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,29 +165,32 @@ def test_a_death_is_told_with_its_reason_and_the_next_call_works(
         worker.sample(prepared, 0.01)
 
 
-def test_what_was_begun_is_waited_for_by_the_next_request_alone(worker: Worker) -> None:
-    worker.begin("time:sleep", 1.0)
-    generation, began = worker.generation, time.monotonic()
-    assert generation
-    assert worker.call(task("add"), 1, 1) == 2
-    assert 0.5 < time.monotonic() - began < 10
-    assert worker.generation == generation
-    assert worker.call(task("add"), 2, 2) == 4
-
-
-@pytest.mark.parametrize(("name", "lives"), [("no_such_task", True), ("crash", False), ("hang", False)])
-def test_how_ends_what_was_begun_interests_nobody(
-    worker: Worker, name: str, lives: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("left", "reason"), [(0.3, "late"), (-5.0, "late"), (60.0, "timeout"), (None, "timeout")])
+def test_a_request_ends_with_the_time_that_its_caller_has(
+    worker: Worker, left: float | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker.begin(task(name))
-    generation = worker.generation
-    if name == "hang":
-        monkeypatch.setattr(local, "BEGUN_SECONDS", 0.2)
+    monkeypatch.setattr(local, "LEAST_SECONDS", 0.1)
     assert worker.call(task("add"), 1, 1) == 2
-    assert (worker.generation == generation) == lives
-    worker.begin(task("hang"))
+    worker.seconds_left = lambda: left
+    began = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        worker.call(task("hang"), timeout=0.8)
+    assert caught.value.reason == reason
+    assert time.monotonic() - began < (0.7 if reason == "late" else 10)
+    worker.seconds_left = lambda: None
+    assert worker.call(task("add"), 1, 1) == 2
+
+
+def test_another_thread_may_kill_the_process_that_a_request_waits_for(worker: Worker) -> None:
+    assert worker.call(task("add"), 1, 1) == 2
+    timer = threading.Timer(0.2, worker.kill)
+    timer.start()
+    with pytest.raises(WorkerDied) as caught:
+        worker.call(task("hang"), timeout=30.0)
+    assert caught.value.reason == "oom"  # which nobody can tell from it
+    assert worker.call(task("add"), 1, 1) == 2
     worker.close()
-    assert worker.call(task("add"), 1, 1) == 2
+    worker.kill()  # nothing is left to kill
 
 
 def test_a_hang_ends_with_its_timeout(worker: Worker) -> None:

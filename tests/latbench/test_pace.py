@@ -10,6 +10,7 @@ import pytest
 from latbench.ceilings import Ceilings, Kept
 from latbench.measure import Burst
 from latbench.pace import EVERY, CpuPace
+from latbench.placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS
 from latbench.runners.local import WorkerDied
 
 CEILINGS = Ceilings(1.0, {1: 1.0}, product_seconds=1.0, sum_seconds=1.0)
@@ -17,14 +18,16 @@ BY_UNITS = {"flop": 1e9, "size": 1e-9}
 
 
 class FakeWorker:
-    """Says the next of `seconds` for both kernels; None: it dies instead."""
+    """Says the next of `seconds` for both kernels; None: it dies instead, for this reason."""
 
-    def __init__(self, *seconds: float | None, preempted: tuple[int, ...] = ()) -> None:
+    def __init__(self, *seconds: float | None, preempted: tuple[int, ...] = (), reason: str = "oom") -> None:
+        self._reason = reason
         self._seconds = iter(itertools.chain.from_iterable((value, value) for value in seconds))
         self._preempted = preempted
         self.bursts, self.prepared, self.alive = 0, 0, True
 
-    def prepare(self, function: str) -> Any:
+    def prepare(self, function: str, timeout: float) -> Any:
+        assert timeout == PREPARE_SECONDS
         assert function.startswith("latbench.backends.reference:")
         self.prepared, self.alive = self.prepared + 1, True
         return SimpleNamespace(function=function)
@@ -32,12 +35,13 @@ class FakeWorker:
     def holds(self, prepared: Any) -> bool:
         return self.alive
 
-    def burst(self, prepared: Any, seconds: float) -> Burst:
+    def burst(self, prepared: Any, seconds: float, timeout: float) -> Burst:
+        assert timeout == BURST_SECONDS
         value = next(self._seconds)
         if value is None:
             self.alive = False
             next(self._seconds)
-            raise WorkerDied("oom", "gone")
+            raise WorkerDied(self._reason, "gone")
         self.bursts += 1
         return Burst([value] * 3, preempted=(self.bursts - 1) // 2 in self._preempted)
 
@@ -103,3 +107,24 @@ def test_a_reference_worker_that_dies_costs_its_reading_and_no_more() -> None:
     for _ in range(EVERY):
         kept.turn()
     assert told(kept, 0.0)[0] == pytest.approx(1) and worker.prepared == 4
+
+
+def test_a_reference_worker_that_hangs_again_and_again_is_given_up() -> None:
+    hangs = [None] * MOST_DEATHS
+    worker = FakeWorker(1.0, *hangs, 1.0, reason="timeout")
+    kept = pace(worker, 1)
+    assert kept.reference([0.0], **BY_UNITS) is not None
+    for _ in range(MOST_DEATHS * EVERY):
+        kept.turn()
+    assert kept.given_up and kept.reference([0.0], **BY_UNITS) is None
+    prepared = worker.prepared
+    for _ in range(EVERY):
+        kept.turn()
+    assert worker.prepared == prepared and len(kept.readings) == 1  # it is not asked again
+
+
+@pytest.mark.parametrize("reason", ["timeout", "late"])
+def test_a_hang_now_and_then_or_the_end_of_the_time_gives_nothing_up(reason: str) -> None:
+    seconds = [1.0, None] * (MOST_DEATHS + 1) if reason == "timeout" else [None] * (MOST_DEATHS + 1)
+    kept = pace(FakeWorker(*seconds, reason=reason), len(seconds))
+    assert not kept.given_up

@@ -11,7 +11,7 @@ import pytest
 
 from latbench.backends import reference
 from latbench.measure import Burst
-from latbench.placement import TASK, Placement
+from latbench.placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, TASK, Placement
 from latbench.runners.local import TaskFailed, WorkerDied
 
 
@@ -22,15 +22,16 @@ class FakeWorker:
         self._seconds = iter(seconds)
         self.prepared, self.alive = 0, True
 
-    def prepare(self, function: str, threads: int) -> Any:
-        assert (function, threads) == (TASK, 2)
+    def prepare(self, function: str, threads: int, timeout: float) -> Any:
+        assert (function, threads, timeout) == (TASK, 2, PREPARE_SECONDS)
         self.prepared, self.alive = self.prepared + 1, True
         return SimpleNamespace()
 
     def holds(self, prepared: Any) -> bool:
         return self.alive
 
-    def burst(self, prepared: Any, seconds: float) -> Burst:
+    def burst(self, prepared: Any, seconds: float, timeout: float) -> Burst:
+        assert timeout == BURST_SECONDS
         value = next(self._seconds)
         if value is None:
             self.alive = False
@@ -91,9 +92,16 @@ def test_a_worker_that_dies_costs_its_reading_and_no_more() -> None:
     assert worker.prepared == 2
 
 
+def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> None:
+    worker = FakeWorker([3e-6, *[None] * MOST_DEATHS, 9e-6])
+    placement = Placement(worker, 2)  # type: ignore[arg-type]
+    assert [placement.apart() for _ in range(MOST_DEATHS + 3)] == [False] * (MOST_DEATHS + 3)
+    assert worker.prepared == MOST_DEATHS
+
+
 def test_where_threads_cannot_choose_their_core_nothing_is_apart_and_it_is_not_asked_again() -> None:
     class Refusing(FakeWorker):
-        def prepare(self, function: str, threads: int) -> Any:
+        def prepare(self, function: str, threads: int, timeout: float) -> Any:
             self.prepared += 1
             raise TaskFailed("NotImplementedError", "threads cannot choose their core", "")
 
