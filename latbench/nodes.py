@@ -16,19 +16,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 import latbench
 import sparse_kernels
 from latbench import backends, devices, plan, tables
 from latbench.errors import EnvironmentUnusable
 from latbench.gpu.discovery import find_gpu
-from latbench.gpu.machine import GpuMachine, installed
+from latbench.gpu.installation import installed
+from latbench.gpu.machine import GpuMachine
+from latbench.gpu.versions import Versions
 from latbench.plan import Point
 from latbench.runners.handing_out import Call, Lost, Node
 from latbench.runners.lock import WAIT_SECONDS, device_lock
 from latbench.runners.worker import resolve
 from latbench.sweep import Bench, Machine, Row, Settings, Sweep, TimeUsedUp
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Block = list[Point]
 Measured = tuple[Mapping[str, Any], Sequence[Row]]
@@ -60,18 +68,29 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True)
 class Seen:
-    """What a node has: the device's name in tables, cores, installed backends for it, the `sources` of latbench."""
+    """What a node has: the device's name in tables, cores, installed backends for it, the `sources` of latbench; of a
+    GPU the versions that its times depend on. Of several nodes: what they have in common, and the versions of all.
+    """
 
     device: str
     cores: int
     backends: frozenset[str]
     sources: str
+    versions: tuple[Versions, ...] = ()
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """Return which rows of a table timed the versions of any of the nodes; of a CPU all."""
+        if not self.versions:
+            return np.ones(len(table), bool)
+        return np.logical_or.reduce([versions.current(table) for versions in self.versions])
 
 
 def look(gpu: str | None) -> Seen:
     """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as find_gpu does."""
     if gpu is not None:
-        return Seen(find_gpu(gpu).device, devices.cores(), frozenset(installed()), sources())
+        machine = GpuMachine(find_gpu(gpu))
+        backends_here = frozenset(installed())
+        return Seen(machine.device, devices.cores(), backends_here, sources(), (machine.versions,))
     there = frozenset(name for name, version in backends.available().items() if version is not None)
     return Seen(devices.cpu_device(), devices.cores(), there, sources())
 
@@ -104,7 +123,10 @@ def survey(nodes: Nodes, gpu: str | None, tell: Callable[[str], None]) -> Seen:
     alike = {node: its for node, its in seen.items() if its.device == device}
     nodes.keep(alike)
     common = frozenset.intersection(*(its.backends for its in alike.values()))
-    return Seen(device, min(its.cores for its in alike.values()), common, sources())
+    versions: list[Versions] = []
+    for its in alike.values():
+        versions += (each for each in its.versions if each not in versions)
+    return Seen(device, min(its.cores for its in alike.values()), common, sources(), tuple(versions))
 
 
 def gpu_machine(name: str) -> GpuMachine:
@@ -138,9 +160,8 @@ class OnNode:
         """What is measured of `points` within so many seconds; in parts where they do not fit into memory."""
         end = None if seconds is None else monotonic() + seconds
 
-        def check_time() -> None:
-            if end is not None and monotonic() >= end:
-                raise TimeUsedUp
+        def seconds_left() -> float | None:
+            return None if end is None else end - monotonic()
 
         measured: list[Measured] = []
         unit = self._bench.environment["device_uuid_hash"]
@@ -149,9 +170,8 @@ class OnNode:
             contextlib.suppress(TimeUsedUp),
         ):
             for chunk in self._bench.fitting(points):
-                check_time()
                 self._bench.measure_block(
-                    chunk, lambda *kept: measured.append(kept), chance=chance, check_time=check_time
+                    chunk, lambda *kept: measured.append(kept), chance=chance, seconds_left=seconds_left
                 )
         return measured
 
@@ -167,11 +187,15 @@ class Elsewhere:
 
     def __init__(
         self, nodes: Nodes, device: str, machine: Call, seed: int, settings: Settings,
-        wait_seconds: float = WAIT_SECONDS,
+        wait_seconds: float = WAIT_SECONDS, current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None,
     ) -> None:  # fmt: skip
         self.device = device
-        self._nodes = nodes
+        self._nodes, self._current = nodes, current
         self._bench: Call = ("latbench.nodes:OnNode", machine, seed, settings, wait_seconds)
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """See Where: every row, unless `current` tells which."""
+        return np.ones(len(table), bool) if self._current is None else self._current(table)
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""

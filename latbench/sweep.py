@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import queue
 import random
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import psutil
+from numpy.typing import NDArray
 
 from latbench import backends, cgroups, devices, files, gates, measure, placement, plan, tables
 from latbench.backends import reference
@@ -61,10 +65,14 @@ PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a poi
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 BURST_SECONDS = 120.0  # for one of Settings.round_seconds
+CEILINGS_SECONDS = 120.0  # to find a CPU's: they take some seconds, most of them compiling
 
 MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
 
 NO_ROOFLINE = "no_roofline"  # flag of a row: what the device can do at most could not be measured
+
+SecondsLeft = Callable[[], "float | None"]
+"""How many seconds a run still has; None: any time."""
 
 _FAILURES = {
     "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
@@ -102,11 +110,29 @@ class Machine(Protocol):
     def disturbed_status(self) -> str:
         """The status of a point that was disturbed whenever it was sampled: noisy or throttled."""
 
+    @property
+    def threads_of_processes(self) -> Executor | None:
+        """Threads in which the processes of a block get their points ready side by side; None: one after the other.
+
+        The threads outlive the processes: Linux ends a worker with the thread that started it.
+        """
+
+    @property
+    def host_task(self) -> str | None:
+        """The "module:function" that does the part of getting a point ready that leaves the device alone. Processes
+        do it side by side; the rest (`task`) takes turns, because it also finds out how long the point takes.
+        """
+
     def environment(self) -> dict[str, Any]:
         """What is told of its environment: texts and numbers by name, env_id among them."""
 
-    def version(self, backend: str) -> str | None:
-        """What stands in the column backend_version."""
+    def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
+        """What stands in the column backend_version: of the engine, its libraries and our kernels. `families` are our
+        kernel families that were tried until one ran the point; None: all that may be.
+        """
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """Of each row of a table, whether it timed the versions that are here now."""
 
     def process(self, backend: str) -> str:
         """The name of the process that runs a backend; several may share one."""
@@ -120,9 +146,10 @@ class Machine(Protocol):
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """The telemetry columns of one row, from what its bursts reported."""
 
-    def pace(self) -> Roofline[Any] | None:
+    def pace(self, seconds_left: SecondsLeft) -> Roofline[Any] | None:
         """What it can do at most, and the fixed work that is timed every few bursts, unless the device tells itself
-        when it is slow; None where neither is wanted. Raises TaskFailed or WorkerDied where it cannot be measured.
+        when it is slow; None where neither is wanted. `seconds_left` bounds every request to its worker. Raises
+        TaskFailed or WorkerDied where it cannot be measured.
         """
 
     def available_bytes(self) -> float:
@@ -137,6 +164,8 @@ class Cpu:
 
     timer = "perf_counter"
     disturbed_status = "noisy"
+    threads_of_processes = None  # kernels are tuned by timing them, and each has all cores
+    host_task = None
     start_seconds = 0.0  # prepare_seconds has room for it
     burst_seconds = BURST_SECONDS
 
@@ -158,9 +187,13 @@ class Cpu:
         """See Machine."""
         return devices.environment(self.threads)
 
-    def version(self, backend: str) -> str | None:
+    def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
-        return backends.version(backend)
+        return backends.version(point.backend)
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """See Machine: a row of a CPU holds whatever its version."""
+        return np.ones(len(table), bool)
 
     def process(self, backend: str) -> str:
         """One a backend: spinning threads of one would slow the next."""
@@ -179,12 +212,13 @@ class Cpu:
         """Nothing: a CPU is only watched as a whole."""
         return {}
 
-    def pace(self) -> CpuPace:
+    def pace(self, seconds_left: SecondsLeft) -> CpuPace:
         """A product, a sum over memory, what cores hand on; and the CPU's ceilings, measured when there are none."""
         worker = Worker(threads=self.threads, name="reference")
+        worker.seconds_left = seconds_left
 
         def find() -> Ceilings:
-            found: Ceilings = worker.call("latbench.backends.reference:find", self.threads)
+            found: Ceilings = worker.call("latbench.backends.reference:find", self.threads, timeout=CEILINGS_SECONDS)
             return found
 
         try:
@@ -240,6 +274,12 @@ class Summary:
     skipped: int
 
 
+def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
+    """Return what names one block of points after the other, none of them empty, in this order."""
+    left = iter(blocks)
+    return lambda table: next(left, [])
+
+
 class Stopped(Incomplete):
     """A sweep that was interrupted, or used up its time; `summary` is of what it measured."""
 
@@ -258,9 +298,11 @@ def run(
     wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
+    expected: int = 0,
 ) -> Summary:
     """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
-    block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`).
+    block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`). `expected`:
+    how many points `choose` will name altogether, where it names them by and by.
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read: at
@@ -270,7 +312,9 @@ def run(
     """
     with _alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
         here = _Here(bench)
-        return _carry_out(Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved), choose)
+        return _carry_out(
+            Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected), choose
+        )
 
 
 def spread(
@@ -285,6 +329,7 @@ def spread(
     wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
+    expected: int = 0,
 ) -> Summary:
     """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
 
@@ -293,7 +338,9 @@ def spread(
     # Who measures holds its own device; of writers there may be one a table.
     table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
     with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
-        return _carry_out(Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved), choose)
+        return _carry_out(
+            Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected), choose
+        )
 
 
 def _alone(
@@ -314,9 +361,10 @@ def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
     try:
-        while todo := sweep.remaining(choose(sweep.table())):
-            sweep.make_folder()
-            sweep.measure_all(todo)
+        while (wanted := sweep.new(choose(sweep.table()))) is not None:
+            if todo := sweep.remaining(wanted):
+                sweep.make_folder()
+                sweep.measure_all(todo)
             for chance in range(1, NOISY_CHANCES + 1):
                 again = [point for point in todo if sweep.statuses[point.id] in DISTURBED]
                 sweep.measure_all(again, chance)
@@ -349,6 +397,9 @@ class Where(Protocol):
     def device(self) -> str:
         """Its name in tables, the same for all."""
 
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """Of each row of a table, whether it timed versions that are there now."""
+
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """Measure `points` block by block and give `sweep.keep` the rows of each block. Raises TimeUsedUp when
         `sweep.check_time` does.
@@ -368,7 +419,9 @@ class Sweep:
         remeasure: bool,
         report: Callable[[Progress], None],
         saved: Callable[[], None],
+        expected: int = 0,
     ) -> None:
+        self._expected = expected
         self.finished = FINISHED if remeasure else (*FINISHED, "noisy")
         self.folder, self.where, self.seed, self.settings = folder, where, seed, settings
         self._report, self._saved = report, saved
@@ -379,6 +432,7 @@ class Sweep:
         self.growing = tables.Growing(folder, _CHOSEN_BY)
         self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
         self.total = 0
+        self._named: set[str] = set()  # every point that was ever wanted, by its id
         self.block = 0
         self.spikes: dict[str, float] = {}  # the median of each point that was one, by its id
         self.curves: dict[tuple[Any, ...], dict[float, float]] = {}  # medians by sparsity
@@ -389,7 +443,11 @@ class Sweep:
         return len(self.statuses) + len(self.skipped)
 
     def table(self) -> pd.DataFrame | None:
-        """The table so far; None while there is none."""
+        """The table so far, without rows of versions that are not here any more; None while there is none."""
+        table = self._every_row()
+        return None if table is None else table[self.where.current(table)]
+
+    def _every_row(self) -> pd.DataFrame | None:
         table = self.growing.frame()
         if table is None:
             return None
@@ -401,6 +459,15 @@ class Sweep:
             )
         return table
 
+    def new(self, points: Iterable[Point]) -> list[Point] | None:
+        """Return `points`, or None if none of them is wanted for the first time."""
+        wanted = list(points)
+        ids = {point.id for point in wanted}
+        if ids <= self._named:
+            return None
+        self._named |= ids
+        return wanted
+
     def remaining(self, points: Iterable[Point]) -> list[Point]:
         """Of `points` those without a finished row that this run has not tried yet."""
         wanted = {point.id: point for point in points}
@@ -408,8 +475,9 @@ class Sweep:
         finished = set() if table is None else set(table["point_id"][table["status"].isin(self.finished)])
         self.skipped |= (wanted.keys() & finished) - self.statuses.keys()
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
-        if table is not None and left:
-            self.newest |= tables.newest(table, left.keys())
+        every = self._every_row()
+        if table is not None and every is not None and left:
+            self.newest |= tables.newest(every, left.keys())
             self._recall(table, left.values())
         return list(left.values())
 
@@ -423,7 +491,8 @@ class Sweep:
 
     def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
         """Measure `points` block by block, for the first time or as their so many-th chance after that."""
-        self.total = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
+        named = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
+        self.total = max(self._expected, named)
         self.where.measure(points, self, chance)
 
     def seconds_left(self) -> float | None:
@@ -497,13 +566,17 @@ class _Here:
         self.device = bench.machine.device
         self.bench = bench
 
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """See Where."""
+        return self.bench.machine.current(table)
+
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where."""
         for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
-                    chunk, sweep.keep, chance=chance, tell=sweep.tell, check_time=sweep.check_time
+                    chunk, sweep.keep, chance=chance, tell=sweep.tell, seconds_left=sweep.seconds_left
                 )
 
 
@@ -516,7 +589,8 @@ class Bench:
 
     def __init__(self, machine: Machine, seed: int, settings: Settings) -> None:
         self.machine, self.seed, self.settings = machine, seed, settings
-        self.engines = _Engines(machine)
+        self._seconds_left: SecondsLeft = lambda: None
+        self.engines = _Engines(machine, lambda: self._seconds_left())
         self.environment = machine.environment()
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
@@ -525,7 +599,8 @@ class Bench:
         self.block = 0
         self.chance = 0
         self._tell: Callable[[str, int], None] = lambda activity, finished: None
-        self._check_time: Callable[[], None] = lambda: None
+        self._turn = threading.Lock()  # of the processes, on the device
+        self._stop = threading.Event()  # set when nothing more is to be prepared
 
     def __enter__(self) -> Self:
         return self
@@ -544,15 +619,15 @@ class Bench:
         *,
         chance: int = 0,
         tell: Callable[[str, int], None] = lambda activity, finished: None,
-        check_time: Callable[[], None] = lambda: None,
+        seconds_left: SecondsLeft = lambda: None,
     ) -> None:
         """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
         Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
         `chance`: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
-        points have an outcome; what `check_time` raises ends it.
+        points have an outcome. Raises TimeUsedUp when no `seconds_left` are left, also in the middle of a request.
         """
-        self.chance, self._tell, self._check_time = chance, tell, check_time
+        self.chance, self._tell, self._seconds_left = chance, tell, seconds_left
         rows: list[Row] = []
         started, watched = datetime.now(UTC), self.machine.watch()
         try:
@@ -568,15 +643,13 @@ class Bench:
 
     def _outcomes(self, points: list[Point]) -> Iterator[tuple[Point, _Outcome]]:
         """Each point with its timing, or with how it failed; as they finish."""
-        ready: dict[str, Point] = {}
-        for number, point in enumerate(points):
-            self._tell(f"preparing: {point}", 0)
-            failure = self._prepare(point)
-            if failure is None:
-                ready[str(number)] = point
-            else:
-                yield point, failure
-        done = len(points) - len(ready)
+        failed = set()
+        for number, failure in self._prepare_all(points):
+            if failure is not None:
+                failed.add(number)
+                yield points[number], failure
+        ready = {str(number): point for number, point in enumerate(points) if number not in failed}
+        done = len(failed)
         # What the death of a worker took along is prepared again here, or at the end of the burst that the death was
         # in: never in a burst of its own, where the time would count.
         failures = self._restore(ready)
@@ -630,16 +703,65 @@ class Bench:
         except (TaskFailed, WorkerDied) as error:
             self._tell(f"no roofline: {error}", 0)
 
+    def _prepare_all(self, points: Sequence[Point]) -> Iterator[tuple[int, _Outcome | None]]:
+        """The number of each point as it is ready (None) or has failed: one after the other, or side by side in the
+        processes of their engines where the machine has threads for them.
+        """
+        threads = self.machine.threads_of_processes
+        if threads is None:
+            for number, point in enumerate(points):
+                self._tell(f"preparing: {point}", 0)
+                yield number, self._prepare(point)
+            return
+        by_process: dict[str, list[int]] = {}
+        for number, point in enumerate(points):
+            by_process.setdefault(self.machine.process(point.backend), []).append(number)
+        ended: queue.SimpleQueue[tuple[int, _Outcome | BaseException | None]] = queue.SimpleQueue()
+        self._stop.clear()
+
+        def of_one_process(numbers: Sequence[int]) -> None:
+            for number in numbers:
+                try:
+                    ended.put((number, self._prepare(points[number])))
+                except BaseException as error:  # noqa: BLE001 - raised again by who waits for it
+                    ended.put((number, error))
+                    return
+
+        self._tell(f"preparing: {len(points)} points in {len(by_process)} processes", 0)
+        running = [threads.submit(of_one_process, numbers) for numbers in by_process.values()]
+        try:
+            for _ in points:
+                number, outcome = ended.get()
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                self._tell(f"preparing: {points[number]} is ready", 0)
+                yield number, outcome
+        except BaseException:
+            self._stop.set()
+            self.engines.kill()  # so that no thread waits for an answer any longer
+            raise
+        finally:
+            wait(running)
+            self._stop.clear()
+
     def _prepare(self, point: Point) -> _Outcome | None:
         """Get a point ready; if that cannot be, how it failed."""
         self._check_time()
         if (skipped := self._given_up(point)) is not None:
             return skipped
         try:
-            self.engines.prepare(point)
+            self.engines.prepare_on_host(point)
+            with self._turn:
+                self._check_time()
+                self.engines.prepare(point)
         except (TaskFailed, WorkerDied) as error:
             return self._failed(point, error)
         return None
+
+    def _check_time(self) -> None:
+        left = self._seconds_left()
+        if self._stop.is_set() or (left is not None and left <= 0):
+            raise TimeUsedUp
 
     def _restore(self, points: Mapping[str, Point]) -> dict[str, _Outcome]:
         """Prepare again those of `points` that were lost with their workers; how those failed that could not be."""
@@ -653,6 +775,8 @@ class Bench:
         return failures
 
     def _failed(self, point: Point, failure: TaskFailed | WorkerDied) -> _Outcome:
+        if isinstance(failure, WorkerDied) and failure.reason == "late":
+            raise TimeUsedUp
         if isinstance(failure, WorkerDied) and failure.reason in ("crash", "timeout"):
             self.deaths.setdefault(_kernel(point), []).append(str(failure))
         return _failed(failure)
@@ -675,13 +799,16 @@ class Bench:
         if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
             beside, slow_spell = self._beside(point, timing, prepared.facts)
             why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
+        facts = dict(prepared.facts)
+        families = facts.pop("kernel_families", None)
         flags = (
             "preempted" if timing.preempted else "",
             "slow_spell" if slow_spell else "",
             NO_ROOFLINE if self.engines.without_pace else "",
-            prepared.facts.get("flags"),
+            facts.get("flags"),
         )
         outcome = {
+            "backend_version": self.machine.version(point, families),
             "status": self._status(known, timing.preempted or slow_spell),
             "stop_reason": timing.stop_reason,
             "samples_seconds": timing.samples,
@@ -692,7 +819,7 @@ class Bench:
             "event_reasons": "+".join(timing.reasons),
             **beside,
             **self.machine.columns(timing.states),
-            **prepared.facts,
+            **facts,
             "flags": "+".join(flag for flag in flags if flag),
         }
         if why is not None:
@@ -740,7 +867,7 @@ class Bench:
             "env_id": self.environment["env_id"],
             "seq": seq,
             "started_at": started,
-            "backend_version": self.machine.version(point.backend),
+            "backend_version": self.machine.version(point),
             "device_uuid_hash": self.environment["device_uuid_hash"],
             "timer": self.machine.timer,
             "pinning": "none",
@@ -774,15 +901,16 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 
 
 class _Engines:
-    """A machine's workers, and in them the points of the block."""
+    """A machine's workers, and in them the points of the block. `seconds_left` bounds every request to them."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, seconds_left: SecondsLeft) -> None:
+        self.machine, self._seconds_left = machine, seconds_left
         self.pace: Roofline[Any] | None = None
         self.without_pace = False  # because it could not be had
         self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
         self._prepared: dict[Point, Prepared] = {}
+        self._served: dict[str, int] = {}  # the generation of each worker that was asked for a point
 
     def close(self) -> None:
         """End all workers."""
@@ -790,6 +918,11 @@ class _Engines:
             worker.close()
         if self.pace is not None:
             self.pace.close()
+
+    def kill(self) -> None:
+        """Kill the workers while other threads wait for their answers; whoever asks them next starts new ones."""
+        for worker in list(self._workers.values()):
+            worker.kill()
 
     def restart(self) -> None:
         """End the workers that have points; the next that is asked of them starts new ones."""
@@ -802,16 +935,30 @@ class _Engines:
         """
         if not self._asked_for_pace:
             self._asked_for_pace = self.without_pace = True
-            self.pace = self.machine.pace()
+            self.pace = self.machine.pace(self._seconds_left)
             self.without_pace = False
         if self.pace is not None:
             self.pace.turn()
 
+    def prepare_on_host(self, point: Point) -> None:
+        """Do what leaves the device alone, where the machine tells the two apart."""
+        if self.machine.host_task is not None:
+            worker = self._worker(point.backend)
+            worker.call(self.machine.host_task, point, timeout=self._prepare_seconds(worker))
+
     def prepare(self, point: Point) -> None:
         """Get the point ready in the worker of its engine."""
         worker = self._worker(point.backend)
-        seconds = self.machine.prepare_seconds + (0 if worker.generation else self.machine.start_seconds)
-        self._prepared[point] = worker.prepare(self.machine.task, point, timeout=seconds)
+        seconds = self._prepare_seconds(worker)
+        try:
+            self._prepared[point] = worker.prepare(self.machine.task, point, timeout=seconds)
+        finally:
+            self._served[worker.name] = worker.generation
+
+    def _prepare_seconds(self, worker: Worker) -> float:
+        """A process may take longer until it has been asked for its first point: it imports and starts the device."""
+        served = worker.generation and self._served.get(worker.name) == worker.generation
+        return self.machine.prepare_seconds + (0 if served else self.machine.start_seconds)
 
     def prepared(self, point: Point) -> Prepared:
         """The point as it was prepared last; its worker may be gone since."""
@@ -842,7 +989,8 @@ class _Engines:
     def _worker(self, backend: str) -> Worker:
         process = self.machine.process(backend)
         if process not in self._workers:
-            self._workers[process] = self.machine.worker(process)
+            self._workers[process] = worker = self.machine.worker(process)
+            worker.seconds_left = self._seconds_left
         return self._workers[process]
 
 

@@ -34,7 +34,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         wide = widened(y, point.dtype)
         return wide.transpose(3, 0, 1, 2) if convolution else wide
 
-    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, result)
+    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, result, families=plan.families)
 
 
 def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:

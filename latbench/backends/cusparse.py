@@ -31,6 +31,7 @@ _BASE_ZERO = 0
 _ROW_MAJOR = 2
 _NOT_TRANSPOSED = 0
 _ALGORITHM = {"csr": 6, "bsr": 14}  # CUSPARSE_SPMM_CSR_ALG2, for row-major operands; CUSPARSE_SPMM_BSR_ALG1
+_REFUSALS = (3, 4, 8, 10)  # invalid value, architecture mismatch, matrix type not supported, not supported
 _SONAMES = ("libcusparse.so.12", "libcusparse.so.11")
 
 
@@ -78,6 +79,8 @@ def _call(point: Point, packed: Any, arrays: Arrays, x: cupy.ndarray) -> Call:
         scratch = cupy.empty(max(1, cusparse.spMM_bufferSize(*arguments)), cupy.int8)
         cusparse.spMM(*arguments, scratch.data.ptr)
     except cusparse.CuSparseError as error:
+        if error.status not in _REFUSALS:  # it may work at another time
+            raise
         raise Unsupported(f"cuSPARSE refuses {point.kernel} for {point.pattern} on this device: {error}") from error
 
     def call() -> cupy.ndarray:

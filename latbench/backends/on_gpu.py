@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import sparse_kernels
 from latbench import devices
 from latbench.backends import Unsupported
 from latbench.gpu import drivers, layers, nvml, timing
@@ -44,43 +41,54 @@ UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine: its module, the packages of which one must be installed, the process that it shares with others."""
+    """An engine: its module, the packages of which one must be installed, the process that it shares with others.
+
+    `libraries`: by kernel, those whose version its times depend on ("" for every other kernel), by the names of
+    `latbench.gpu.libraries`. `packed`: the kernels that read weights in their pattern's format.
+    """
 
     module: str
     packages: tuple[str, ...]
     process: str
-    sources: str = ""  # a folder of ours whose content is part of the version
+    libraries: Mapping[str, tuple[str, ...]]
+    packed: tuple[str, ...] = ()
+    ours: bool = False
     captured: bool = True  # whether its launches can become a CUDA graph
 
+    @property
+    def package(self) -> str | None:
+        """The package that is installed; None if none is."""
+        return next((name for name in self.packages if devices.version(name)), None)
+
     def version(self) -> str | None:
-        """What stands in the table; None where no package is installed."""
-        found = next((version for name in self.packages if (version := devices.version(name))), None)
-        return found if found is None or not self.sources else f"{found}+{digest(self.sources)}"
+        """The version of that package."""
+        return None if self.package is None else devices.version(self.package)
 
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
+_BLAS = {"": ("cublas",)}
+_SPARSE_LT = dict.fromkeys(("cusparselt", "cusparselt_tuned"), ("cusparselt",))
+_BSR = dict.fromkeys(("bsr", "bsr_tuned"), ("triton",))
 
 # Each of our own may crash alone. Of other libraries those that are no baseline do not share the baseline's process.
 BACKENDS = {
-    "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch"),
-    "torch_sparse": Backend("latbench.backends.torch_sparse", ("torch",), "torch_sparse"),
+    "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch", {**_BLAS, "cudnn": ("cudnn",)}),
+    "torch_sparse": Backend(
+        "latbench.backends.torch_sparse", ("torch",), "torch_sparse",
+        {**_SPARSE_LT, **_BSR, "cutlass": ()}, packed=tuple(_BSR),
+    ),
     # CuPy refuses to call libraries while a stream is captured.
-    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers", captured=False),
-    "cusparse": Backend("latbench.backends.cusparse", _CUPY, "cupy_peers", captured=False),
-    "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", sources="cuda"),
+    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers", _BLAS, captured=False),
+    "cusparse": Backend(
+        "latbench.backends.cusparse", _CUPY, "cupy_peers", {"": ("cusparse",)}, packed=("csr", "bsr"), captured=False
+    ),
+    "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
     # Its launches go to the default stream, which cannot be captured.
     "numba_cuda": Backend(
-        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", sources="numba_cuda", captured=False
+        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvrtc",)}, packed=("auto",), ours=True,
+        captured=False,
     ),
-}
-
-
-@functools.cache
-def digest(folder: str) -> str:
-    """Eight digits that change with any source in a folder of sparse_kernels: changed kernels are other kernels."""
-    root = Path(sparse_kernels.__file__).parent / folder
-    files = sorted(path for path in root.iterdir() if path.suffix in (".py", ".cu", ".cuh"))
-    return hashlib.sha256(b"".join(path.name.encode() + path.read_bytes() for path in files)).hexdigest()[:8]
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ class GpuEngine:
 
     `float64` turns a host array into a float64 array of the engine's library on the device, and `result` what a call
     returns: (m, n) for a linear layer, (batch, c_out, out_h, out_w) for a convolution, in any memory order.
-    `parts`: into how many sums of the element type it may split a row's terms.
+    `parts`: into how many sums of the element type it may split a row's terms. `families`: our kernel families that
+    were tried until one ran it.
     """
 
     kernel: str
@@ -99,6 +108,7 @@ class GpuEngine:
     float64: Callable[[np.ndarray], Any]
     result: Callable[[Any], Any]
     parts: int = 1
+    families: tuple[str, ...] | None = None
 
 
 class Kept:
@@ -115,11 +125,20 @@ class Kept:
         self.last = self._call()
 
 
+def draw(point: Point) -> None:
+    """Draw and pack the weight of `point`, which leaves the GPU alone; `prepare` finds it done."""
+    if point.pattern.refuses(point.shape) is None:
+        layer = layers.synthetic_layer(point)
+        if point.kernel in BACKENDS[point.backend].packed:
+            _ = layer.packed
+
+
 def prepare(point: Point) -> Timed:
     """Build `point` in this process, check what it computes, and get it ready to be timed.
 
-    Raises Unsupported where pattern, engine or timing mode do not do it, and oracle.WrongResult where a copy's result
-    is further from the float64 product than the element type explains.
+    Raises Unsupported where pattern or engine do not do it, timing.NotCaptured where a library will not become a CUDA
+    graph (which may be a fault of this moment, and is tried again), and oracle.WrongResult where a copy's result is
+    further from the float64 product than the element type explains.
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
@@ -133,16 +152,6 @@ def prepare(point: Point) -> Timed:
         timer.run()
         error = check(point, layer, engine, [call.last for call in calls])
     return Timed(timer, {**_facts(point, layer, engine), "max_rel_err": error})
-
-
-def load(modules: Sequence[str]) -> None:
-    """Import modules of engines and start CUDA, so that the first point need not wait for it."""
-    for module in modules:
-        importlib.import_module(module)
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.synchronize()
-    elif "cupy" in sys.modules:
-        sys.modules["cupy"].cuda.Device().synchronize()
 
 
 class Timed:
@@ -218,7 +227,9 @@ def _timer(point: Point, engine: GpuEngine, calls: Sequence[Kept]) -> EventTimer
     try:
         return timing.prepare(calls, engine.driver, mode, watch=_watch())
     except timing.NotCaptured as error:
-        raise Unsupported(f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}") from error
+        raise timing.NotCaptured(
+            f"{engine.kernel} cannot be captured into a CUDA graph: {_first_line(error)}"
+        ) from error
 
 
 @functools.cache
@@ -239,6 +250,7 @@ def _facts(point: Point, layer: GpuLayer, engine: GpuEngine) -> dict[str, Any]:
         "bytes_min": engine.weight_bytes + 2 * (inputs_read(point.shape, layer.mask) + m * n),
         "weight_copies": len(engine.calls) if point.cache_mode == "rotated" else 1,
         "flags": IN_L2 if stays else "",
+        **({} if engine.families is None else {"kernel_families": engine.families}),
     }
 
 

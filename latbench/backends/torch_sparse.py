@@ -123,6 +123,8 @@ def _try(point: Point, run: Callable[[], Result]) -> Result:
     try:
         with torch.no_grad():
             return run()
+    except torch.OutOfMemoryError:  # says nothing of what torch supports, and is tried again
+        raise
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise Unsupported(f"torch {point.kernel}: {error}") from error
 

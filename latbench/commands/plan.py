@@ -16,7 +16,7 @@ from latbench.commands.sweep import (
     cpu_backends,
     duration,
     estimates,
-    gpu_points,
+    gpu_blocks,
 )
 
 
@@ -74,9 +74,10 @@ def plan(
                 tune=tune, bf16=bf16, usual=usual,
             )  # fmt: skip
         else:
-            points = gpu_points(
+            blocks = gpu_blocks(
                 device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive
             )
+            points = [point for block in blocks for point in block]
         return Adaptive(points).anchors if adaptive else points
 
     def in_seconds(points: list[planning.Point]) -> float:
@@ -135,7 +136,7 @@ def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
     """
     from latbench.backends import on_gpu
     from latbench.gpu import discovery, names
-    from latbench.gpu.machine import installed
+    from latbench.gpu.installation import installed
 
     asked = names.parse(wanted)
     here = discovery.gpus()[0]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from cost_models import Adaptive
     from latbench.commands.live import Tell
+    from latbench.gpu.machine import GpuMachine
     from latbench.places import Place
     from latbench.plan import Point
     from latbench.sweep import Progress, Summary
@@ -38,6 +39,11 @@ GPU_HELP = (
 ON_HELP = (
     "ray: measure on all nodes of a Ray cluster (RAY_ADDRESS names it) that have the GPU, or no GPU (--cpu); "
     "slurm: in jobs of a Slurm cluster that have a node each for themselves."
+)
+QUICK_SECONDS = 300.0
+QUICK_HELP = (
+    "Measure only the points that tell most about a GPU, about five minutes. The same command without --quick "
+    "goes on from there."
 )
 SESSIONS_HELP = (
     "Measure each point in so many processes, one after the other, so that no time hangs on where things lie in the "
@@ -58,6 +64,7 @@ def sweep(
     ] = None,
     time_budget: Annotated[str | None, typer.Option(help="Stop after about so long: 90s, 10m, 1.5h.")] = None,
     wait: Annotated[str, typer.Option(help="How long to wait for another that measures on the same device.")] = "10m",
+    quick: Annotated[bool, typer.Option("--quick", help=QUICK_HELP)] = False,
     adaptive: Annotated[bool, typer.Option("--adaptive", help=ADAPTIVE_HELP)] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of each engine; by default all cores.")] = None,
     patterns: Annotated[list[str] | None, typer.Option(help="Such as dense,vector:32,nm:2:4.")] = None,
@@ -85,17 +92,28 @@ def sweep(
         )
     if gpu is not None:
         check_ours([], tune=tune, bf16=bf16)
+    if quick and (gpu is None or adaptive or on is not None):
+        raise UsageError("--quick is for --gpu on this machine, without --adaptive; otherwise use --time-budget 5m")
     if slurm and on != "slurm":
         raise UsageError("--slurm is for a sweep with --on slurm")
     _end_as_by_ctrl_c()
     with contextlib.ExitStack() as stack:
-        target = _here(gpu, threads, sessions) if on is None else _elsewhere(on, gpu, threads, how, slurm or [])
+        blocks = None
+        if on is not None:
+            target = _elsewhere(on, gpu, threads, how, slurm or [])
+        elif gpu is not None:
+            target = _gpu_here(gpu, backends or [], how)
+        else:
+            target = _cpu_here(threads, sessions)
         stack.callback(target.close)
         if gpu is not None:
-            points = gpu_points(
+            blocks = gpu_blocks(
                 target.device, workload or [], patterns or [], sparsities or [], backends or [], target.backends,
                 target.where, seed=seed, adaptive=adaptive,
             )  # fmt: skip
+            if quick:
+                blocks = within(blocks, QUICK_SECONDS)
+            points = [point for block in blocks for point in block]
         else:
             engines = cpu_backends(backends or [], target.backends, target.where)
             check_ours(engines, tune=tune, bf16=bf16)
@@ -104,7 +122,8 @@ def sweep(
                 device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
                 usual=plan.FINE_SPARSITIES if adaptive else plan.SPARSITIES,
             )  # fmt: skip
-        _run(output, points, target, how)
+        # Blocks in their order are for one machine: the nodes of a cluster measure many at the same time.
+        _run(output, points, target, how, blocks if on is None and not adaptive else None)
 
 
 @dataclass(frozen=True)
@@ -124,25 +143,64 @@ class Target:
     gpu: bool = False
 
 
-def _here(gpu: str | None, threads: int | None, sessions: int) -> Target:
-    """This machine's CPU, or a GPU of it. Raises UsageError for more threads than processors."""
+def _cpu_here(threads: int | None, sessions: int) -> Target:
+    """Return this machine's CPU. Raises UsageError for more threads than processors."""
     from latbench import backends, devices
     from latbench import sweep as sweeping
     from latbench.errors import UsageError
 
-    if gpu is None:
-        if threads is not None and threads > (most := len(devices.allowed())):
-            raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-        cpu = sweeping.Cpu(threads or devices.cores())
-        there = [name for name, version in backends.available().items() if version is not None]
-        run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
-        return Target(cpu.device, cpu.threads, there, run)
-    from latbench.gpu import discovery
-    from latbench.gpu.machine import SETTINGS, GpuMachine, installed
+    if threads is not None and threads > (most := len(devices.allowed())):
+        raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
+    cpu = sweeping.Cpu(threads or devices.cores())
+    there = [name for name, version in backends.available().items() if version is not None]
+    run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
+    return Target(cpu.device, cpu.threads, there, run)
 
-    machine = GpuMachine(discovery.find_gpu(gpu))
-    run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=sessions))
-    return Target(machine.device, 1, installed(), run, gpu=True)
+
+def _gpu_here(wanted: str, given: Sequence[str], how: How) -> Target:
+    """Return a GPU of this machine, with the engines that can use it. Raises EnvironmentUnusable where the GPU is not
+    here, or where an engine that is needed cannot use it.
+    """
+    from latbench import sweep as sweeping
+    from latbench.gpu import discovery
+    from latbench.gpu.installation import installed
+    from latbench.gpu.machine import SETTINGS, GpuMachine
+
+    machine = GpuMachine(discovery.find_gpu(wanted))
+    try:
+        there = installed() if how.dry_run else _ready(machine, given)
+    except BaseException:
+        machine.close()
+        raise
+    run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=how.sessions))
+    return Target(machine.device, 1, there, run, machine.close, gpu=True)
+
+
+def _ready(machine: GpuMachine, given: Sequence[str]) -> list[str]:
+    """Start the engines that are `given`, or all that are installed, and return those that can use the GPU.
+
+    stderr hears why others are left out. Raises EnvironmentUnusable where one of those that are needed cannot: of
+    those given by name each, otherwise the dense baseline and our kernels.
+    """
+    from latbench.backends.on_gpu import BACKENDS
+    from latbench.errors import EnvironmentUnusable
+    from latbench.gpu.installation import NEEDED, installed, missing
+
+    named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
+    by_name = bool(named) and len(named) < len(BACKENDS)
+    refusals = missing(machine.gpu)
+    wanted = named if by_name else list(installed())
+    typer.echo(f"latbench: starting {', '.join(wanted) or 'nothing'} on {machine.gpu.name}", err=True)
+    refusals |= machine.start([name for name in wanted if name not in refusals])
+    for name in named if by_name else NEEDED:
+        if name in refusals:
+            others = [other for other in wanted if other not in refusals]
+            instead = f"; to measure without it: --backends {','.join(others)}" if others and not by_name else ""
+            raise EnvironmentUnusable(f"{name} cannot use {machine.gpu.name}: {refusals[name]}{instead}")
+    for name, reason in refusals.items():
+        if name in wanted or not by_name:
+            typer.echo(f"latbench: {name} is left out: {reason}", err=True)
+    return [name for name in wanted if name not in refusals]
 
 
 def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options: Sequence[str]) -> Target:
@@ -178,7 +236,9 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     threads = threads or common.cores
     one = ("latbench.sweep:Cpu", threads) if gpu is None else ("latbench.nodes:gpu_machine", gpu)
     machine = ("latbench.nodes:machine_like", common, gpu, one)
-    where = nodes.Elsewhere(cluster, common.device, machine, how.seed, settings, how.wait_seconds)
+    where = nodes.Elsewhere(
+        cluster, common.device, machine, how.seed, settings, how.wait_seconds, current=common.current
+    )
     run = functools.partial(sweeping.spread, elsewhere=where, settings=settings)
 
     def close() -> None:
@@ -217,28 +277,40 @@ def parse_duration(text: str) -> float:
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-def gpu_points(
+def gpu_blocks(
     device: str, names: Sequence[str], specs: Sequence[str], texts: Sequence[str], backends: Sequence[str],
     there: Collection[str], where: str, *, seed: int = 0, adaptive: bool = False,
-) -> list[Point]:  # fmt: skip
-    """The points of a GPU that a command line asks for by workloads, patterns, sparsities and backends; `there` are
-    the backends that are installed `where` it is measured.
+) -> list[list[Point]]:  # fmt: skip
+    """Return the points of a GPU that a command line asks for by workloads, patterns, sparsities and backends, in
+    blocks, the most telling first; `there` are the backends that can be used `where` it is measured.
     """
     from latbench import plan, workloads
     from latbench.backends import on_gpu
     from latbench.gpu import points as on_gpus
 
-    usual = plan.FINE_SPARSITIES if adaptive else on_gpus.SPARSITIES
     needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
-    return on_gpus.points(
-        shapes,
+    sparsities = plan.FINE_SPARSITIES if adaptive else None
+    return on_gpus.staged(
+        shapes if names else [*on_gpus.standard_shapes(), *shapes],
         device,
         backends=_named(backends or ["all"], needed, there, where),
         patterns=plan.parse_patterns(specs) if specs else None,
-        sparsities=plan.parse_sparsities(texts) if texts else usual,
+        sparsities=plan.parse_sparsities(texts) if texts else sparsities,
         seed=seed,
     )
+
+
+def within(blocks: Sequence[list[Point]], seconds: float) -> list[list[Point]]:
+    """Return the first of `blocks` of a GPU that take about so many seconds together; one at least."""
+    from latbench.gpu import estimate
+
+    points: list[Point] = []
+    for number, block in enumerate(blocks):
+        points += block
+        if number and estimate.seconds(points) > seconds:
+            return list(blocks[:number])
+    return list(blocks)
 
 
 def estimates(gpu: bool) -> tuple[Callable[[Sequence[Point]], float], Callable[[Sequence[Point]], int], str]:
@@ -257,6 +329,7 @@ def _run(
     points: list[Point],
     target: Target,
     how: How,
+    blocks: Sequence[list[Point]] | None = None,
 ) -> None:
     import json
 
@@ -284,7 +357,14 @@ def _run(
         typer.echo(f"latbench: about {duration(seconds)} and {size / 1e6:.1f} MB of disk: {assumed}", err=True)
         return
     folder = places.at(output or Path("latbench-tables") / target.device)
-    _measure(folder, points, target, how)
+    if target.gpu:
+        about = duration(how.sessions * estimates(True)[0](points))
+        typer.echo(
+            f"latbench: {len(points)} points, about {about} without those that {folder} has; an interrupted sweep "
+            "goes on when it is repeated",
+            err=True,
+        )
+    _measure(folder, points, target, how, blocks)
 
 
 def _chooser(points: Sequence[Point]) -> Adaptive:
@@ -364,7 +444,9 @@ def _end_as_by_ctrl_c() -> None:
             signal.signal(end, signal.default_int_handler)
 
 
-def _measure(folder: Place, points: list[Point], target: Target, how: How) -> None:
+def _measure(
+    folder: Place, points: list[Point], target: Target, how: How, blocks: Sequence[list[Point]] | None = None
+) -> None:
     import json
     import time
 
@@ -374,6 +456,8 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
 
     chooser = _chooser(points) if how.adaptive else None
     choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
+    if blocks is not None:
+        choose = sweeping.in_order(blocks)
     began = time.monotonic()
     stopped: sweeping.Stopped | None = None
     try:
@@ -386,6 +470,7 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
                 remeasure=how.remeasure,
                 wait_seconds=how.wait_seconds,
                 report=_with_time_left(tell, how.time_budget),
+                expected=0 if blocks is None else len(points),
             )
     except sweeping.Stopped as error:
         stopped, summary = error, error.summary
@@ -406,6 +491,26 @@ def _measure(folder: Place, points: list[Point], target: Target, how: How) -> No
         _tell(folder, points, summary, frame)
     if stopped is not None:
         raise stopped
+    refuse_without_times(frame, points)
+
+
+def refuse_without_times(frame: pd.DataFrame | None, points: Sequence[Point]) -> None:
+    """Raise EnvironmentUnusable where a sweep that went on to its end has no time for any of `points`: what failed
+    most often is what is wrong with the machine, or with the request.
+    """
+    from latbench import tables
+    from latbench.errors import EnvironmentUnusable
+
+    keys = {point.id for point in points}
+    rows = None if frame is None else frame[frame["point_id"].isin(keys)]
+    if rows is None or rows.empty or len(tables.timed(rows)):
+        return
+    latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
+    reasons = (latest["status"] + ": " + latest["error"].fillna("no reason was given")).value_counts()
+    raise EnvironmentUnusable(
+        f"nothing could be timed: {len(latest)} of {len(points)} points failed, {reasons.iloc[0]} of them with "
+        f"{reasons.index[0]}"
+    )
 
 
 def _document(

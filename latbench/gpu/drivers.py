@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from typing import Any
 
 from latbench.gpu.timing import FLUSH_TIMES_L2, Call, Driver
 
+STREAMS = 32  # of torch's pool: c10/cuda/CUDAStream.cpp, kStreamsPerPool
 BFLOAT16_NAN = 0xFFFF  # CuPy holds the bits of bfloat16 as uint16
 
 
@@ -26,6 +28,7 @@ class TorchDriver:
         self._stream = torch.cuda.Stream()  # the default stream cannot be captured
         self.use()
         self._buffer = torch.empty(FLUSH_TIMES_L2 * self.l2_bytes, dtype=torch.int8, device="cuda")
+        self._captured_on: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # graphs, by stream
 
     def use(self) -> None:
         """Make its stream the current one."""
@@ -48,12 +51,24 @@ class TorchDriver:
     def capture(self, work: Call) -> Call:
         """See Driver."""
         graph = self._torch.cuda.CUDAGraph()
-        # A stream of its own: with a graph torch 2.12 frees the workspace of the stream that it was captured on, and
-        # other graphs of that stream would go on using it.
-        with self._torch.cuda.graph(graph, stream=self._torch.cuda.Stream()):
+        stream = self._unused_stream()
+        with self._torch.cuda.graph(graph, stream=stream):
             work()
-        replay: Call = graph.replay
+        self._captured_on[stream.cuda_stream] = graph
+        replay: Call = graph.replay  # holds the graph
         return replay
+
+    def _unused_stream(self) -> Any:
+        """Return a stream on which no living graph was captured. Raise RuntimeError where there is none.
+
+        With a graph, torch since 2.12 frees the cuBLAS workspace of its stream, and other graphs of that stream would
+        go on using it (pytorch #193402). torch hands out the streams of a pool in turn, again and again.
+        """
+        for _ in range(STREAMS):
+            stream = self._torch.cuda.Stream()
+            if stream.cuda_stream not in self._captured_on:
+                return stream
+        raise RuntimeError(f"{STREAMS} graphs of torch are in use, and it has no more streams: sweep fewer at a time")
 
     def spoil(self, result: Any) -> None:
         """See Driver."""

@@ -8,12 +8,13 @@ start.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from latbench import plan
 from latbench.backends.on_gpu import BACKENDS
 from latbench.gpu.machine import SETTINGS
 from latbench.plan import Point
+from sparse_kernels.shapes import Shape
 
 ASSUMED = "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
 
@@ -29,7 +30,7 @@ _SAMPLES = 400  # of a row: a dozen bursts of a few dozen
 
 # Of the two float64 products of a check. Chips that are not made for float64 have a sixty-fourth of their rate.
 _CHECKED_FLOP_PER_SECOND, _SLOWLY_CHECKED = 5e12, 2.5e11
-_MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200"}
+_MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb200"}
 
 
 def seconds(wanted: Iterable[Point]) -> float:
@@ -41,22 +42,39 @@ def seconds(wanted: Iterable[Point]) -> float:
         return 0.0
     processes = {BACKENDS[point.backend].process for point in every}
     kernels = {
-        (point.backend, point.shape.op, point.pattern, point.dtype) for point in every
-        if BACKENDS[point.backend].sources
-    }  # fmt: skip
-    weights = {(point.shape, point.pattern, point.sparsity): point.shape.m * point.shape.k for point in every}
-    tuned = sum(point.kernel.endswith("_tuned") for point in every)
-    checks = sum(2 * 2 * math.prod((point.shape.m, point.shape.k, point.shape.n)) for point in every)
-    fast = _MADE_FOR_FLOAT64.intersection(every[0].device.split("-"))
+        (point.backend, point.shape.op, point.pattern, point.dtype) for point in every if BACKENDS[point.backend].ours
+    }
+    by_shape: dict[Shape, list[Point]] = {}
+    for point in every:
+        by_shape.setdefault(point.shape, []).append(point)
+    rate = _CHECKED_FLOP_PER_SECOND if _MADE_FOR_FLOAT64.intersection(every[0].device.split("-")) else _SLOWLY_CHECKED
     return (
-        _START_SECONDS * (len(processes) + 1)
+        _START_SECONDS * 2  # processes start together: those of the engines, and those beside them
         + _CEILINGS_SECONDS
         + _COMPILE_SECONDS * len(kernels)
-        + _TUNE_SECONDS * tuned
-        + sum(weights.values()) / _HOST_ELEMENTS_PER_SECOND
-        + (_READY_SECONDS + SETTINGS.max_seconds) * len(every)
-        + checks / (_CHECKED_FLOP_PER_SECOND if fast else _SLOWLY_CHECKED)
+        + sum(_preparing(points, processes, rate) for points in by_shape.values())
+        + SETTINGS.max_seconds * len(every)
     )
+
+
+def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -> float:
+    """Seconds to prepare points of one shape: on the GPU they take turns, on the host processes run side by side."""
+    shape = points[0].shape
+    check = 2 * 2 * math.prod((shape.m, shape.k, shape.n)) / rate
+    on_gpu = {
+        process: sum(
+            _READY_SECONDS + check + _TUNE_SECONDS * point.kernel.endswith("_tuned")
+            for point in points if BACKENDS[point.backend].process == process
+        )
+        for process in processes
+    }  # fmt: skip
+    weights = {
+        process: len({(p.pattern, p.sparsity) for p in points if BACKENDS[p.backend].process == process})
+        for process in processes
+    }
+    drawing = shape.m * shape.k / _HOST_ELEMENTS_PER_SECOND
+    alone = max(on_gpu[process] + drawing * weights[process] for process in processes)
+    return max(sum(on_gpu.values()), alone)
 
 
 def table_bytes(wanted: Iterable[Point]) -> int:

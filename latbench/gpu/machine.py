@@ -3,33 +3,51 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from latbench import devices
+from latbench.backends.gpu_probe import Probed
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
-from latbench.gpu import nvml, roofline
+from latbench.environments import env_id
+from latbench.gpu import libraries, nvml, roofline
 from latbench.gpu.ceilings import GpuCeilings
+from latbench.gpu.installation import installed, refused_by_driver
 from latbench.gpu.names import Gpu
 from latbench.gpu.roofline import GpuPace
 from latbench.gpu.timing import ROTATED_TIMES_L2
+from latbench.gpu.versions import DRIVER, Versions
 from latbench.plan import Point
-from latbench.runners.local import Worker, WorkerDied
-from latbench.sweep import Settings
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.sweep import SecondsLeft, Settings
+from sparse_kernels.cuda.machine import architectures_of
+from sparse_kernels.registry import NoDevice
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 """A GPU alone repeats itself within a percent; a burst is a few batches."""
+
+_BESIDE = ("ceilings", "reference")  # processes that time no point
+MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
 _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
 
 
 class GpuMachine:
-    """One GPU of this machine."""
+    """One GPU of this machine. `close` it when nothing measures there any more."""
 
     task = "latbench.backends.on_gpu:prepare"
+    host_task = "latbench.backends.on_gpu:draw"
     timer = "cuda_event"
     disturbed_status = "throttled"
     start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
@@ -39,32 +57,96 @@ class GpuMachine:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.device = gpu, gpu.device
         self._started: dict[str, Worker] = {}  # that nobody has asked for yet
+        self._loading: dict[str, Future[None]] = {}  # of those, what they do just now
+        self._threads: ThreadPoolExecutor | None = None
+        self._libraries: dict[str, str | None] = libraries.versions()
+        self._architecture: str | None = None
 
-    def start(self, backends: Iterable[str]) -> None:
-        """Start the processes of these backends and of the ceilings at the same time: each takes five to ten seconds
-        to import what it needs and to start CUDA, one after the other the better part of a minute.
+    @property
+    def threads_of_processes(self) -> ThreadPoolExecutor:
+        """See Machine."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MOST_PROCESSES, "latbench-gpu")
+        return self._threads
+
+    def start(self, backends: Iterable[str]) -> dict[str, str]:
+        """Start the processes of these backends, of the ceilings and of the reference at the same time, and ask each
+        backend for a small result on the GPU. One process takes five to ten seconds to import what it needs and to
+        start CUDA.
+
+        Returns
+        -------
+        dict
+            Why a backend cannot be used, in a sentence, by backend; without those that can.
         """
-        modules = {"ceilings": [GpuPace.module], "reference": [GpuPace.module]}
+        refusals = refused_by_driver(self.gpu, backends)
+        names: dict[str, list[str]] = {}
         for backend in backends:
-            modules.setdefault(self.process(backend), []).append(BACKENDS[backend].module)
-        for process, needed in modules.items():
-            worker = self.worker(process)
-            with contextlib.suppress(WorkerDied):  # whoever needs it hears of it
-                worker.begin("latbench.backends.on_gpu:load", needed)
-            self._started[process] = worker
+            if backend not in refusals:
+                names.setdefault(self.process(backend), []).append(backend)
+        self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
+        threads = self.threads_of_processes
+        self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
+        for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
+            if isinstance(found, str):
+                refusals |= dict.fromkeys(names[process], found)
+                continue
+            refusals |= found.refusals
+            self._libraries |= {name: version for name, version in found.libraries.items() if version is not None}
+            self._architecture = found.architecture or self._architecture
+        self._forget()
+        return refusals
+
+    def _load(self, worker: Worker) -> None:
+        seconds = self.start_seconds + self.prepare_seconds
+        with contextlib.suppress(TaskFailed, WorkerDied):  # whoever needs it hears of it
+            worker.call("latbench.backends.gpu_probe:load", [GpuPace.module], timeout=seconds)
+
+    def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
+        seconds = self.start_seconds + self.prepare_seconds
+        try:
+            found: Probed = self._started[process].call(
+                "latbench.backends.gpu_probe:probe", backends, timeout=seconds
+            )
+        except (TaskFailed, WorkerDied) as error:
+            return str(error)
+        return found
 
     def close(self) -> None:
         """End what was started and not asked for."""
+        for worker in self._started.values():
+            worker.kill()  # another thread may wait for its answer
+        wait(self._loading.values())
+        self._loading.clear()
         while self._started:
             self._started.popitem()[1].close()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
 
     def environment(self) -> dict[str, Any]:
-        """See Machine."""
-        return nvml.environment(self.gpu)
+        """See Machine: with the versions of the libraries that the processes have loaded."""
+        row = {**nvml.environment(self.gpu), **self._libraries}
+        del row["env_id"]
+        return {"env_id": env_id(row), **row}
 
-    def version(self, backend: str) -> str | None:
-        """What stands in the column backend_version: of our kernels it changes with their sources."""
-        return BACKENDS[backend].version()
+    @functools.cached_property
+    def versions(self) -> Versions:
+        """What the times of a row depend on; after `start` as the processes have loaded it."""
+        facts = nvml.environment(self.gpu)
+        architecture = self._architecture or architecture_of(facts["compute_capability"])
+        return Versions(installed(), {**self._libraries, DRIVER: facts["driver"]}, architecture)
+
+    def _forget(self) -> None:
+        self.__dict__.pop("versions", None)
+
+    def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
+        """See Machine."""
+        return self.versions.text(point, families)
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """See Machine."""
+        return self.versions.current(table)
 
     def process(self, backend: str) -> str:
         """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
@@ -73,6 +155,7 @@ class GpuMachine:
     def worker(self, process: str) -> Worker:
         """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
         if process in self._started:
+            wait([self._loading.pop(process)] if process in self._loading else [])
             return self._started.pop(process)
         environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
         return Worker(threads=devices.cores(), name=process, environment=environment)
@@ -90,7 +173,7 @@ class GpuMachine:
         """See Machine."""
         return nvml.columns(states)
 
-    def pace(self) -> GpuPace:
+    def pace(self, seconds_left: SecondsLeft) -> GpuPace:
         """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
 
         Beside them clocks and event reasons come with every burst.
@@ -98,11 +181,14 @@ class GpuMachine:
 
         def find() -> GpuCeilings:
             with self.worker("ceilings") as worker:  # whose memory is others' again at once
+                worker.seconds_left = seconds_left
                 seconds = self.start_seconds + self.prepare_seconds
                 found: GpuCeilings = worker.call("latbench.backends.gpu_reference:find", timeout=seconds)
             return found
 
-        return GpuPace(self.worker("reference"), roofline.kept(self.environment(), find))
+        reference = self.worker("reference")
+        reference.seconds_left = seconds_left
+        return GpuPace(reference, roofline.kept(self.environment(), find))
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""
@@ -117,10 +203,15 @@ class GpuMachine:
         return float(min(MOST_COPIES[point.launch_mode] * each, 2 * each + ROTATED_TIMES_L2 * _LARGEST_L2))
 
 
-def installed() -> dict[str, str]:
-    """The backends whose packages are installed here, with their versions."""
-    versions = {name: backend.version() for name, backend in BACKENDS.items()}
-    return {name: version for name, version in versions.items() if version is not None}
+def architecture_of(compute_capability: str | None) -> str | None:
+    """What our kernels are compiled for on a GPU ("9.0"); None where there are none, or where it is not known."""
+    if compute_capability is None:
+        return None
+    major, minor = compute_capability.split(".")
+    try:
+        return architectures_of((int(major), int(minor)))[0]
+    except NoDevice:
+        return None
 
 
 def repository_on_path() -> None:

@@ -6,7 +6,7 @@ in a CUDA graph (see `latbench.gpu.timing`), where a library can be captured.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from latbench import workloads
@@ -47,6 +47,9 @@ CUTLASS: tuple[Kernel, ...] = (
 BSR: tuple[Kernel, ...] = (("torch_sparse", "bsr", "feature_major"), ("cusparse", "bsr", "feature_major"))
 BSR_TUNED: tuple[Kernel, ...] = (("torch_sparse", "bsr_tuned", "feature_major"),)
 CSR: tuple[Kernel, ...] = (("cusparse", "csr", "feature_major"),)
+
+SMOKE_LINEAR = LinearShape(512, 1024, 256)
+SMOKE_CONV = Conv2dShape(16, 64, 14, 14, 128, 3, 3, padding=(1, 1))
 
 LARGE = (
     LinearShape(4096, 4096, 2048),
@@ -147,15 +150,85 @@ def standard_shapes() -> list[Shape]:
     return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
+def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+    """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
+    found: dict[tuple[object, ...], Point] = {}
+    for shape in (SMOKE_LINEAR, SMOKE_CONV):
+        for each in wished(device, shape, _wishes(shape), backends, seed):
+            ours = each.pattern if BACKENDS[each.backend].ours else None
+            found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
+    return list(found.values())
+
+
 def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
-    """The standard sweep: blocks of one shape each, MOST_POINTS at most, a tier of all shapes after the other."""
+    """The standard sweep: the first MOST_POINTS of `staged` on the standard shapes, without its last tier."""
+    blocks: list[list[Point]] = []
+    left = MOST_POINTS
+    for block in _tiers(standard_shapes(), device, backends, _wishes, seed):
+        if left > 0:
+            blocks.append(block[:left])
+            left -= len(block)
+    return blocks
+
+
+def staged(
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
+    patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
+) -> list[list[Point]]:  # fmt: skip
+    """Every point of every distinct shape, in blocks of one shape each, the most telling first.
+
+    Parameters
+    ----------
+    shapes
+        Layers, the most telling first.
+    device
+        Its name in tables.
+    backends
+        Those that are used: dense by all libraries, each pattern by our kernels and by its peers.
+    patterns
+        By default those of the wishes; one that no wish names is measured by our kernels.
+    sparsities
+        By default each wish's own first and, in a last tier, SPARSITIES.
+    seed
+        Of the synthetic weights.
+
+    Returns
+    -------
+    list of list of Point
+        BLOCK_POINTS at most in each, no point twice.
+    """
+
+    def chosen(shape: Shape) -> list[Wish]:
+        wishes = list(_wishes(shape))
+        last = max(wish.tier for wish in wishes) + 1
+        given = SPARSITIES if sparsities is None else tuple(sparsities)
+        everywhere = [replace(wish, tier=last, sparsities=given, shapes=()) for wish in wishes]
+        if sparsities is not None:
+            wishes = [replace(wish, sparsities=given) for wish in wishes]
+        wishes += everywhere
+        if patterns is None:
+            return wishes
+        others = _unforeseen(shape, wishes, patterns, given)
+        return [*(wish for wish in wishes if wish.pattern in patterns), *others]
+
+    return _tiers(shapes, device, backends, chosen, seed)
+
+
+def _tiers(
+    shapes: Iterable[Shape],
+    device: str,
+    backends: Collection[str],
+    chosen: Callable[[Shape], Sequence[Wish]],
+    seed: int,
+) -> list[list[Point]]:
+    """Blocks of one shape each, a tier of all shapes after the other."""
+    wishes = {shape: chosen(shape) for shape in dict.fromkeys(shapes)}
     blocks: list[list[Point]] = []
     seen: set[Point] = set()
-    for tier in sorted({wish.tier for wish in (*LINEAR_WISHES, *CONV_WISHES)}):
-        for shape in standard_shapes():
-            chosen = [wish for wish in _wishes(shape) if wish.tier == tier and shape in (wish.shapes or (shape,))]
-            found = [each for each in wished(device, shape, chosen, backends, seed) if each not in seen]
-            found = found[: MOST_POINTS - len(seen)]
+    for tier in sorted({wish.tier for of_shape in wishes.values() for wish in of_shape}):
+        for shape, of_shape in wishes.items():
+            here = [wish for wish in of_shape if wish.tier == tier and shape in (wish.shapes or (shape,))]
+            found = [each for each in wished(device, shape, here, backends, seed) if each not in seen]
             seen.update(found)
             parts = -(-len(found) // BLOCK_POINTS)
             blocks += [found[len(found) * i // parts : len(found) * (i + 1) // parts] for i in range(parts)]
@@ -164,21 +237,6 @@ def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -
 
 def _wishes(shape: Shape) -> tuple[Wish, ...]:
     return CONV_WISHES if isinstance(shape, Conv2dShape) else LINEAR_WISHES
-
-
-def points(
-    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
-    patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] = SPARSITIES, seed: int = 0,
-) -> list[Point]:  # fmt: skip
-    """Every point of every distinct shape: dense by all libraries, each pattern by ours and by its peers."""
-    found: dict[Point, None] = {}
-    for shape in dict.fromkeys(shapes):
-        chosen = [replace(wish, sparsities=tuple(sparsities)) for wish in _wishes(shape)]
-        if patterns is not None:
-            others = _unforeseen(shape, chosen, patterns, sparsities)
-            chosen = [*(wish for wish in chosen if wish.pattern in patterns), *others]
-        found |= dict.fromkeys(wished(device, shape, chosen, backends, seed))
-    return list(found)
 
 
 def _unforeseen(

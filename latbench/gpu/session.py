@@ -1,85 +1,72 @@
-"""All that one short visit to a machine with a GPU can do: `python -m latbench.gpu.session`, which `make gpu` runs.
+"""A short visit to a machine with a GPU, in one command: `python -m latbench.gpu.session`, which `make gpu` runs.
 
-The GPU's own tests first, then the standard sweep, the most telling points first, within SECONDS altogether. Nothing
-needs to be installed and nothing is fetched. Results lie flat in the folder that the environment variable
-LATBENCH_OUT names, written again after a block every ten seconds: a session that is cut off has lost little:
+Nothing needs to be installed and nothing is fetched. What it does, in this order, within --seconds altogether:
+
+    smoke    one point of every engine, prepared together and sampled in turn. Stops where the dense baseline or our
+             own kernels fail: a table of wrong numbers is worth nothing
+    sweep    the standard sweep, the most telling points first
+    tests    with --tests all: the GPU's own tests
+
+Results lie flat in the output folder. Whatever is finished is there ten seconds later, so a visit that is cut off has
+lost little:
 
     table.parquet  env-<id>.json   the table, as `latbench.tables` reads it
-    summary.txt                    ratios to dense and to each peer, and where the time went
-    tests.txt                      what pytest said
+    summary.txt                    ratios to dense and to each peer, clocks, and where the time went
+    log.txt                        what was printed
+    tests.txt                      what pytest printed
 
-Where `datasets/measured/<device>` has a table, its points are not measured again, unless they are of another version
-of a library or of our kernels.
+A second call continues the first one's table: points that the output folder or `datasets/measured/<device>` has are
+not measured again, unless they are of another version of a library, of the driver or of our kernels.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
+import argparse
 import math
 import os
-import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from latbench import devices, files, sweep, tables
-from latbench.errors import Incomplete, LatbenchError, PromiseMissed, UsageError
-from latbench.gpu import nvml, points, summary
-from latbench.gpu.machine import SETTINGS, GpuMachine, installed, repository_on_path
+import pandas as pd
+
+from latbench import files, sweep, tables
+from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
+from latbench.gpu import device_tests, nvml, points, smoke, summary
+from latbench.gpu.device_tests import Outcome
+from latbench.gpu.installation import installed, missing
+from latbench.gpu.machine import SETTINGS, GpuMachine, repository_on_path
+from latbench.gpu.publisher import Publisher
 from latbench.measure import Clock
 from latbench.plan import Point
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 SECONDS = 540.0
-TEST_SHARE = 0.35  # of all, at most
+TEST_SHARE = 0.35  # of all, at least, for the tests where all are asked for
 RESERVE_SECONDS = 15.0  # for the last block to be written and summed up
-PUBLISH_SECONDS = 10.0  # between two times that the table is written: the larger it is, the longer that takes
 
 OUT = "LATBENCH_OUT"
-MOST_BYTES = 16 * 2**20  # of a file
+MOST_BYTES = 2 * 2**20  # of what pytest printed
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "datasets" / "measured"
-TESTS = ("tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py", "tests/numba_cuda")
 
-# What pyproject.toml asks of pytest needs plugins that such a machine may lack, and it has others: none is loaded
-# that is not named. Of a test that takes a minute its output says where it is just then; it goes on.
-PYTEST = (
-    "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
-    "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors",
-    "-o", "faulthandler_timeout=60", "-o", "markers=gpu\ntimed\nslow", *TESTS,
-)  # fmt: skip
-NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-WIDE = {"COLUMNS": "200"}  # so that what failed is summed up with its reason
-MOST_SIDE_BY_SIDE = 8  # processes of tests, each with up to four workers on the GPU
-UNTIMED_SHARE = 0.7  # of the time for tests; those that compare times have what is left after that
-_NO_TESTS = 5  # pytest's exit code where nothing was collected
-_STATUS = "PASSED|FAILED|ERROR|SKIPPED"
-_ENDED = re.compile(
-    rf"^(?:\[gw\d+\] \[ *\d+%\] ({_STATUS}) |.*?::.*? ({_STATUS})\b)", re.MULTILINE
-)  # xdist's, or pytest's
-_SUMMED_UP = re.compile(r"^(?:FAILED|ERROR) \S*\.py.*", re.MULTILINE)
 MOST_TOLD = 15  # failures
-MOST_LAPS = 8  # in the summary: it is the first blocks that starting and compiling slow down
+MOST_LAPS = 8  # in the summary: starting and compiling slow the first blocks down, later ones are alike
 
 
 @dataclass
 class Budget:
-    """How the time of a session is shared out."""
+    """How the time of a visit is shared out. `tests`: whether all tests run after the sweep."""
 
     seconds: float = SECONDS
     clock: Clock = time.monotonic
+    tests: bool = False
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,22 +74,22 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds until the session has to be over."""
+        """Seconds until the visit has to be over."""
         return self.began + self.seconds - self.clock()
 
     @property
     def for_tests(self) -> float:
-        """Seconds that the tests may take: a share of all, so that a hanging one leaves time to measure."""
-        return max(0.0, min(TEST_SHARE * self.seconds, self.left - RESERVE_SECONDS))
+        """Seconds that the tests may take now: what the sweep has left."""
+        return max(0.0, self.left - RESERVE_SECONDS)
 
     @property
     def for_sweep(self) -> float:
         """Seconds that the sweep may take now."""
-        return max(0.0, self.left - RESERVE_SECONDS)
+        return max(0.0, self.left - RESERVE_SECONDS - self.tests * TEST_SHARE * self.seconds)
 
 
 class Stopwatch:
-    """Adds up the seconds of what a session does, one thing at a time."""
+    """Adds up the seconds of what a visit does, one thing at a time."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
@@ -112,7 +99,7 @@ class Stopwatch:
         self._activity, self._began = "", clock()
 
     def turn_to(self, activity: str) -> None:
-        """What was done so far ends now, and `activity` begins."""
+        """End what was done so far; `activity` begins."""
         now = self._clock()
         if self._activity:
             self.seconds[self._activity] = self.seconds.get(self._activity, 0.0) + now - self._began
@@ -129,139 +116,71 @@ class Stopwatch:
         return "times: " + ", ".join(f"{activity} {seconds:.0f} s" for activity, seconds in self.seconds.items())
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the GPU's tests went: `status` is passed, failed, or late if there was no time for all and none failed;
-    `verdict` says it in a few words, `output` is what pytest printed.
+def resume(sources: Sequence[Path], folder: Path, machine: sweep.Machine) -> int:
+    """Copy the rows of the tables at `sources` that are still current into `folder`.
+
+    Rows of another device and of versions that are not here now are left behind. A folder without a table is no
+    failure.
+
+    Returns
+    -------
+    int
+        How many rows were copied; a row that several sources have counts once.
     """
-
-    status: str
-    verdict: str
-    output: str
-
-
-def commands() -> list[list[str]]:
-    """What runs the tests: first those that may share the GPU, in several processes where xdist is installed; then
-    those that compare times, which have it to themselves.
-    """
-    alone = [sys.executable, "-P", *PYTEST, "-m"]
-    beside: list[str] = []
-    if importlib.util.find_spec("xdist") is not None:
-        beside = ["-p", "xdist", "-n", str(min(MOST_SIDE_BY_SIDE, devices.cores())), "--dist", "worksteal"]
-    return [[*alone, "gpu and not timed", *beside], [*alone, "gpu and timed"]]
-
-
-def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> Outcome:
-    """Run the GPU's tests for at most `seconds` altogether."""
-    end = clock() + seconds
-    untimed, timed = commands()
-    first = run_tests(UNTIMED_SHARE * seconds, untimed)
-    return both(first, run_tests(max(0.0, end - clock()), timed, "GPU tests of times"))
+    seen: set[tuple[Any, ...]] = set()
+    for source in sources:
+        if not source.is_dir() or not any(source.glob("*.parquet")):
+            continue
+        found = [row for batch in tables.batches(source) for row in batch.to_pylist()]
+        current = machine.current(pd.DataFrame(found))
+        rows = [
+            row for row, kept in zip(found, current, strict=True)
+            if kept and row["device"] == machine.device and (row["point_id"], row["started_at"]) not in seen
+        ]  # fmt: skip
+        seen |= {(row["point_id"], row["started_at"]) for row in rows}
+        if rows:
+            tables.write_part(folder, rows)
+            wanted = {row["env_id"] for row in rows}
+            for environment in tables.environment_rows(source):
+                if environment["env_id"] in wanted:
+                    tables.write_environment(folder, environment)
+    return len(seen)
 
 
-def both(first: Outcome, second: Outcome) -> Outcome:
-    """Two runs as one: it failed if one of them did, and was late if one was."""
-    statuses = first.status, second.status
-    worst = next(status for status in ("failed", "late", "passed") if status in statuses)
-    return Outcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
-
-
-def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> Outcome:
-    """Run tests for at most `seconds`, in a process of their own: a kernel may take it down."""
-    # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **NO_PLUGINS, **WIDE},
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        code: int | None = None
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(seconds)
-        finally:
-            if code is None:  # also where this is interrupted: xdist's processes go on without pytest
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        log.seek(0)
-        text = log.read().decode(errors="replace")
-    if code is None:
-        ended = [match[1] or match[2] for match in _ENDED.finditer(text)]
-        failed = ended.count("FAILED") + ended.count("ERROR")
-        so_far = f"{ended.count('PASSED')} passed and {failed} failed so far"
-        return Outcome("failed" if failed else "late", f"{name}: not done after {seconds:.0f} s, {so_far}", text)
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
-    if code == _NO_TESTS:
-        return Outcome("failed", f"{name}: there are none", text)
-    passed = code == 0 and " passed" in last  # pytest is content where everything is skipped
-    how = "passed" if passed else f"FAILED (exit code {code})"
-    return Outcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
-
-
-def failures(output: str) -> list[str]:
-    """A line for each test that failed: as pytest sums them up, or as it went on where it did not come to that."""
-    found = _SUMMED_UP.findall(output)
-    summed_up = {line.split(" - ")[0].partition(" ")[2] for line in found}
-    for match in _ENDED.finditer(output):
-        if (match[1] or match[2]) in ("FAILED", "ERROR"):
-            line = output[match.start() :].partition("\n")[0].strip()
-            if not any(name in line for name in summed_up):
-                found.append(line)
-    return found
-
-
-class Stages:
-    """Hands a sweep one block after the other, without what the table has already; no block is offered twice."""
-
-    def __init__(self, blocks: Sequence[Sequence[Point]]) -> None:
-        self._blocks = list(blocks)
-        self.points = sum(len(block) for block in blocks)
-
-    def __call__(self, table: pd.DataFrame | None) -> list[Point]:
-        """The next block with points that have no finished row; empty when all are done."""
-        finished = set() if table is None else set(table["point_id"][table["status"].isin(sweep.FINISHED)])
-        while self._blocks:
-            block = [point for point in self._blocks.pop(0) if point.id not in finished]
-            if block:
-                return block
-        return []
-
-
-def resume(source: Path, folder: Path, device: str, versions: dict[str, str]) -> int:
-    """Copy the rows of the table at `source` that still hold into `folder`; returns how many.
-
-    Rows of another device, or of a backend whose version is another now, are left behind. No table is no failure.
-    """
-    if not source.is_dir() or not any(source.glob("*.parquet")):
-        return 0
-    rows = [
-        row for batch in tables.batches(source) for row in batch.to_pylist()
-        if row["device"] == device and row["backend_version"] == versions.get(row["backend"])
-    ]  # fmt: skip
-    if rows:
-        tables.write_part(folder, rows)
-        for environment in tables.environment_rows(source):
-            tables.write_environment(folder, environment)
-    return len(rows)
-
-
-def publish(folder: Path, out: Path, environment: dict[str, Any], remarks: list[str]) -> None:
+def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Sequence[str]) -> None:
     """Write the table in `folder` to `out` as one file, with its environments and the summary.
 
     Each file is replaced whole. Raises EnvironmentUnusable where the disk refuses.
     """
+    if not any(folder.glob("part-*.parquet")):
+        return
     files.write_bytes_atomically(out / "table.parquet", tables.to_parquet(tables.load(folder)))
     for row in tables.environment_rows(folder):
         tables.write_environment(out, row)
-    files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, remarks))
+    files.write_text_atomically(out / "summary.txt", summary.text(tables.read(folder), environment, list(remarks)))
 
 
 @dataclass(frozen=True)
 class Swept:
-    """The table that is published, None if there is none; and what to say where the time was over too early."""
+    """What a sweep left.
+
+    Attributes
+    ----------
+    table
+        What is published; None if nothing was measured.
+    late
+        What to say where the time was over too early.
+    smoke
+        How the smoke points went; None if there were none.
+    """
 
     table: pd.DataFrame | None
-    late: Incomplete | None
+    late: Incomplete | None = None
+    smoke: Outcome | None = None
+
+
+class SmokeFailed(Exception):
+    """The dense baseline or our own kernels do not work: nothing more is measured."""
 
 
 def measure(
@@ -270,59 +189,80 @@ def measure(
     out: Path,
     *,
     budget: Budget,
-    versions: dict[str, str],
-    remarks: list[str],
-    measured: Path = MEASURED,
+    remarks: Sequence[str] = (),
+    smoke_points: Sequence[Point] = (),
+    sources: Sequence[Path] = (),
     settings: sweep.Settings = SETTINGS,
     watch: Stopwatch | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Swept:
-    """Sweep `blocks` on `machine` into `out` until they are measured or the budget ends.
+    """Sweep `smoke_points`, and where they went well `blocks`, into `out`, until all is measured or the budget ends.
 
-    Raises whatever a sweep raises, but for Incomplete.
+    `sources` are tables whose rows count as measured where they are current. Raises whatever a sweep raises, but for
+    Incomplete.
     """
-    stages, environment = Stages(blocks), machine.environment()
+    in_order, environment = sweep.in_order(blocks), machine.environment()
+    wanted = sum(len(block) for block in (smoke_points, *blocks))
     watch = watch or Stopwatch()
-    with _folder() as folder:
-        kept = resume(measured / machine.device, folder, machine.device, versions)
-        notes = [*remarks, f"{kept} rows were there before, {stages.points} points are wanted"]
+    asked = not smoke_points
+    judged: list[Outcome] = []
 
-        written = -math.inf  # when, by the budget's clock
+    def choose(table: pd.DataFrame | None) -> Iterable[Point]:
+        nonlocal asked
+        if not asked:
+            asked = True
+            return smoke_points
+        if smoke_points and not judged:
+            ids = {point.id for point in smoke_points}
+            judged.append(smoke.judge(None if table is None else table[table["point_id"].isin(ids)]))
+            for line in judged[0].output.splitlines():
+                tell(line)
+            tell(judged[0].verdict)
+            if judged[0].status == "failed":
+                raise SmokeFailed
+        return in_order(table)
+
+    with _folder() as folder:
+        kept = resume(sources, folder, machine)
+        notes = [*remarks, f"{kept} rows were there before, {wanted} points are wanted"]
 
         def write() -> None:
-            nonlocal written
-            publish(folder, out, environment, [*notes, str(watch), *watch.laps[:MOST_LAPS]])
-            written = budget.clock()
-
-        def saved() -> None:
-            watch.turn_to("writing")
-            watch.lap(f"block {len(watch.laps) + 1}")
-            if budget.clock() - written >= PUBLISH_SECONDS:
-                write()
-            tell(f"block {len(watch.laps)} done, {budget.left:.0f} s left")
+            said = [each.verdict for each in judged]
+            publish(folder, out, environment, [*notes, *said, str(watch), *watch.laps[:MOST_LAPS]])
 
         def report(now: sweep.Progress) -> None:
             watch.turn_to(now.activity.partition(":")[0])
 
-        if kept:
-            saved()
         late = None
-        try:
-            sweep.run(
-                folder, stages, machine=machine, settings=settings, time_budget=budget.for_sweep,
-                report=report, saved=saved,
-            )  # fmt: skip
-        except Incomplete as error:
-            late = error
-        if not any(folder.glob("part-*.parquet")):
-            return Swept(None, Incomplete("the time was over before anything was measured: see tests.txt"))
+        with Publisher(write) as publisher:
+
+            def saved() -> None:
+                watch.turn_to("writing")
+                watch.lap(f"block {len(watch.laps) + 1}")
+                publisher.changed()
+                tell(f"block {len(watch.laps)} done, {budget.left:.0f} s left")
+
+            if kept:
+                publisher.changed()
+            try:
+                sweep.run(
+                    folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
+                    report=report, saved=saved, expected=wanted,
+                )  # fmt: skip
+            except Incomplete as error:
+                late = error
+            except SmokeFailed:
+                pass
         write()
         if late is not None:
             late = Incomplete(
-                f"the time is over, {out} has what was measured: put it into {measured / machine.device}, "
-                "and the next session goes on from there"
+                f"the time is over, {out} has what was measured: put it into {MEASURED / machine.device}, "
+                "and the next visit goes on from there"
             )
-        return Swept(tables.read(folder), late)
+        table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
+        if table is None:
+            late = Incomplete("the time was over before anything was measured: give it more --seconds")
+        return Swept(table, late, judged[0] if judged else None)
 
 
 @contextmanager
@@ -334,66 +274,110 @@ def _folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def main() -> None:
-    """One session on this machine's GPU; raises what is to be said to the user."""
-    budget = Budget()
-    named = os.environ.get(OUT)
-    if not named:
-        raise UsageError(f"name a folder for the results in the environment variable {OUT}")
-    out = Path(named)
-    out.mkdir(parents=True, exist_ok=True)
-    device = nvml.only_gpu()
+def arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m latbench.gpu.session",
+        description="Measure the standard sweep on this machine's GPU, as far as the time allows.",
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything (default %(default)g)")
+    parser.add_argument(
+        "--tests", choices=("none", "smoke", "all"), default="smoke",
+        help="smoke: one point of every engine before the sweep (default); all: the GPU's own tests after it, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, default=os.environ.get(OUT), help=f"folder for the results (default: the variable {OUT})"
+    )
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Pay one visit to this machine's GPU; raises what is to be said to the user."""
+    asked = arguments(given)
+    budget = Budget(asked.seconds, tests=asked.tests == "all")
+    if asked.out is None:
+        raise UsageError(f"there is no folder for the results: name one with --out, or in the variable {OUT}")
+    if not RESERVE_SECONDS < asked.seconds < math.inf:
+        raise UsageError(
+            f"--seconds {asked.seconds:g} is too short, or no number: the end alone needs {RESERVE_SECONDS:g}"
+        )
+    out: Path = asked.out
+    gpu = nvml.only_gpu()
     repository_on_path()
-    _tell(f"{device.name}: tests of the GPU, at most {budget.for_tests:.0f} s")
+    out.mkdir(parents=True, exist_ok=True)
+    log = Log(out / "log.txt")
     watch = Stopwatch()
-    watch.turn_to("tests")
-    tests = run_all_tests(budget.for_tests)
-    files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES // 8 :])
-    _tell(tests.verdict)
-    if tests.status == "failed":
-        for line in failures(tests.output)[:MOST_TOLD]:
-            _tell(f"  {line[:200]}")
-    versions = installed()
-    blocks = points.standard(device.device, backends=versions)
-    machine = GpuMachine(device)
     watch.turn_to("starting")
-    machine.start(versions)
+    machine = GpuMachine(gpu)
     try:
+        log(f"{gpu.name}: {budget.seconds:.0f} s, tests: {asked.tests}")
+        refusals = missing(gpu) | machine.start(installed())
+        usable = [name for name in installed() if name not in refusals]
+        remarks = [f"{name} is left out: {reason}" for name, reason in refusals.items()]
+        for remark in remarks:
+            log(remark)
+        if not usable:
+            raise EnvironmentUnusable(f"no engine can use this GPU; {remarks[0]}")
         swept = measure(
-            machine, blocks, out,
-            budget=budget, versions=versions, remarks=[tests.verdict], watch=watch, tell=_tell,
+            machine, points.standard(machine.device, usable), out,
+            budget=budget, remarks=remarks, watch=watch, tell=log,
+            smoke_points=[] if asked.tests == "none" else points.smoke(machine.device, usable),
+            sources=(out, MEASURED / machine.device),
         )  # fmt: skip
     finally:
         machine.close()
     if swept.table is not None:
-        _tell((out / "summary.txt").read_text())
-    verdict = judge(tests, swept)
+        log((out / "summary.txt").read_text())
+    tests = None
+    if asked.tests == "all" and (swept.smoke is None or swept.smoke.status == "passed"):
+        tests = device_tests.run_all_tests(budget.for_tests)
+        files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
+        log(tests.verdict)
+        if tests.status == "failed":
+            for line in device_tests.failures(tests.output)[:MOST_TOLD]:
+                log(f"  {line[:200]}")
+    verdict = judge([each for each in (swept.smoke, tests) if each is not None], swept)
     if verdict is not None:
         raise verdict
 
 
-def judge(tests: Outcome, swept: Swept) -> LatbenchError | None:
-    """What the session ends with: a wrong result or a failed test weighs more than what there was no time for."""
+def judge(outcomes: Sequence[Outcome], swept: Swept) -> LatbenchError | None:
+    """Return what a visit ends with: a wrong result or a failed test weighs more than what there was no time for."""
     wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
-    if tests.status == "failed" or wrong:
-        nothing = "" if swept.table is not None else "; nothing was measured"
-        return PromiseMissed(f"{tests.verdict}; {wrong} points are incorrect{nothing}: see summary.txt and tests.txt")
-    if swept.late is None and tests.status == "late":
-        return Incomplete(f"{tests.verdict}: see tests.txt")
+    said = "; ".join(outcome.verdict for outcome in outcomes)
+    if wrong or any(outcome.status == "failed" for outcome in outcomes):
+        counts = f"{wrong} points are incorrect" if swept.table is not None else "nothing was measured"
+        return PromiseMissed(f"{'; '.join(filter(None, (said, counts)))}: see summary.txt and tests.txt")
+    if swept.late is None and any(outcome.status == "late" for outcome in outcomes):
+        return Incomplete(f"{said}: see tests.txt")
     return swept.late
 
 
-def _tell(line: str) -> None:
+class Log:
+    """Prints lines to stderr and keeps them in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.write_text("")
+
+    def __call__(self, line: str) -> None:
+        """Print and keep one line."""
+        _print(line)
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+
+
+def _print(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
 
 
-def run() -> int:
-    """Run a session and return its exit code; an expected failure is one line on stderr."""
+def run(given: Sequence[str] | None = None) -> int:
+    """Pay a visit and return its exit code; an expected failure is one line on stderr."""
     try:
-        main()
+        main(given)
     except LatbenchError as error:
-        _tell(f"latbench: {' '.join(str(error).split())}")
+        _print(f"latbench: {' '.join(str(error).split())}")
         return error.exit_code
     return 0
 

@@ -18,6 +18,7 @@ from latbench import tables
 
 OURS = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
+LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
 
 SHAPE = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
@@ -58,8 +59,9 @@ def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]
     """The whole summary: the device, what was measured, medians of ratios, every time, and what failed."""
     lines = [
         f"{environment.get('device')}: driver {environment.get('driver')}, CUDA {environment.get('cuda_driver')}, "
-        f"torch {environment.get('torch')}, triton {environment.get('triton')}, "
-        f"cupy {environment.get('cupy-cuda13x') or environment.get('cupy-cuda12x')}",
+        f"torch {environment.get('torch')}, cupy "
+        f"{environment.get('cupy-cuda13x') or environment.get('cupy-cuda12x')}, "
+        + ", ".join(f"{name} {environment.get(name)}" for name in LIBRARIES),
         *remarks,
         "rows: " + ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items()),
     ]
@@ -93,7 +95,7 @@ def _of_shape(rows: pd.DataFrame) -> Iterator[str]:
         work = row["flop_nnz"] if row["flop_nnz"] == row["flop_nnz"] else 0
         yield (
             f"  {row['pattern']:13} {row['sparsity_target']:4.0%} {row['median_seconds'] * 1e6:9.2f} us "
-            f"+-{_error(row):4.1%} {work / row['median_seconds'] / 1e12:6.1f} TFLOP/s  "
+            f"+-{_error(row):4.1%} {work / row['median_seconds'] / 1e12:6.1f} TFLOP/s {_clock(row)}  "
             f"{_ratio(row['dense_seconds'] / row['median_seconds'])} dense  {row['kernel_used']}"
             f"{_remarks(row)}"
         )
@@ -114,6 +116,12 @@ def _remarks(row: pd.Series) -> str:
         row["event_reasons"] or "",
     ]
     return "".join(f" {remark}" for remark in said if remark)
+
+
+def _clock(row: pd.Series) -> str:
+    """The median clock of the multiprocessors while the row was sampled."""
+    hertz = row["clock_hertz"]
+    return f"{hertz / 1e9:.2f} GHz" if pd.notna(hertz) else "  - GHz "
 
 
 def _error(row: pd.Series) -> float:

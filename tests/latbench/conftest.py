@@ -36,7 +36,7 @@ def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def no_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps in this process do without the machine's ceilings, which take seconds to find."""
-    monkeypatch.setattr("latbench.sweep.Cpu.pace", lambda machine: None)
+    monkeypatch.setattr("latbench.sweep.Cpu.pace", lambda machine, seconds_left: None)
 
 
 @pytest.fixture

@@ -250,7 +250,7 @@ def main() -> None:
     sweep.PREPARE = f"{__file__}:prepare"
     sweep.MOST_DEATHS = 10**6  # every fault is injected, whatever came before
     sweep.NOISY_CHANCES = 1
-    sweep.Cpu.pace = lambda machine: None  # finding the ceilings takes seconds
+    sweep.Cpu.pace = lambda machine, seconds_left: None  # finding the ceilings takes seconds
     if seconds := order.get("seconds"):
         sweep.PREPARE_SECONDS, sweep.Cpu.burst_seconds = seconds
         local.START_SECONDS = sweep.PREPARE_SECONDS

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from latbench.backends import Unsupported
+from latbench.gpu import nvml
 from latbench.gpu.nvml import State
 from latbench.measure import Burst
 from latbench.plan import Point
+from latbench.runners.local import Worker
 from sparse_kernels.oracle import WrongResult
 
 
@@ -221,7 +224,13 @@ class Ready:
         return Burst([self._seconds] * 10, preempted=hot, states=(state,))
 
 
-FINE, HOT, REFUSED, WRONG, LATE, STUCK = range(6)
+FINE, HOT, REFUSED, WRONG, LATE, STUCK, SLOWLY_DRAWN, CRASHES = range(8)
+
+
+def draw(point: Point) -> None:
+    """What a worker does in place of latbench.backends.on_gpu:draw."""
+    if point.seed == SLOWLY_DRAWN:
+        time.sleep(0.4)
 
 
 def prepare(point: Point) -> Ready:
@@ -230,9 +239,72 @@ def prepare(point: Point) -> Ready:
         raise Unsupported("no such kernel here")
     if point.seed == WRONG:
         raise WrongResult("3 of 7 results are wrong")
+    if point.seed == CRASHES:
+        raise RuntimeError("it is broken")
     if point.seed == LATE:
         time.sleep(0.4)
     reasons = frozenset({"hw_thermal_slowdown" if point.seed == HOT else "sw_power_cap"})
     speedup = 1 / (1 - point.sparsity)
     slower = 1.0 if point.backend in ("cupy", "torch_gpu") else 2.0
     return Ready(1e-4 / speedup * slower, reasons, stuck=point.seed == STUCK)
+
+
+PACKAGES = {"torch_gpu": "2.11.0", "cupy": "14.2.0", "torch_sparse": "2.11.0"}
+
+
+class FakeMachine:
+    """A GPU whose workers do what this file says; `versions`, by backend, and the device are the test's to change.
+
+    Each backend has a process of its own, and they get their points ready side by side, as on a GPU.
+    """
+
+    task = f"{__file__}:prepare"
+    host_task: str | None = f"{__file__}:draw"
+    timer = "cuda_event"
+    disturbed_status = "throttled"
+    start_seconds = prepare_seconds = burst_seconds = 20.0
+    device = "nvidia-h200"
+
+    def __init__(self) -> None:
+        self.versions = dict(PACKAGES)
+        self.refusals: dict[str, str] = {}
+        self.threads_of_processes = ThreadPoolExecutor(4)
+        self.workers: list[Worker] = []
+
+    def environment(self) -> dict[str, Any]:
+        return {"env_id": "e" * 16, "device": self.device, "device_uuid_hash": "0" * 12, "driver": "580"}
+
+    def version(self, point: Point, families: Any = None) -> str | None:
+        return self.versions[point.backend]
+
+    def current(self, table: Any) -> np.ndarray:
+        return (table["backend_version"] == table["backend"].map(self.versions)).to_numpy()
+
+    def process(self, backend: str) -> str:
+        return backend
+
+    def worker(self, process: str) -> Worker:
+        self.workers.append(Worker(threads=1, name=process))
+        return self.workers[-1]
+
+    def start(self, backends: Any) -> dict[str, str]:
+        return {name: reason for name, reason in self.refusals.items() if name in backends}
+
+    def close(self) -> None:
+        self.threads_of_processes.shutdown()
+
+    def watch(self) -> Callable[[], dict[str, Any]]:
+        return lambda: {"load": 0.5}
+
+    def pace(self, seconds_left: Any) -> Any:
+        """None but where a test is about it."""
+        return None
+
+    def columns(self, states: Any) -> dict[str, Any]:
+        return nvml.columns(states)
+
+    def available_bytes(self) -> float:
+        return 1e9
+
+    def needed_bytes(self, point: Point) -> float:
+        return 1.0

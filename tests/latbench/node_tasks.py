@@ -38,10 +38,10 @@ class Machine(Cpu):
         row = {"device": self.device, "device_uuid_hash": hash_of(node), "threads": 1}
         return {"env_id": env_id(row), **row}
 
-    def pace(self) -> None:  # type: ignore[override]
+    def pace(self, seconds_left: Any) -> None:  # type: ignore[override]
         """No reference kernels: finding ceilings takes seconds."""
 
-    def version(self, backend: str) -> str:
+    def version(self, point: Point, families: Any = None) -> str:
         return "1"
 
     def worker(self, process: str) -> Worker:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from latbench import sweep
 from latbench.backends import Unsupported, on_gpu
 from latbench.backends.on_gpu import GpuEngine
-from latbench.gpu import points, timing
+from latbench.gpu import layers, points, timing
 from latbench.gpu.layers import GpuLayer, rounded
 from latbench.gpu.machine import GpuMachine
 from latbench.gpu.names import Gpu
 from latbench.plan import Point
-from latbench.runners.local import Worker, WorkerDied
-from latbench.runners.worker import resolve
+from latbench.runners.local import TaskFailed
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
 from sparse_kernels.reference import patches
@@ -171,12 +171,28 @@ def test_columns_past_the_first_slice_are_checked(engine: SimpleNamespace, monke
         on_gpu.prepare(point())
 
 
-def test_what_cannot_be_captured_is_unsupported_with_the_reason(engine: SimpleNamespace) -> None:
+def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine: SimpleNamespace) -> None:
     engine.capture_fails = True
-    with pytest.raises(
-        Unsupported, match="fake cannot be captured into a CUDA graph: operation failed due to a prev"
-    ):
+    said = "fake cannot be captured into a CUDA graph: operation failed due to a prev"
+    with pytest.raises(timing.NotCaptured, match=said) as caught:
         on_gpu.prepare(point())
+    failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
+    outcome = sweep._failed(failure)
+    assert outcome["status"] == "error" and outcome["status"] not in sweep.FINISHED and said in outcome["error"]
+
+
+def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs: list[Pattern] = []
+    packed = layers.pack
+    monkeypatch.setattr(layers, "pack", lambda w, mask, pattern: packs.append(pattern) or packed(w, mask, pattern))
+    for kernel, times in ((points.OURS[0], 1), (points.DENSE[0], 0), (points.BSR[0], 1), (points.CUSPARSELT[0], 0)):
+        layers._layer.cache_clear()
+        packs.clear()
+        wanted = points.point("x", LINEAR, NM(2, 4), 0.5, kernel)
+        on_gpu.draw(wanted)
+        on_gpu.draw(wanted)
+        assert len(packs) == times, kernel
+    on_gpu.draw(points.point("x", LINEAR, BlockWise(64, 64), 0.5, points.OURS[0]))  # refused when it is prepared
 
 
 def test_a_pattern_that_does_not_fit_is_unsupported(engine: SimpleNamespace) -> None:
@@ -355,21 +371,17 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
     assert _try(it, lambda: 3) == 3
 
 
-def test_a_version_of_ours_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = tmp_path / "cuda"
-    folder.mkdir()
-    monkeypatch.setattr(on_gpu.sparse_kernels, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(on_gpu.devices, "version", lambda package: "14.2.0" if package == "cupy-cuda12x" else None)
-    versions = []
-    for name, text in (("a.cu", "1"), ("a.cu", "2"), ("b.py", "2"), ("notes.md", "x")):
-        (folder / name).write_text(text)
-        on_gpu.digest.cache_clear()
-        versions.append(on_gpu.BACKENDS["cupy"].version())
-    on_gpu.digest.cache_clear()
-    assert len(set(versions)) == 3 and versions[2] == versions[3]  # prose is no source
-    assert all(str(version).startswith("14.2.0+") for version in versions)
-    monkeypatch.setattr(on_gpu.devices, "version", lambda package: None)
-    assert on_gpu.BACKENDS["cupy"].version() is None and on_gpu.BACKENDS["torch_gpu"].version() is None
+def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
+    import torch
+
+    from latbench.backends.torch_sparse import _try
+
+    def runs_out() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        _try(points.point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
+    assert sweep._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
@@ -387,45 +399,6 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
     shared = [name for name in on_gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
-
-
-def test_processes_are_started_at_the_same_time_and_handed_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: dict[str, tuple[str, list[str]]] = {}
-    closed: list[str] = []
-
-    def begin(worker: Worker, function: str, modules: list[str]) -> None:
-        begun[worker.name] = function, modules
-        if worker.name == "numba_cuda":
-            raise WorkerDied("crash", "no memory")
-
-    monkeypatch.setattr(Worker, "begin", begin)
-    monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker.name))
-    machine = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
-    machine.start(["torch_gpu", "torch_sparse", "cublas", "cusparse", "cupy", "numba_cuda"])
-    assert set(begun) == {"torch", "torch_sparse", "cupy_peers", "cupy", "numba_cuda", "ceilings", "reference"}
-    assert begun["cupy_peers"] == (
-        "latbench.backends.on_gpu:load", ["latbench.backends.cublas", "latbench.backends.cusparse"]
-    )  # fmt: skip
-    assert callable(resolve(begun["torch"][0]))
-    first = machine.worker("torch")
-    assert first.name == "torch" and machine.worker("torch") is not first
-    machine.close()
-    machine.close()
-    assert sorted(closed) == ["ceilings", "cupy", "cupy_peers", "numba_cuda", "reference", "torch_sparse"]
-
-
-def test_an_engine_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    started = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: done.append("torch")))
-    monkeypatch.setitem(sys.modules, "torch", started)
-    on_gpu.load(["latbench.errors"])
-    monkeypatch.delitem(sys.modules, "torch")
-    device = SimpleNamespace(synchronize=lambda: done.append("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
-    on_gpu.load(["latbench.errors"])
-    assert done == ["torch", "cupy"]
-    with pytest.raises(ModuleNotFoundError):
-        on_gpu.load(["latbench.no_such_module"])
 
 
 def test_memory_of_a_point_covers_its_copies() -> None:

@@ -168,7 +168,7 @@ class Slowing:
     def __init__(self) -> None:
         self.seconds = {"product": PRODUCT, "total": READS}
 
-    def prepare(self, function: str) -> Any:
+    def prepare(self, function: str, timeout: float) -> Any:
         module, _, name = function.partition(":")
         assert module == "latbench.backends.gpu_reference" and name in self.seconds
         return name
@@ -176,7 +176,7 @@ class Slowing:
     def holds(self, prepared: Any) -> bool:
         return True
 
-    def burst(self, prepared: Any, seconds: float) -> Burst:
+    def burst(self, prepared: Any, seconds: float, timeout: float) -> Burst:
         return Burst([self.seconds[prepared]] * 3, preempted=False)
 
 
@@ -232,7 +232,7 @@ def paced(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> Paced:
         device = {**fakes.H200, **CLOCKS, **settings}
         monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(device))
         monkeypatch.setattr(GpuMachine, "worker", lambda machine, process: worker)
-        return GpuMachine(Gpu(device["name"], device["uuid"])).pace()
+        return GpuMachine(Gpu(device["name"], device["uuid"])).pace(lambda: None)
 
     return pace
 

@@ -12,7 +12,8 @@ import pytest
 from latbench import gates
 from latbench.gpu import discovery, points
 from latbench.gpu.ceilings import WORKING_SETS
-from latbench.gpu.machine import GpuMachine, installed
+from latbench.gpu.installation import installed
+from latbench.gpu.machine import GpuMachine
 from latbench.gpu.timing import Mode
 from latbench.pace import READING_SECONDS, SLOW_SPELL
 from latbench.plan import Point

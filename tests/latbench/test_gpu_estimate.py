@@ -24,13 +24,23 @@ def test_a_point_takes_what_the_settings_allow_it() -> None:
     assert estimate.seconds([]) == estimate.table_bytes([]) == 0
 
 
-def test_processes_and_kernels_count_once() -> None:
+def test_kernels_count_once_and_processes_start_together() -> None:
     ours, others = of(), of(v=16)
     assert more(ours, others) > more(ours, of(m=72)) + 0.9 * estimate._COMPILE_SECONDS
     peer = points.point("nvidia-h200", SMALL, Dense(), 0.0, points.DENSE[0])
-    assert more(ours, peer) > estimate._START_SECONDS
-    another = points.point("nvidia-h200", SMALL, Dense(), 0.0, points.DENSE[1])
-    assert more(peer, another) < estimate._START_SECONDS / 2
+    assert more(ours, peer) < estimate._START_SECONDS / 2
+
+
+def test_processes_draw_their_weights_side_by_side() -> None:
+    large = LinearShape(8192, 8192, 8)
+    ours, numbas = (
+        points.point("nvidia-h200", large, VectorWise(8), 0.75, kernel)
+        for kernel in (points.OURS[0], points.NUMBA[0])
+    )
+    drawing = 8192**2 / estimate._HOST_ELEMENTS_PER_SECOND
+    assert more(ours, numbas) < drawing / 2  # in a process of its own
+    again = points.point("nvidia-h200", large, VectorWise(8), 0.5, points.OURS[0])
+    assert more(ours, again) > 0.9 * drawing  # after the first, in the same one
 
 
 def test_a_search_for_parameters_takes_what_it_is_given() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from latbench.gpu import points
 from latbench.plan import Point
-from sparse_kernels.patterns import NM, BlockWise, Dense
+from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 SHAPE = LinearShape(256, 128, 64)
@@ -64,7 +64,7 @@ def test_a_search_that_takes_long_is_made_for_few_shapes(standard: list[list[Poi
     tuned = [each.shape for block in standard for each in block if each.kernel == "bsr_tuned"]
     assert 2 <= len(tuned) <= 3 and len(set(tuned)) == len(tuned)
     # Who asks for another shape gets it there.
-    asked = points.points([LinearShape(256, 256, 256)], "x", patterns=[BlockWise(64, 64)], sparsities=(0.5,))
+    asked = flat(points.staged([LinearShape(256, 256, 256)], "x", patterns=[BlockWise(64, 64)], sparsities=(0.5,)))
     assert "bsr_tuned" in {each.kernel for each in asked}
 
 
@@ -96,9 +96,37 @@ def test_numba_is_launched_because_it_cannot_be_captured() -> None:
 
 
 def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
-    asked = points.points([SHAPE, SHAPE], "x", patterns=[BlockWise(32, 32), NM(2, 4)], sparsities=(0.7,))
+    asked = flat(points.staged([SHAPE, SHAPE], "x", patterns=[BlockWise(32, 32), NM(2, 4)], sparsities=(0.7,)))
     assert {(str(each.pattern), each.sparsity) for each in asked} == {("block:32x32", 0.7), ("nm:2:4", 0.5)}
     peers = {each.kernel for each in asked if each.pattern == NM(2, 4)}
     assert peers == {"auto", "cusparselt", "cusparselt_tuned", "cutlass"}
-    everything = points.points([SHAPE], "x")
+    everything = flat(points.staged([SHAPE], "x"))
     assert {each.backend for each in everything} == set(points.BACKENDS)
+    of_vectors = {each.sparsity for each in everything if each.pattern == VectorWise(128)}
+    assert of_vectors == set(points.SPARSITIES)
+
+
+def test_a_full_sweep_begins_as_the_standard_one_and_has_all_of_it(standard: list[list[Point]]) -> None:
+    full = points.staged([*points.standard_shapes(), SHAPE], "nvidia-h200")
+    assert full[:FIRST_BLOCKS] == standard[:FIRST_BLOCKS]
+    assert set(flat(standard)) < set(flat(full)) and len(set(flat(full))) == len(flat(full))
+    assert all(0 < len(block) <= points.BLOCK_POINTS and len({each.shape for each in block}) == 1 for block in full)
+    # What every shape has in common comes before the rest of any.
+    first = {shape: number for number, block in reversed(list(enumerate(full))) for shape in [block[0].shape]}
+    assert max(first.values()) < len(full) / 2
+
+
+def test_a_smoke_test_has_every_kernel_of_every_engine_and_small_layers() -> None:
+    smoke = points.smoke("x")
+    kernels = {(each.backend, each.kernel, each.layout) for each in smoke}
+    every = [wish for wishes in (points.LINEAR_WISHES, points.CONV_WISHES) for wish in wishes]
+    assert kernels == {kernel for wish in every for kernel in wish.kernels}
+    ours = {each.pattern for each in smoke if each.backend == "cupy"}
+    assert {each.format for each in ours} == {"vector", "shflbw", "block", "nm", "unstructured"}
+    assert len(smoke) < 40 and len(set(smoke)) == len(smoke)
+    assert {each.shape for each in smoke} == {points.SMOKE_LINEAR, points.SMOKE_CONV}
+    assert {each.backend for each in points.smoke("x", ["cupy"])} == {"cupy"}
+
+
+def flat(blocks: list[list[Point]]) -> list[Point]:
+    return [each for block in blocks for each in block]

@@ -3,29 +3,26 @@
 import re
 import runpy
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
-import psutil
 import pytest
 
 from latbench import sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
-from latbench.gpu import nvml, points, session
+from latbench.gpu import points, session
 from latbench.gpu.ceilings import GpuCeilings
-from latbench.gpu.machine import GpuMachine
 from latbench.gpu.names import Gpu
 from latbench.gpu.points import DENSE, OURS
 from latbench.gpu.roofline import GpuPace
-from latbench.gpu.session import Budget, Outcome, Stages, Stopwatch, Swept
+from latbench.gpu.session import Budget, Outcome, Stopwatch, Swept
 from latbench.gpu.summary import compared
 from latbench.pace import Roofline
 from latbench.plan import Point
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.runners.local import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -33,57 +30,12 @@ FAKES = Path(__file__).with_name("gpu_fakes.py")
 fakes = SimpleNamespace(**runpy.run_path(str(FAKES)))
 
 ENVIRONMENT = f"env-{'e' * 16}.json"
-PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
-VERSIONS = {"torch_gpu": "2.11.0", "cupy": "14.2.0+0123abcd", "torch_sparse": "2.11.0"}
+VERSIONS: dict[str, str] = fakes.PACKAGES
 
 
-class FakeMachine:
-    """A GPU whose workers do what gpu_fakes.py says; `version` and device are the test's to change."""
-
-    task = f"{FAKES}:prepare"
-    timer = "cuda_event"
-    disturbed_status = "throttled"
-    start_seconds = prepare_seconds = burst_seconds = 20.0
-    device = "nvidia-h200"
-
-    def __init__(self) -> None:
-        self.versions = dict(VERSIONS)
-
-    def environment(self) -> dict[str, Any]:
-        return {"env_id": "e" * 16, "device": self.device, "device_uuid_hash": "0" * 12, "driver": "580"}
-
-    def version(self, backend: str) -> str | None:
-        return self.versions[backend]
-
-    def process(self, backend: str) -> str:
-        return "all"
-
-    def worker(self, process: str) -> Worker:
-        return Worker(threads=1, name=process)
-
-    def start(self, backends: Sequence[str]) -> None:
-        assert set(backends) == set(VERSIONS)
-
-    def close(self) -> None:
-        pass
-
-    def watch(self) -> Callable[[], dict[str, Any]]:
-        return lambda: {"load": 0.5}
-
-    def pace(self) -> Roofline[Any] | None:
-        """None but where a test is about it."""
-        return None
-
-    def columns(self, states: Sequence[Any]) -> dict[str, Any]:
-        return nvml.columns(states)
-
-    def available_bytes(self) -> float:
-        return 1e9
-
-    def needed_bytes(self, point: Point) -> float:
-        return 1.0
+FakeMachine: Any = fakes.FakeMachine
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +51,18 @@ def dense(kernel: Any = DENSE[0], shape: Any = SHAPE) -> Point:
     return points.point("nvidia-h200", shape, Dense(), 0.0, kernel)
 
 
-def sweep_into(out: Path, *blocks: list[Point], seconds: float = 60.0, machine: FakeMachine | None = None) -> Swept:
+def sweep_into(
+    out: Path, *blocks: list[Point], seconds: float = 60.0, machine: Any = None, smoke_points: Sequence[Point] = ()
+) -> Swept:
     machine = machine or FakeMachine()
-    return session.measure(
-        machine, blocks, out,
-        budget=Budget(seconds + session.RESERVE_SECONDS), versions=machine.versions,
-        remarks=["GPU tests: passed"], measured=out / "measured", settings=QUICK,
-    )  # fmt: skip
+    try:
+        return session.measure(
+            machine, blocks, out,
+            budget=Budget(seconds + session.RESERVE_SECONDS), remarks=["a remark"], smoke_points=smoke_points,
+            sources=(out, out / "measured"), settings=QUICK,
+        )  # fmt: skip
+    finally:
+        machine.close()
 
 
 def run(out: Path, *blocks: list[Point]) -> pd.DataFrame:
@@ -123,19 +80,18 @@ class Clock:
 
 def test_the_time_of_a_session_is_shared_out() -> None:
     clock = Clock()
-    budget = Budget(540.0, clock)
-    assert (budget.left, budget.for_tests, budget.for_sweep) == (540.0, pytest.approx(189.0), 525.0)
-    clock.now += 189.0  # tests that hang
-    assert budget.for_sweep == pytest.approx(540 - 189 - session.RESERVE_SECONDS)
-    clock.now += 330.0
-    assert budget.for_tests == pytest.approx(6.0) and budget.for_sweep == pytest.approx(6.0)
+    budget, with_tests = Budget(540.0, clock), Budget(540.0, clock, tests=True)
+    assert (budget.left, budget.for_sweep) == (540.0, 540.0 - session.RESERVE_SECONDS)
+    assert with_tests.for_sweep == pytest.approx(540.0 - 189.0 - session.RESERVE_SECONDS)
+    clock.now += with_tests.for_sweep  # a sweep that takes all it may
+    assert with_tests.for_tests == pytest.approx(189.0) and with_tests.for_sweep == pytest.approx(0.0)
     clock.now += 1000.0
-    assert budget.for_tests == budget.for_sweep == 0.0
+    assert budget.for_sweep == with_tests.for_tests == with_tests.for_sweep == 0.0
 
 
 def test_a_session_ends_within_ten_minutes_even_if_the_last_kernel_hangs() -> None:
-    last = GpuMachine.start_seconds + GpuMachine.prepare_seconds
-    assert session.SECONDS - session.RESERVE_SECONDS + last < 600
+    # Requests are cut at the end of the budget: what is left is to end the process, and to write.
+    assert session.SECONDS + LEAST_SECONDS + END_SECONDS < 600
 
 
 def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
@@ -149,7 +105,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
     row = published[published["sparsity_target"] == 0.9].iloc[0]
     assert row["median_seconds"] == pytest.approx(1e-5) and row["timer"] == "cuda_graph"
     assert (row["clock_hertz"], row["power_watts"], row["event_reasons"]) == (1.5e9, 600.0, "sw_power_cap")
-    assert row["backend_version"] == "14.2.0+0123abcd" and row["dtype_w"] == "float16"
+    assert row["backend_version"] == "14.2.0" and row["dtype_w"] == "float16"
     assert (row["cache_mode"], row["launch_mode"], row["epilogue"]) == ("rotated", "graph", "none")
     assert tables.read_env(out / "table.parquet")["driver"].tolist() == ["580"]
 
@@ -163,7 +119,7 @@ def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     kept = tables.read(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}
     assert swept.table is not None and set(swept.table["point_id"]) == set(kept["point_id"])
-    assert "GPU tests: passed" in (tmp_path / "summary.txt").read_text()
+    assert "a remark" in (tmp_path / "summary.txt").read_text()
 
 
 def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(tmp_path: Path) -> None:
@@ -172,7 +128,7 @@ def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(
     assert nothing.table is None and "before anything was measured" in str(nothing.late)
     assert not out.exists()
     run(out, [dense()])
-    measured = out / "measured" / "nvidia-h200"
+    measured = out / "measured"
     measured.mkdir(parents=True)
     for name in ("table.parquet", ENVIRONMENT):
         (out / name).rename(measured / name)
@@ -204,11 +160,7 @@ def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
 
 def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     run(tmp_path, [dense(), point()])
-    measured = tmp_path / "measured" / "nvidia-h200"
-    measured.mkdir(parents=True)
-    for name in ("table.parquet", ENVIRONMENT):
-        (measured / name).write_bytes((tmp_path / name).read_bytes())
-    before = tables.read(measured)
+    before = tables.read(tmp_path / "table.parquet")
     after = run(tmp_path, [dense(), point(), point(sparsity=0.9)])
     assert len(after) == 3 and set(before["run_id"]) < set(after["run_id"])
     kept = after[after["point_id"].isin(before["point_id"])]
@@ -221,12 +173,32 @@ def test_changed_kernels_are_measured_again_and_other_devices_left_alone(tmp_pat
     source = tmp_path / "source"
     source.mkdir()
     (source / "table.parquet").write_bytes((tmp_path / "table.parquet").read_bytes())
-    assert session.resume(source, tmp_path / "same", "nvidia-h200", VERSIONS) == 2
-    changed = {**VERSIONS, "cupy": "14.2.0+ffffffff"}
-    assert session.resume(source, tmp_path / "changed", "nvidia-h200", changed) == 1
+    machine = FakeMachine()
+    assert session.resume([source], tmp_path / "same", machine) == 2
+    assert session.resume([source, tmp_path], tmp_path / "twice", machine) == 2
+    machine.versions["cupy"] = "14.3.0"
+    assert session.resume([source], tmp_path / "changed", machine) == 1
     assert set(tables.read(tmp_path / "changed")["backend"]) == {"torch_gpu"}
-    assert session.resume(source, tmp_path / "other", "nvidia-a100-sxm4-80gb", VERSIONS) == 0
-    assert session.resume(tmp_path / "nowhere", tmp_path / "none", "nvidia-h200", VERSIONS) == 0
+    machine.device = "nvidia-a100-sxm4-80gb"
+    assert session.resume([source], tmp_path / "other", machine) == 0
+    assert session.resume([tmp_path / "nowhere"], tmp_path / "none", machine) == 0
+    machine.close()
+
+
+def test_a_sweep_measures_again_what_the_table_has_of_another_version(tmp_path: Path) -> None:
+    first, second = FakeMachine(), FakeMachine()
+    second.versions["cupy"] = "14.3.0"
+    wanted = [dense(), point()]
+    before = sweep.run(tmp_path, sweep.in_order([wanted]), machine=first, settings=QUICK)
+    after = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
+    assert len(before.statuses) == 2 and after.statuses == {point().id: "ok"} and after.skipped == 1
+    rows = tables.read(tmp_path)
+    assert sorted(rows["backend_version"][rows["backend"] == "cupy"]) == ["14.2.0", "14.3.0"]
+    assert tables.timed(rows).set_index("backend")["backend_version"]["cupy"] == "14.3.0"
+    again = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
+    assert not again.statuses and again.skipped == 2
+    first.close()
+    second.close()
 
 
 def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
@@ -271,7 +243,7 @@ class Found:
 class NoReference:
     """A reference worker that dies whenever it is asked."""
 
-    def prepare(self, function: str) -> Any:
+    def prepare(self, function: str, timeout: float) -> Any:
         raise WorkerDied("crash", f"the reference worker that had {function} is gone")
 
     def close(self) -> None:
@@ -285,7 +257,7 @@ class Bounded(FakeMachine):
         super().__init__()
         self._kept, self._failure = Found(*found), failure
 
-    def pace(self) -> Roofline[Any]:
+    def pace(self, seconds_left: Any) -> Roofline[Any]:
         if self._failure is not None:
             raise self._failure
         return GpuPace(NoReference(), self._kept)  # type: ignore[arg-type]
@@ -342,11 +314,13 @@ def test_a_process_that_starts_may_take_longer_for_its_first_point(tmp_path: Pat
     machine.prepare_seconds = 0.2
     first = sweep_into(tmp_path / "first", [point(fakes.LATE)], machine=machine).table
     assert first is not None and first["status"].tolist() == ["ok"]
-    second = sweep_into(tmp_path / "second", [dense(), point(fakes.LATE)], machine=machine).table
+    machine = FakeMachine()
+    machine.prepare_seconds = 0.2
+    second = sweep_into(tmp_path / "second", [point(sparsity=0.9), point(fakes.LATE)], machine=machine).table
     assert second is not None
-    rows = second.set_index("backend")
-    assert rows["status"].to_dict() == {"torch_gpu": "ok", "cupy": "timeout"}
-    assert rows["error"]["cupy"] == "the all worker gave no answer for 0.2 s"
+    rows = second.set_index("sparsity_target")
+    assert rows["status"].to_dict() == {0.9: "ok", 0.75: "timeout"}
+    assert rows["error"][0.75] == "the cupy worker gave no answer for 0.2 s"
 
 
 def test_kernels_that_hang_cost_a_moment_each_and_no_more_than_two(tmp_path: Path) -> None:
@@ -362,12 +336,17 @@ def test_kernels_that_hang_cost_a_moment_each_and_no_more_than_two(tmp_path: Pat
     assert frame.set_index("point_id")["status"][dense().id] == "ok"
 
 
-def test_blocks_are_offered_once_and_without_what_is_finished() -> None:
+def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_nothing(tmp_path: Path) -> None:
     first, second, third = ([point(shape=LinearShape(8 * m, 128, 64))] for m in (1, 2, 3))
-    stages = Stages([first, second, third])
-    finished = pd.DataFrame({"point_id": [second[0].id, first[0].id], "status": ["ok", "noisy"]})
-    assert stages.points == 3
-    assert [stages(finished), stages(finished), stages(None)] == [first, third, []]
+    machine, told = FakeMachine(), []
+    sweep.run(tmp_path / "table", sweep.in_order([second]), machine=machine, settings=QUICK)
+    summary = sweep.run(
+        tmp_path / "table", sweep.in_order([third, second, first]), machine=machine, settings=QUICK, expected=3,
+        report=lambda progress: told.append((progress.done, progress.total)),
+    )  # fmt: skip
+    machine.close()
+    assert list(summary.statuses) == [third[0].id, first[0].id] and summary.skipped == 1
+    assert {total for _, total in told} == {3} and max(told) == (3, 3)
 
 
 # The summary ------------------------------------------------------------------------------------------------------
@@ -415,146 +394,6 @@ def test_convolutions_are_named_by_their_filters(tmp_path: Path) -> None:
 # Tests and verdict ------------------------------------------------------------------------------------------------
 
 
-def test_the_gpus_tests_are_judged_by_their_exit_code() -> None:
-    python = sys.executable
-    passed = session.run_tests(30.0, [python, "-c", "print('== 3 passed in 1.0s ==')"])
-    assert passed.status == "passed" and passed.verdict == "GPU tests: passed: 3 passed in 1.0s"
-    failed = session.run_tests(30.0, [python, "-c", "print('1 failed'); raise SystemExit(1)"])
-    assert failed.status == "failed" and failed.verdict == "GPU tests: FAILED (exit code 1): 1 failed"
-    skipped = session.run_tests(30.0, [python, "-c", "print('275 skipped')"])
-    assert skipped.status == "failed" and "275 skipped" in skipped.verdict
-    none = session.run_tests(30.0, [python, "-c", "raise SystemExit(5)"])
-    assert none.status == "failed" and none.verdict == "GPU tests: there are none"
-
-
-ALONE = [
-    "a.py::test_one[FAILED] PASSED   [ 10%]",
-    "a.py::test_two {} [ 20%]",
-    "a.py::test_three SKIPPED (it said ERROR and FAILED) [ 30%]",
-    "a.py::test_four",
-]
-SIDE_BY_SIDE = [
-    "a.py::test_one[FAILED] ",
-    "a.py::test_two ",
-    "[gw0] [  5%] PASSED a.py::test_one[FAILED] ",
-    "a.py::test_three ",
-    "[gw11] [ 20%] {} a.py::test_two ",
-    "[gw0] [100%] SKIPPED a.py::test_three ",
-    "a.py::test_four ",
-]
-
-
-@pytest.mark.parametrize("lines", [ALONE, SIDE_BY_SIDE], ids=["alone", "xdist"])
-@pytest.mark.parametrize(("second", "status"), [("PASSED", "late"), ("FAILED", "failed"), ("ERROR", "failed")])
-def test_tests_that_take_too_long_are_stopped_and_fail_only_if_one_did(
-    second: str, status: str, lines: list[str]
-) -> None:
-    lines = [line.format(second) for line in lines]
-    code = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep(60)"
-    stopped = session.run_tests(1.0, [sys.executable, "-c", code])
-    counts = (2, 0) if second == "PASSED" else (1, 1)
-    assert stopped.status == status
-    assert stopped.verdict == "GPU tests: not done after 1 s, {} passed and {} failed so far".format(*counts)
-    assert stopped.output.splitlines() == lines
-    assert session.failures(stopped.output) == (
-        [] if second == "PASSED" else [line.strip() for line in lines if f"{second} " in line and "two" in line]
-    )
-
-
-def test_what_tests_have_started_is_stopped_with_them_and_not_waited_for() -> None:
-    inner = "import time; print('began', flush=True); time.sleep(60)"
-    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {inner!r}]).pid, flush=True)"
-    stopped = session.run_tests(2.0, [sys.executable, "-c", f"{code}; import time; time.sleep(60)"])
-    pid = int(stopped.output.split()[0])
-    assert stopped.status == "late" and "began" in stopped.output
-    end = time.monotonic() + 10
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-TESTS = """
-import os
-import pytest
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("number", [1, 2])
-def test_right(number):
-    assert "PYTEST_XDIST_WORKER" in os.environ
-    assert number == 2
-
-@pytest.mark.gpu
-@pytest.mark.timed
-def test_time():
-    assert "PYTEST_XDIST_WORKER" not in os.environ
-
-def test_other():
-    assert False
-"""
-
-
-def test_only_tests_that_compare_times_have_the_gpu_to_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # of the process that this test may run in
-    (tmp_path / "test_it.py").write_text(TESTS)
-    options = [str(tmp_path) if it == str(session.ROOT) else it for it in session.PYTEST[: -len(session.TESTS)]]
-    monkeypatch.setattr(session, "PYTEST", [*options, str(tmp_path / "test_it.py")])
-    outcome = session.run_all_tests(60.0)
-    assert outcome.status == "failed"
-    assert re.fullmatch(
-        r"GPU tests: FAILED \(exit code 1\): 1 failed, 1 passed.*; GPU tests of times: passed: 1 passed.*",
-        outcome.verdict,
-    )
-    assert re.search(r"^\[gw\d\] \[ *\d+%\] PASSED .*::test_right\[2\]", outcome.output, re.MULTILINE)
-    (told,) = session.failures(outcome.output)
-    assert re.match(r"FAILED .*test_it.py::test_right\[1\] - ", told), outcome.output
-    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
-    assert [("-n" in command, command.count("-m")) for command in session.commands()] == [(False, 2)] * 2
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "worst"),
-    [
-        ("passed", "passed", "passed"),
-        ("late", "passed", "late"),
-        ("passed", "late", "late"),
-        ("late", "failed", "failed"),
-    ],
-)
-def test_two_runs_are_worth_what_the_worse_one_is(first: str, second: str, worst: str) -> None:
-    outcome = session.both(Outcome(first, "one", "a"), Outcome(second, "two", "b"))
-    assert outcome == Outcome(worst, "one; two", "a\n\nb")
-
-
-def test_what_the_first_tests_do_not_need_the_second_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, given = Clock(), []
-
-    def run_tests(seconds: float, command: Sequence[str], name: str = "") -> Outcome:
-        given.append(seconds)
-        clock.now += 50.0
-        return Outcome("passed", name, "")
-
-    monkeypatch.setattr(session, "run_tests", run_tests)
-    session.run_all_tests(189.0, clock)
-    assert given == [pytest.approx(0.7 * 189), pytest.approx(139)]
-
-
-def test_the_gpus_tests_run_without_plugins_and_are_those_of_the_device_first() -> None:
-    collected = []
-    for command in (
-        [sys.executable, "-P", *session.PYTEST, "-m", which] for which in ("gpu and not timed", "gpu and timed")
-    ):
-        outcome = session.run_tests(60.0, [*command, "--collect-only", "-qq"])
-        collected.append([line for line in outcome.output.splitlines() if "::" in line])
-    assert len(collected[1]) == 4 and all("test_gpu_device.py::" in line for line in collected[1])
-    found = list(dict.fromkeys(line.partition("::")[0] for line in collected[0]))
-    # Numba's skip as a file.
-    assert found == ["tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py"], outcome
-    asked = session.run_tests(30.0, [sys.executable, "-c", f"import os; print(os.environ[{PLUGINS!r}], 'passed')"])
-    assert asked.verdict == "GPU tests: passed: 1 passed"
-
-
 @pytest.mark.parametrize("tests", ["passed", "failed", "late"])
 @pytest.mark.parametrize("status", ["ok", "incorrect"])
 @pytest.mark.parametrize("late", [None, Incomplete("the time is over")])
@@ -562,7 +401,7 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
     tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = session.judge(Outcome(tests, "GPU tests: said so", ""), Swept(table, late))
+    verdict = session.judge([Outcome(tests, "GPU tests: said so", "")], Swept(table, late))
     if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
     elif tests == "late" and late is None:
@@ -573,9 +412,10 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
 
 def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
     late = Incomplete("the time was over before anything was measured")
-    failed = session.judge(Outcome("failed", "GPU tests: FAILED", ""), Swept(None, late))
-    assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; 0 points are incorrect; nothing" in str(failed)
-    assert session.judge(Outcome("passed", "GPU tests: passed", ""), Swept(None, late)) is late
+    failed = session.judge([Outcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
+    assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; nothing was measured" in str(failed)
+    assert session.judge([Outcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
+    assert session.judge([], Swept(None, late)) is late
 
 
 def test_a_machine_without_a_gpu_is_told_so_in_one_line(
@@ -583,39 +423,113 @@ def test_a_machine_without_a_gpu_is_told_so_in_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(driver=False))
     monkeypatch.setenv(session.OUT, str(tmp_path))
-    assert session.run() == EnvironmentUnusable.exit_code == 3
+    assert session.run([]) == EnvironmentUnusable.exit_code == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and said.startswith("latbench: no NVIDIA driver is installed")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("tests", "code"), [("passed", 0), ("failed", 1), ("late", 4)])
-def test_a_whole_session_tells_what_it_found_and_ends_with_its_code(
-    tests: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setenv(session.OUT, str(out))
+# A whole visit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with a GPU that is not there, and the standard sweep in two blocks."""
+    at = SimpleNamespace(out=tmp_path / "out", machine=FakeMachine(), smoke=[dense(), point(shape=LARGER)])
+    monkeypatch.setenv(session.OUT, str(at.out))
     monkeypatch.setattr(session, "MEASURED", tmp_path)
-    output = "FAILED tests/a.py::test_one - wrong"
-    monkeypatch.setattr(session, "run_all_tests", lambda seconds: Outcome(tests, "GPU tests: as told", output))
     monkeypatch.setattr(session.nvml, "only_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
-    monkeypatch.setattr(session, "GpuMachine", lambda gpu: FakeMachine())
+    monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
+    monkeypatch.setattr(session, "missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"})
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
-    monkeypatch.setattr(session.points, "standard", lambda device, backends: [[dense(), point()]])
-    assert session.run() == code
-    assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "tests.txt"}
+    blocks = [[dense(), point()], [point(sparsity=0.9)]]
+    monkeypatch.setattr(session.points, "standard", lambda device, backends: blocks)
+    monkeypatch.setattr(session.points, "smoke", lambda device, backends: at.smoke)
+    return at
+
+
+LARGER = LinearShape(512, 128, 64)
+
+
+def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
+    visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert session.run(["--seconds", "40"]) == 0
+    assert {path.name for path in visit.out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt", "log.txt"}
     said = capsys.readouterr().err
-    assert "NVIDIA H200: tests of the GPU, at most 189 s\nGPU tests: as told\n" in said
-    assert "block 1 done, " in said and "4.00x dense" in said and "times: tests 0 s, starting 0 s, preparing" in said
+    assert (
+        "NVIDIA H200: 40 s, tests: smoke\nnumba_cuda is left out: numba-cuda is not installed: install it\n" in said
+    )
+    smoke, measured = said.index("smoke: passed: 2 of 2 points timed"), said.index("block 2 done")
+    assert said.index("block 1 done") < smoke < measured and "4.00x dense" in said
+    assert (visit.out / "log.txt").read_text().startswith("NVIDIA H200: 40 s")
+    first = tables.read(visit.out / "table.parquet")
+    assert len(first) == 4 and set(first["status"]) == {"ok"}
+    visit.machine = FakeMachine()
+    assert session.run(["--seconds", "40", "--tests", "none"]) == 0
+    assert "4 rows were there before, 3 points are wanted" in (visit.out / "summary.txt").read_text()
+    assert len(tables.read(visit.out / "table.parquet")) == 4
+
+
+@pytest.mark.parametrize(("tests", "code"), [("passed", 0), ("failed", 1), ("late", 4)])
+def test_all_tests_come_after_the_sweep_and_decide_with_it(
+    tests: str, code: int, visit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, given = "FAILED tests/a.py::test_one - wrong", []
+
+    def run_all_tests(seconds: float) -> Outcome:
+        given.append(seconds)
+        assert len(tables.read(visit.out / "table.parquet")) == 4
+        return Outcome(tests, "GPU tests: as told", output)
+
+    monkeypatch.setattr(session.device_tests, "run_all_tests", run_all_tests)
+    assert session.run(["--tests", "all", "--seconds", "60"]) == code
+    assert given and 0.35 * 60 <= given[0] <= 60 - session.RESERVE_SECONDS
+    said = capsys.readouterr().err
     assert (f"GPU tests: as told\n  {output}\n" in said) == (tests == "failed")
-    assert (out / "tests.txt").read_text() == output
+    assert (visit.out / "tests.txt").read_text() == output
+
+
+@pytest.mark.parametrize(("broken", "code"), [("cupy", 1), ("torch_gpu", 1), ("torch_sparse", 0)])
+def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
+    broken: str, code: int, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = {"cupy": OURS[0], "torch_gpu": DENSE[0], "torch_sparse": points.BSR[0]}[broken]
+    visit.smoke = [dense(DENSE[1]), point(shape=LARGER), point(fakes.CRASHES, kernel=kernel), point(fakes.REFUSED)]
+    assert session.run(["--seconds", "40"]) == code
+    said = capsys.readouterr().err
+    verdict = "FAILED" if code else "passed"
+    assert f"smoke: {verdict}: 2 of 4 points timed, 1 refused, 1 failed\n" in said
+    assert f"  error: {broken} {kernel[1]} vector:32 feature_major: RuntimeError: it is broken\n" in said
+    assert "  unsupported: cupy auto vector:32 feature_major: no such kernel here\n" in said
+    assert len(tables.read(visit.out / "table.parquet")) == (4 if code else 7)
+    assert (said.rstrip().splitlines()[-1].startswith("latbench: smoke: FAILED")) == bool(code)
+
+
+def test_an_engine_that_cannot_use_the_gpu_is_left_out_and_none_ends_the_visit(
+    visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visit.machine.refusals = {name: f"{name} is built without CUDA" for name in VERSIONS}
+    assert session.run(["--seconds", "40"]) == EnvironmentUnusable.exit_code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("latbench: no engine can use this GPU; numba_cuda is left out: numba-cuda is not")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [(["--seconds", "5"], "--seconds 5 is too short"), (["--seconds", "nan"], "--seconds nan")]
+)
+def test_a_visit_without_time_is_refused(
+    visit: SimpleNamespace, given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert session.run(given) == UsageError.exit_code
+    assert words in capsys.readouterr().err
 
 
 def test_a_folder_for_the_results_has_to_be_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(session.OUT, raising=False)
-    assert session.run() == UsageError.exit_code
+    assert session.run([]) == UsageError.exit_code
     assert "LATBENCH_OUT" in capsys.readouterr().err
 
 

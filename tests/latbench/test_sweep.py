@@ -37,7 +37,7 @@ def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None
     """Workers run `prepare` of worker_tasks.py, where a point's seed says what goes wrong."""
     monkeypatch.setattr(sweep, "PREPARE", f"{TASKS}:prepare")
     monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self: None)  # finding the ceilings takes seconds
+    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: None)  # finding the ceilings takes seconds
 
 
 VECTORS = VectorWise(8)
@@ -428,7 +428,7 @@ class MadeUpPace:
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace) -> MadeUpPace:
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self: pace)
+    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: pace)
     return pace
 
 
@@ -548,7 +548,7 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
 ) -> None:
     asked: list[int] = []
 
-    def fail(machine: sweep.Cpu) -> None:
+    def fail(machine: sweep.Cpu, seconds_left: Any) -> None:
         asked.append(1)
         raise failure
 

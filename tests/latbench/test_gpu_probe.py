@@ -1,0 +1,246 @@
+"""Before the first point each engine is asked for a small result; what cannot use the GPU is told in a sentence."""
+
+import re
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from latbench.backends import gpu_probe, on_gpu
+from latbench.backends.gpu_probe import Probed
+from latbench.gpu import installation, machine
+from latbench.gpu.machine import GpuMachine
+from latbench.gpu.names import Gpu
+from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.runners.worker import resolve
+
+fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
+GPU = Gpu(fakes.H200["name"], fakes.H200["uuid"])
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """NVML sees an H200 with a driver of CUDA 13.0; a test may set another."""
+    nvml = fakes.FakeNvml(fakes.H200)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return nvml
+
+
+# In the process of an engine ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str | None]]:
+    """What backends answer; their modules are there."""
+    monkeypatch.setattr(gpu_probe.importlib, "import_module", lambda name: ModuleType(name))
+    answers: dict[str, Callable[[], str | None]] = {name: lambda: None for name in on_gpu.BACKENDS}
+    monkeypatch.setattr(gpu_probe, "_PROBES", answers)
+    return answers
+
+
+def fails(error: Exception) -> Callable[[], None]:
+    def probe() -> None:
+        raise error
+
+    return probe
+
+
+def test_each_engine_answers_for_itself(probes: dict[str, Callable[[], str | None]]) -> None:
+    probes["cublas"] = fails(ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ..."))
+    probes["cupy"] = lambda: "sm_90a"
+    found = gpu_probe.probe(["cublas", "cusparse", "cupy"])
+    assert found.refusals == {"cublas": "libcublas.so.13: cannot open shared object file"}
+    assert found.architecture == "sm_90a"
+    assert set(found.libraries) == {"cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "triton"}
+    assert gpu_probe.probe(["torch_gpu"]).architecture is None
+
+
+def test_every_engine_has_a_probe() -> None:
+    assert set(gpu_probe._PROBES) == set(on_gpu.BACKENDS)
+
+
+def test_an_exception_without_words_is_called_by_its_name() -> None:
+    assert gpu_probe.sentence(MemoryError()) == "MemoryError"
+    assert gpu_probe.sentence(RuntimeError(" two\nlines \n\nand more")) == "two lines"
+
+
+class FakeTensor(np.ndarray):
+    def double(self) -> Any:
+        return self.astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "product", "words"),
+    [
+        ("13.0", np.matmul, None),
+        (
+            None,
+            np.matmul,
+            "torch 2.11.0 is built without CUDA: install a CUDA build, as pytorch.org/get-started says",
+        ),
+        ("13.0", lambda a, b: np.matmul(a, b) * 2, "torch computes a wrong sum on this GPU: 65536, not 32768"),
+    ],
+)
+def test_torch_has_to_be_built_for_cuda_and_to_compute(
+    cuda: str | None, product: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ones(rows: int, columns: int, dtype: Any, device: str) -> np.ndarray:
+        assert device == "cuda"
+        return np.ones((rows, columns), np.float32)
+
+    torch = SimpleNamespace(
+        version=SimpleNamespace(cuda=cuda), __version__="2.11.0", float16=None, ones=ones,
+        mm=lambda a, b: product(a, b).view(FakeTensor),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    if words is None:
+        gpu_probe._torch()
+        return
+    with pytest.raises(gpu_probe.Refused, match=re.escape(words)):
+        gpu_probe._torch()
+
+
+@pytest.mark.parametrize("wrong", [None, "float16", "float64"])
+def test_cupys_products_of_both_types_have_to_be_right(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.matmul(a, b) + (a.dtype.name == wrong)
+
+    cupy = SimpleNamespace(ones=np.ones, matmul=matmul, float16=np.float16, float64=np.float64)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    if wrong is None:
+        gpu_probe._cupy_product()
+        return
+    with pytest.raises(gpu_probe.Refused, match="CuPy computes a wrong sum on this GPU: 33792, not 32768"):
+        gpu_probe._cupy_product()
+
+
+def test_an_engine_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    started = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: done.append("torch")))
+    monkeypatch.setitem(sys.modules, "torch", started)
+    gpu_probe.load(["latbench.errors"])
+    monkeypatch.delitem(sys.modules, "torch")
+    device = SimpleNamespace(synchronize=lambda: done.append("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
+    gpu_probe.load(["latbench.errors"])
+    assert done == ["torch", "cupy"]
+    with pytest.raises(ModuleNotFoundError):
+        gpu_probe.load(["latbench.no_such_module"])
+
+
+# Of the machine ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the workers of a GpuMachine answer, by process: a value, or an exception. Each takes a moment."""
+    known: dict[str, Any] = {}
+
+    def call(worker: Worker, function: str, *args: Any, timeout: float) -> Any:
+        assert callable(resolve(function)) and timeout == GpuMachine.start_seconds + GpuMachine.prepare_seconds
+        known.setdefault("asked", []).append((worker.name, function.rpartition(":")[2], args))
+        time.sleep(0.3)
+        answer = known.get(worker.name, Probed({}, {}))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Worker, "call", call)
+    packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
+    monkeypatch.setattr(on_gpu.devices, "version", packages.get)
+    known["packages"] = packages
+    return known
+
+
+def test_processes_start_together_and_are_handed_out_once(answers: dict[str, Any]) -> None:
+    at = GpuMachine(GPU)
+    began = time.monotonic()
+    assert at.start(list(on_gpu.BACKENDS)) == {}
+    assert time.monotonic() - began < 1.5  # seven processes, 0.3 s each
+    first = at.worker("ceilings")
+    assert first.name == "ceilings" and at.worker("ceilings") is not first
+    asked = {name: (verb, args) for name, verb, args in answers["asked"]}
+    assert asked == {
+        "torch": ("probe", (["torch_gpu"],)), "torch_sparse": ("probe", (["torch_sparse"],)),
+        "cupy_peers": ("probe", (["cublas", "cusparse"],)), "cupy": ("probe", (["cupy"],)),
+        "numba_cuda": ("probe", (["numba_cuda"],)),
+        "ceilings": ("load", (["latbench.backends.gpu_reference"],)),
+        "reference": ("load", (["latbench.backends.gpu_reference"],)),
+    }  # fmt: skip
+    at.close()
+    at.close()
+
+
+def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, Any], monkeypatch: Any) -> None:
+    monkeypatch.setattr(machine.libraries, "versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
+    answers["torch"] = Probed({}, {"cublas": "13.1.0.3", "nvrtc": None})
+    answers["cupy"] = Probed({}, {"nvrtc": "13.0"}, "sm_90a")
+    at = GpuMachine(GPU)
+    before = at.environment()
+    assert at.versions.libraries["cublas"] == "13.0 of the wheel"
+    at.start(list(on_gpu.BACKENDS))
+    assert at.versions.libraries == {"cublas": "13.1.0.3", "nvrtc": "13.0", "driver": "580.159.03"}
+    assert at.versions.architecture == "sm_90a" and at.versions.packages["cupy"] == "14.2.0"
+    after = at.environment()
+    assert (before["cublas"], after["cublas"]) == ("13.0 of the wheel", "13.1.0.3")
+    assert before["env_id"] != after["env_id"] and after["device"] == "nvidia-h200"
+    at.close()
+
+
+@pytest.mark.parametrize("capability", ["9.0", "5.2", None])
+def test_before_it_is_asked_a_gpu_has_the_kernels_of_its_number(capability: str | None) -> None:
+    assert machine.architecture_of(capability) == ("sm_90a" if capability == "9.0" else None)
+
+
+def test_a_process_that_dies_takes_its_engines_along_and_no_others(answers: dict[str, Any]) -> None:
+    answers["cupy_peers"] = WorkerDied("crash", "the cupy_peers worker ended by signal SIGSEGV")
+    answers["torch_sparse"] = Probed({"torch_sparse": "Triton is missing"}, {})
+    answers["ceilings"] = TaskFailed("ImportError", "no torch", "")
+    at = GpuMachine(GPU)
+    assert at.start(list(on_gpu.BACKENDS)) == {
+        "cublas": "the cupy_peers worker ended by signal SIGSEGV",
+        "cusparse": "the cupy_peers worker ended by signal SIGSEGV",
+        "torch_sparse": "Triton is missing",
+    }
+    at.close()
+
+
+def test_what_is_made_for_a_newer_driver_is_not_started(answers: dict[str, Any], a_gpu: Any) -> None:
+    a_gpu.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
+    at = GpuMachine(GPU)
+    refusals = at.start(list(on_gpu.BACKENDS))
+    assert set(refusals) == {"cublas", "cusparse", "cupy"}
+    assert refusals["cupy"] == (
+        "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
+        "driver, or pip uninstall cupy-cuda13x and pip install 'latbench[cuda12]'"
+    )
+    assert "cupy" not in {name for name, _, _ in answers["asked"]}
+    at.close()
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [(13010, "cuda13"), (12040, "cuda12"), (14000, "cuda13")])
+def test_what_is_missing_is_named_with_the_extra_for_the_driver(
+    cuda: int, extra: str, answers: dict[str, Any], a_gpu: Any
+) -> None:
+    a_gpu.nvmlSystemGetCudaDriverVersion_v2 = lambda: cuda
+    del answers["packages"]["cupy-cuda13x"]
+    missing = installation.missing(GPU)
+    said = f"cupy-cuda13x or cupy-cuda12x is not installed: pip install 'latbench[{extra}]'"
+    assert missing == dict.fromkeys(("cublas", "cusparse", "cupy"), said)
+    assert "cupy" not in installation.installed() and installation.installed()["torch_gpu"] == "2.11.0"
+
+
+def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
+    at = GpuMachine(Gpu("NVIDIA H200", "GPU-3f2a"))
+    assert at.device == "nvidia-h200"
+    worker = at.worker("cupy")
+    assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
+    assert [at.process(name) for name in ("cupy", "numba_cuda", "torch_gpu")] == ["cupy", "numba_cuda", "torch"]
+    shared = [name for name in on_gpu.BACKENDS if at.process(name) in ("cupy", "numba_cuda")]
+    assert shared == ["cupy", "numba_cuda"]
