@@ -33,7 +33,7 @@ from latbench.plan import Point
 from latbench.runners.handing_out import Call, Lost, Node
 from latbench.runners.lock import WAIT_SECONDS, device_lock
 from latbench.runners.worker import resolve
-from latbench.sweep import Bench, Machine, Row, Settings, Sweep, TimeUsedUp
+from latbench.sweep import Bench, Machine, Row, Settings, Sweep, TimeLeft, TimeUsedUp
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -171,7 +171,10 @@ class OnNode:
         ):
             for chunk in self._bench.fitting(points):
                 self._bench.measure_block(
-                    chunk, lambda *kept: measured.append(kept), chance=chance, seconds_left=seconds_left
+                    chunk,
+                    lambda *kept: measured.append(kept),
+                    chance=chance,
+                    time_left=TimeLeft(seconds_left, seconds_left),
                 )
         return measured
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import psutil
@@ -73,6 +73,16 @@ NO_ROOFLINE = "no_roofline"  # flag of a row: what the device can do at most cou
 
 SecondsLeft = Callable[[], "float | None"]
 """How many seconds a run still has; None: any time."""
+
+
+class TimeLeft(NamedTuple):
+    """The seconds that are left for points, which have any time while a run has measured nothing; and for what is
+    timed beside them, which is worth no more than the run's budget.
+    """
+
+    points: SecondsLeft = lambda: None
+    beside: SecondsLeft = lambda: None
+
 
 _FAILURES = {
     "Unsupported": "unsupported", "WrongResult": "incorrect", "MemoryError": "oom", "OutOfMemoryError": "oom",
@@ -495,6 +505,10 @@ class Sweep:
         self.total = max(self._expected, named)
         self.where.measure(points, self, chance)
 
+    def time_left(self) -> TimeLeft:
+        """What bounds the requests of this run."""
+        return TimeLeft(self.seconds_left, lambda: None if self.end is None else self.end - monotonic())
+
     def seconds_left(self) -> float | None:
         """How long what is begun now may take: any time where there is no budget. A run that measures nothing at all
         would never get anywhere by being repeated, so its first block goes on.
@@ -576,7 +590,7 @@ class _Here:
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
-                    chunk, sweep.keep, chance=chance, tell=sweep.tell, seconds_left=sweep.seconds_left
+                    chunk, sweep.keep, chance=chance, tell=sweep.tell, time_left=sweep.time_left()
                 )
 
 
@@ -589,8 +603,8 @@ class Bench:
 
     def __init__(self, machine: Machine, seed: int, settings: Settings) -> None:
         self.machine, self.seed, self.settings = machine, seed, settings
-        self._seconds_left: SecondsLeft = lambda: None
-        self.engines = _Engines(machine, lambda: self._seconds_left())
+        self._time_left = TimeLeft()
+        self.engines = _Engines(machine, TimeLeft(lambda: self._time_left.points(), lambda: self._time_left.beside()))
         self.environment = machine.environment()
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
@@ -619,15 +633,15 @@ class Bench:
         *,
         chance: int = 0,
         tell: Callable[[str, int], None] = lambda activity, finished: None,
-        seconds_left: SecondsLeft = lambda: None,
+        time_left: TimeLeft | None = None,
     ) -> None:
         """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
         Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
         `chance`: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
-        points have an outcome. Raises TimeUsedUp when no `seconds_left` are left, also in the middle of a request.
+        points have an outcome. Raises TimeUsedUp when no `time_left` is left, also in the middle of a request.
         """
-        self.chance, self._tell, self._seconds_left = chance, tell, seconds_left
+        self.chance, self._tell, self._time_left = chance, tell, time_left or TimeLeft()
         rows: list[Row] = []
         started, watched = datetime.now(UTC), self.machine.watch()
         try:
@@ -759,7 +773,7 @@ class Bench:
         return None
 
     def _check_time(self) -> None:
-        left = self._seconds_left()
+        left = self._time_left.points()
         if self._stop.is_set() or (left is not None and left <= 0):
             raise TimeUsedUp
 
@@ -901,10 +915,10 @@ def _failed(failure: TaskFailed | WorkerDied) -> _Outcome:
 
 
 class _Engines:
-    """A machine's workers, and in them the points of the block. `seconds_left` bounds every request to them."""
+    """A machine's workers, and in them the points of the block. `time_left` bounds every request to them."""
 
-    def __init__(self, machine: Machine, seconds_left: SecondsLeft) -> None:
-        self.machine, self._seconds_left = machine, seconds_left
+    def __init__(self, machine: Machine, time_left: TimeLeft) -> None:
+        self.machine, self._time_left = machine, time_left
         self.pace: Roofline[Any] | None = None
         self.without_pace = False  # because it could not be had
         self._asked_for_pace = False
@@ -935,7 +949,7 @@ class _Engines:
         """
         if not self._asked_for_pace:
             self._asked_for_pace = self.without_pace = True
-            self.pace = self.machine.pace(self._seconds_left)
+            self.pace = self.machine.pace(self._time_left.beside)
             self.without_pace = False
         if self.pace is not None:
             self.pace.turn()
@@ -990,7 +1004,7 @@ class _Engines:
         process = self.machine.process(backend)
         if process not in self._workers:
             self._workers[process] = worker = self.machine.worker(process)
-            worker.seconds_left = self._seconds_left
+            worker.seconds_left = self._time_left.points
         return self._workers[process]
 
 

@@ -42,6 +42,7 @@ UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
 @dataclass(frozen=True)
 class Backend:
     """An engine: its module, the packages of which one must be installed, the process that it shares with others.
+    `checked_by`: packages of which one must be there, too, to check its results.
 
     `libraries`: by kernel, those whose version its times depend on ("" for every other kernel), by the names of
     `latbench.gpu.libraries`. `packed`: the kernels that read weights in their pattern's format.
@@ -52,17 +53,33 @@ class Backend:
     process: str
     libraries: Mapping[str, tuple[str, ...]]
     packed: tuple[str, ...] = ()
+    checked_by: tuple[str, ...] = ()
     ours: bool = False
     captured: bool = True  # whether its launches can become a CUDA graph
 
     @property
     def package(self) -> str | None:
         """The package that is installed; None if none is."""
-        return next((name for name in self.packages if devices.version(name)), None)
+        return _installed(self.packages)
 
     def version(self) -> str | None:
-        """The version of that package."""
-        return None if self.package is None else devices.version(self.package)
+        """The version of that package; None where anything that the engine needs is missing."""
+        return None if self.package is None or self.missing else devices.version(self.package)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The installed packages that it runs with."""
+        return tuple(name for name in (self.package, _installed(self.checked_by)) if name is not None)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Packages of which one has to be installed; none where the engine has all that it needs."""
+        needed = (self.packages, self.checked_by) if self.checked_by else (self.packages,)
+        return next((packages for packages in needed if _installed(packages) is None), ())
+
+
+def _installed(packages: Sequence[str]) -> str | None:
+    return next((name for name in packages if devices.version(name)), None)
 
 
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
@@ -85,8 +102,8 @@ BACKENDS = {
     "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
     # Its launches go to the default stream, which cannot be captured.
     "numba_cuda": Backend(
-        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvrtc",)}, packed=("auto",), ours=True,
-        captured=False,
+        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvrtc",)}, packed=("auto",),
+        checked_by=_CUPY, ours=True, captured=False,
     ),
 }  # fmt: skip
 

@@ -101,7 +101,7 @@ def _gpu_backends() -> dict[str, dict[str, Any]]:
     from latbench.backends.on_gpu import BACKENDS
 
     return {
-        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.packages)}
+        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.missing)}
         for name, backend in BACKENDS.items()
     }
 
@@ -202,6 +202,7 @@ def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    from latbench.gpu import installation
     from latbench.report.units import size
 
     environment, host = facts["environment"], facts["host"]
@@ -246,10 +247,11 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ("  to measure it", f"latbench sweep --gpu {gpu['option']}"),
             ("  its roofline", _roofline(gpu["ceilings"])),
         ]
+    extra = f"latbench[{installation.extra(facts['gpus'][0]['cuda_driver'] if facts['gpus'] else None)}]"
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():
-        missing = f"missing: pip install {' or '.join(engine['missing'])}" if engine["missing"] else ""
+        missing = f"missing {' or '.join(engine['missing'][:2])}: pip install '{extra}'" if engine["missing"] else ""
         idle = "" if facts["gpus"] else ", without a GPU"
         lines.append((f"GPU backend {name}", missing or f"{engine['version']}{idle}"))
     return lines

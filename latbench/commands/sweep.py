@@ -183,24 +183,34 @@ def _ready(machine: GpuMachine, given: Sequence[str]) -> list[str]:
     those given by name each, otherwise the dense baseline and our kernels.
     """
     from latbench.backends.on_gpu import BACKENDS
-    from latbench.errors import EnvironmentUnusable
-    from latbench.gpu.installation import NEEDED, installed, missing
+    from latbench.gpu.installation import NEEDED, installed, missing, refused_by_driver
 
     named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
-    by_name = bool(named) and len(named) < len(BACKENDS)
-    refusals = missing(machine.gpu)
+    by_name = 0 < len(named) < len(BACKENDS)
     wanted = named if by_name else list(installed())
-    typer.echo(f"latbench: starting {', '.join(wanted) or 'nothing'} on {machine.gpu.name}", err=True)
-    refusals |= machine.start([name for name in wanted if name not in refusals])
-    for name in named if by_name else NEEDED:
-        if name in refusals:
-            others = [other for other in wanted if other not in refusals]
-            instead = f"; to measure without it: --backends {','.join(others)}" if others and not by_name else ""
-            raise EnvironmentUnusable(f"{name} cannot use {machine.gpu.name}: {refusals[name]}{instead}")
+    needed = named if by_name else list(NEEDED)
+    refusals = missing(machine.gpu) | refused_by_driver(machine.gpu, installed())
+    _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
+    wanted = [name for name in wanted if name not in refusals]
+    typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
+    refusals |= machine.start(wanted)
+    _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     for name, reason in refusals.items():
-        if name in wanted or not by_name:
+        if not by_name:
             typer.echo(f"latbench: {name} is left out: {reason}", err=True)
     return [name for name in wanted if name not in refusals]
+
+
+def _refuse(gpu: str, needed: Sequence[str], refusals: Mapping[str, str], others: Sequence[str]) -> None:
+    """Raise EnvironmentUnusable where an engine that is needed is refused; `others` could be timed without it."""
+    from latbench.errors import EnvironmentUnusable
+
+    roles = {"torch_gpu": "the dense baseline (torch_gpu)", "cupy": "our kernels (cupy)"}
+    for name in needed:
+        if name in refusals:
+            left = [other for other in others if other not in refusals]
+            instead = f"; to measure without: --backends {','.join(left)}" if left else ""
+            raise EnvironmentUnusable(f"{roles.get(name, name)} cannot use {gpu}: {refusals[name]}{instead}")
 
 
 def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options: Sequence[str]) -> Target:

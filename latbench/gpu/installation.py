@@ -25,8 +25,8 @@ def missing(gpu: Gpu) -> dict[str, str]:
     """Return why backends are not installed here and what to install for this GPU's driver, by backend."""
     advice = f"pip install 'latbench[{extra(_driver(gpu)[1])}]'"
     return {
-        name: f"{' or '.join(backend.packages[:2])} is not installed: {advice}"
-        for name, backend in BACKENDS.items() if backend.package is None
+        name: f"{' or '.join(backend.missing[:2])} is not installed: {advice}"
+        for name, backend in BACKENDS.items() if backend.missing
     }  # fmt: skip
 
 
@@ -35,13 +35,13 @@ def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     driver, cuda = _driver(gpu)
     refusals = {}
     for backend in backends:
-        package = BACKENDS[backend].package or ""
-        needs = _MADE_FOR.get(package)
-        if cuda is not None and needs is not None and _major(cuda) < needs:
-            refusals[backend] = (
-                f"the NVIDIA driver {driver} is too old: it runs CUDA {cuda}, and {package} needs CUDA {needs}; "
-                f"install a newer driver, or pip uninstall {package} and pip install 'latbench[{extra(cuda)}]'"
-            )
+        for package in BACKENDS[backend].used:
+            needs = _MADE_FOR.get(package)
+            if cuda is not None and needs is not None and _major(cuda) < needs:
+                refusals[backend] = (
+                    f"the NVIDIA driver {driver} is too old: it runs CUDA {cuda}, and {package} needs CUDA {needs}; "
+                    f"install a newer driver, or pip uninstall {package} and pip install 'latbench[{extra(cuda)}]'"
+                )
     return refusals
 
 

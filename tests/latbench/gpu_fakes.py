@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -224,13 +225,11 @@ class Ready:
         return Burst([self._seconds] * 10, preempted=hot, states=(state,))
 
 
-FINE, HOT, REFUSED, WRONG, LATE, STUCK, SLOWLY_DRAWN, CRASHES = range(8)
+FINE, HOT, REFUSED, WRONG, LATE, STUCK, CRASHES, DIES, HANGS = range(9)
 
 
 def draw(point: Point) -> None:
-    """What a worker does in place of latbench.backends.on_gpu:draw."""
-    if point.seed == SLOWLY_DRAWN:
-        time.sleep(0.4)
+    """What a worker does in place of latbench.backends.on_gpu:draw: nothing that takes time."""
 
 
 def prepare(point: Point) -> Ready:
@@ -239,6 +238,10 @@ def prepare(point: Point) -> Ready:
         raise Unsupported("no such kernel here")
     if point.seed == WRONG:
         raise WrongResult("3 of 7 results are wrong")
+    if point.seed == DIES:
+        os._exit(3)
+    if point.seed == HANGS:
+        time.sleep(600)
     if point.seed == CRASHES:
         raise RuntimeError("it is broken")
     if point.seed == LATE:
@@ -247,6 +250,14 @@ def prepare(point: Point) -> Ready:
     speedup = 1 / (1 - point.sparsity)
     slower = 1.0 if point.backend in ("cupy", "torch_gpu") else 2.0
     return Ready(1e-4 / speedup * slower, reasons, stuck=point.seed == STUCK)
+
+
+def product() -> Any:
+    """A reference kernel that hangs."""
+    time.sleep(600)
+
+
+total = product
 
 
 PACKAGES = {"torch_gpu": "2.11.0", "cupy": "14.2.0", "torch_sparse": "2.11.0"}
@@ -308,3 +319,8 @@ class FakeMachine:
 
     def needed_bytes(self, point: Point) -> float:
         return 1.0
+
+
+def no_point_works(point: Point) -> Ready:
+    """Of a machine on which nothing works."""
+    raise RuntimeError("an illegal memory access was encountered")

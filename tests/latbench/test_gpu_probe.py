@@ -215,7 +215,7 @@ def test_what_is_made_for_a_newer_driver_is_not_started(answers: dict[str, Any],
     a_gpu.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
     at = GpuMachine(GPU)
     refusals = at.start(list(on_gpu.BACKENDS))
-    assert set(refusals) == {"cublas", "cusparse", "cupy"}
+    assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     assert refusals["cupy"] == (
         "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
         "driver, or pip uninstall cupy-cuda13x and pip install 'latbench[cuda12]'"
@@ -232,7 +232,7 @@ def test_what_is_missing_is_named_with_the_extra_for_the_driver(
     del answers["packages"]["cupy-cuda13x"]
     missing = installation.missing(GPU)
     said = f"cupy-cuda13x or cupy-cuda12x is not installed: pip install 'latbench[{extra}]'"
-    assert missing == dict.fromkeys(("cublas", "cusparse", "cupy"), said)
+    assert missing == dict.fromkeys(("cublas", "cusparse", "cupy", "numba_cuda"), said)
     assert "cupy" not in installation.installed() and installation.installed()["torch_gpu"] == "2.11.0"
 
 

@@ -1,8 +1,14 @@
 """A visit to a GPU, without one: how its time is shared out, what it writes, and where the next one goes on."""
 
+import itertools
+import json
+import os
 import re
 import runpy
+import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +17,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench import sweep, tables
+from latbench import pace, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.gpu import points, session
 from latbench.gpu.ceilings import GpuCeilings
@@ -334,6 +340,144 @@ def test_kernels_that_hang_cost_a_moment_each_and_no_more_than_two(tmp_path: Pat
     skipped = of_stuck["error"][of_stuck["status"] == "error"]
     assert skipped.str.startswith("not tried in this run: 2 workers died of cupy vector points").all()
     assert frame.set_index("point_id")["status"][dense().id] == "ok"
+
+
+# Side by side, and in time ------------------------------------------------------------------------------------------
+
+
+LOGGING = """
+import json, os, time
+from pathlib import Path
+LOG = Path(__file__).with_suffix(".log")
+
+def note(what, began):
+    with LOG.open("a") as file:
+        file.write(json.dumps([what, os.getpid(), began, time.monotonic()]) + "\\n")
+
+def draw(point):
+    began = time.monotonic()
+    time.sleep(0.4)
+    note("host", began)
+
+def prepare(point):
+    began = time.monotonic()
+    time.sleep(0.1)
+    note("device", began)
+    return Timer()
+
+class Timer:
+    inner_loops = 10
+    facts = {"kernel_used": "fake", "nnz": 1, "flop_nnz": 2_000_000, "bytes_min": 100_000}
+    def burst(self, seconds):
+        from latbench.measure import Burst
+        return Burst([1e-4] * 10)
+"""
+
+
+def test_processes_work_side_by_side_on_the_host_and_in_turn_on_the_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "logging_tasks.py"
+    script.write_text(LOGGING)
+    machine = FakeMachine()
+    machine.host_task, machine.task = f"{script}:draw", f"{script}:prepare"
+    kernels = (DENSE[0], points.BSR[0], OURS[0])
+    wanted = [points.point("nvidia-h200", SHAPE, VectorWise(32), s, each) for each in kernels for s in (0.5, 0.75)]
+    swept = sweep_into(tmp_path / "out", wanted, machine=machine)
+    assert swept.table is not None and set(swept.table["status"]) == {"ok"}
+    noted = [json.loads(line) for line in script.with_suffix(".log").read_text().splitlines()]
+    host = [(began, ended, pid) for what, pid, began, ended in noted if what == "host"]
+    device = sorted((began, ended, pid) for what, pid, began, ended in noted if what == "device")
+    assert len(host) == len(device) == 6 and len({pid for *_, pid in device}) == 3
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(device))
+    apart = [(a, b) for a, b in itertools.combinations(host, 2) if a[2] != b[2]]
+    assert any(a[0] < b[1] and b[0] < a[1] for a, b in apart)  # two processes drew at the same time
+
+
+def test_what_fails_side_by_side_takes_nothing_else_along(tmp_path: Path) -> None:
+    kernels = {fakes.FINE: OURS[0], fakes.CRASHES: DENSE[0], fakes.REFUSED: points.BSR[0], fakes.DIES: points.CSR[0]}
+    machine = FakeMachine()
+    machine.versions["cusparse"] = "14.2.0"
+    wanted = [point(seed, kernel=kernel) for seed, kernel in kernels.items()]
+    table = sweep_into(tmp_path, [*wanted, point(sparsity=0.9, kernel=points.CSR[0])], machine=machine).table
+    assert table is not None
+    found = table.set_index(["pattern_seed", "backend"])["status"].to_dict()
+    assert found == {
+        (fakes.FINE, "cupy"): "ok", (fakes.CRASHES, "torch_gpu"): "error",
+        (fakes.REFUSED, "torch_sparse"): "unsupported",
+        (fakes.DIES, "cusparse"): "error", (fakes.FINE, "cusparse"): "ok",
+    }  # fmt: skip
+
+
+def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> None:
+    machine = FakeMachine()
+    wanted = [point(fakes.HANGS), point(kernel=DENSE[0]), point(kernel=points.BSR[0])]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(2.5, os.kill, (os.getpid(), signal.SIGUSR1))
+    began = time.monotonic()
+    try:
+        timer.start()
+        with pytest.raises(sweep.Stopped, match=r"interrupted: \d of 3 points"):
+            sweep.run(tmp_path, sweep.in_order([wanted]), machine=machine, settings=QUICK)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+    machine.close()
+    assert time.monotonic() - began < 12  # the machine would wait for 40 s
+    assert all(worker.generation == 0 for worker in machine.workers)
+
+
+@pytest.mark.parametrize("seed", ["HANGS", "STUCK"])
+def test_a_budget_ends_what_hangs_too(seed: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    swept = sweep_into(tmp_path, [dense()], [point(), point(getattr(fakes, seed), sparsity=0.5)], seconds=4.0)
+    assert time.monotonic() - began < 12  # a request may take 20 s, and the first of a process 40 s
+    assert swept.late is not None and swept.table is not None
+    assert "timeout" not in set(swept.table["status"])  # nobody knows whether it would have been one
+    assert dense().id in set(swept.table["point_id"])
+
+
+class HangingReference(FakeMachine):
+    """A machine whose reference worker hangs when it is first asked."""
+
+    def pace(self, seconds_left: Any) -> Roofline[Any]:
+        worker = self.worker("reference")
+        worker.seconds_left = seconds_left
+        return Hanging(worker, Found(POSSIBLE))  # type: ignore[arg-type]
+
+
+class Hanging(GpuPace):
+    module = str(FAKES)
+
+
+def test_a_hanging_reference_costs_a_budget_no_more_than_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    blocks = [[dense(), point()], [point(sparsity=0.9)]]
+    swept = sweep_into(tmp_path / "late", *blocks, seconds=5.0, machine=HangingReference())
+    assert time.monotonic() - began < 5 + LEAST_SECONDS + 8
+    assert swept.late is not None
+    monkeypatch.setattr(pace, "PREPARE_SECONDS", 0.5)
+    swept = sweep_into(tmp_path / "whole", *blocks, machine=HangingReference())
+    assert swept.late is None and swept.table is not None and set(swept.table["status"]) == {"ok"}
+    assert swept.table["reference_seconds"].isna().all() and swept.table["roofline_seconds"].notna().all()
+
+
+def test_what_is_finished_is_written_while_a_process_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session.Publisher.__init__, "__defaults__", (0.2,))
+    seen: list[int] = []
+    publish = session.publish
+
+    def note(folder: Path, out: Path, environment: Any, remarks: Any) -> None:
+        publish(folder, out, environment, remarks)
+        seen.append(len(tables.read(out / "table.parquet")))
+
+    monkeypatch.setattr(session, "publish", note)
+    sweep_into(tmp_path, [dense()], [point(fakes.HANGS)], seconds=4.0)
+    assert seen[0] == 1 and len(seen) >= 2  # before the end, in which it is written once more
 
 
 def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_nothing(tmp_path: Path) -> None:
