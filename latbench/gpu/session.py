@@ -256,8 +256,8 @@ def measure(
         write()
         if late is not None:
             late = Incomplete(
-                f"the time is over, {out} has what was measured: put it into {MEASURED / machine.device}, "
-                "and the next visit goes on from there"
+                f"the time is over, {out} has what was measured: the same command goes on from there, and on another "
+                f"machine the table in {MEASURED / machine.device}, or --table"
             )
         table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
         if table is None:
@@ -288,6 +288,10 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=os.environ.get(OUT), help=f"folder for the results (default: the variable {OUT})"
     )
+    parser.add_argument(
+        "--table", type=Path,
+        help="table whose points are not measured again where they are current (default datasets/measured/<device>)",
+    )  # fmt: skip
     return parser.parse_args(given)
 
 
@@ -322,7 +326,7 @@ def main(given: Sequence[str] | None = None) -> None:
             machine, points.standard(machine.device, usable), out,
             budget=budget, remarks=remarks, watch=watch, tell=log,
             smoke_points=[] if asked.tests == "none" else points.smoke(machine.device, usable),
-            sources=(out, MEASURED / machine.device),
+            sources=(out, asked.table or MEASURED / machine.device),
         )  # fmt: skip
     finally:
         machine.close()
