@@ -63,7 +63,9 @@ def load(modules: Sequence[str]) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """What an exception says, in one line of its first paragraph."""
+    """What an exception says, in one line: which library is missing, or its first paragraph."""
+    if (missing := libraries.not_loaded(str(error))) is not None:
+        return missing
     paragraph = str(error).strip().split("\n\n")[0]
     text = " ".join(paragraph.split())
     return text if text else type(error).__name__

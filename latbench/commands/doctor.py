@@ -247,7 +247,8 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ("  to measure it", f"latbench sweep --gpu {gpu['option']}"),
             ("  its roofline", _roofline(gpu["ceilings"])),
         ]
-    extra = f"latbench[{installation.extra(facts['gpus'][0]['cuda_driver'] if facts['gpus'] else None)}]"
+    first = facts["gpus"][0] if facts["gpus"] else {"cuda_driver": None, "compute_capability": None}
+    extra = f"latbench[{installation.extra(first['cuda_driver'], first['compute_capability'])}]"
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():

@@ -59,7 +59,7 @@ class GpuMachine:
         self._started: dict[str, Worker] = {}  # that nobody has asked for yet
         self._loading: dict[str, Future[None]] = {}  # of those, what they do just now
         self._threads: ThreadPoolExecutor | None = None
-        self._libraries: dict[str, str | None] = libraries.versions()
+        self._loaded: dict[str, dict[str, str | None]] = {}  # libraries, by process
         self._architecture: str | None = None
 
     @property
@@ -92,7 +92,7 @@ class GpuMachine:
                 refusals |= dict.fromkeys(names[process], found)
                 continue
             refusals |= found.refusals
-            self._libraries |= {name: version for name, version in found.libraries.items() if version is not None}
+            self._loaded[process] = found.libraries
             self._architecture = found.architecture or self._architecture
         self._forget()
         return refusals
@@ -125,8 +125,13 @@ class GpuMachine:
             self._threads = None
 
     def environment(self) -> dict[str, Any]:
-        """See Machine: with the versions of the libraries that the processes have loaded."""
-        row = {**nvml.environment(self.gpu), **self._libraries}
+        """See Machine: with the versions of the libraries that the processes have loaded; all of them, where those of
+        torch and of CuPy differ.
+        """
+        row = {**nvml.environment(self.gpu), **libraries.versions()}
+        for name in libraries.versions():
+            every = {loaded[name]: None for loaded in self._loaded.values() if loaded.get(name) is not None}
+            row[name] = " and ".join(map(str, every)) or row[name]
         del row["env_id"]
         return {"env_id": env_id(row), **row}
 
@@ -135,7 +140,8 @@ class GpuMachine:
         """What the times of a row depend on; after `start` as the processes have loaded it."""
         facts = nvml.environment(self.gpu)
         architecture = self._architecture or architecture_of(facts["compute_capability"])
-        return Versions(installed(), {**self._libraries, DRIVER: facts["driver"]}, architecture)
+        known = {**libraries.versions(), DRIVER: facts["driver"]}
+        return Versions(installed(), known, dict(self._loaded), architecture)
 
     def _forget(self) -> None:
         self.__dict__.pop("versions", None)

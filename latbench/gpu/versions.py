@@ -39,12 +39,15 @@ class Versions:
         By backend, of those that are installed.
     libraries
         By the names of `latbench.gpu.libraries`, and the driver's; None where it is not known.
+    loaded
+        The same by process, as it has loaded them: torch and CuPy may each bring a library of their own.
     architecture
         What our CUDA kernels are compiled for; None where there are none for this GPU.
     """
 
     packages: Mapping[str, str]
     libraries: Mapping[str, str | None] = field(default_factory=dict)
+    loaded: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
     architecture: str | None = None
 
     def text(self, point: Point, families: Sequence[str] | None = None) -> str | None:
@@ -96,9 +99,10 @@ class Versions:
         return parts == {**libraries, **self._fingerprints(families)} and bool(families) == BACKENDS[backend].ours
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
-        of_kernel = BACKENDS[backend].libraries
+        of_kernel, loaded = BACKENDS[backend].libraries, self.loaded.get(BACKENDS[backend].process, {})
         names = (DRIVER, *of_kernel.get(kernel, of_kernel.get("", ())))
-        return {name: version for name in names if (version := self.libraries.get(name)) is not None}
+        known = {name: loaded.get(name) or self.libraries.get(name) for name in names}
+        return {name: version for name, version in known.items() if version is not None}
 
     def _fingerprints(self, families: Sequence[str]) -> dict[str, str]:
         """By family; without those that are not here (any more)."""

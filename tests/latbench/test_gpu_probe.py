@@ -51,11 +51,14 @@ def fails(error: Exception) -> Callable[[], None]:
     return probe
 
 
-def test_each_engine_answers_for_itself(probes: dict[str, Callable[[], str | None]]) -> None:
+def test_each_engine_answers_for_itself(
+    probes: dict[str, Callable[[], str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     probes["cublas"] = fails(ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ..."))
+    monkeypatch.setattr(gpu_probe.libraries.devices, "version", lambda package: None)
     probes["cupy"] = lambda: "sm_90a"
     found = gpu_probe.probe(["cublas", "cusparse", "cupy"])
-    assert found.refusals == {"cublas": "libcublas.so.13: cannot open shared object file"}
+    assert found.refusals == {"cublas": "libcublas.so.13 cannot be loaded: pip install nvidia-cublas"}
     assert found.architecture == "sm_90a"
     assert set(found.libraries) == {"cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "triton"}
     assert gpu_probe.probe(["torch_gpu"]).architecture is None
@@ -181,14 +184,17 @@ def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, An
     monkeypatch.setattr(machine.libraries, "versions", lambda: {"cublas": "13.0 of the wheel", "nvrtc": None})
     answers["torch"] = Probed({}, {"cublas": "13.1.0.3", "nvrtc": None})
     answers["cupy"] = Probed({}, {"nvrtc": "13.0"}, "sm_90a")
+    answers["cupy_peers"] = Probed({}, {"cublas": "13.1.1"})
     at = GpuMachine(GPU)
     before = at.environment()
     assert at.versions.libraries["cublas"] == "13.0 of the wheel"
     at.start(list(on_gpu.BACKENDS))
-    assert at.versions.libraries == {"cublas": "13.1.0.3", "nvrtc": "13.0", "driver": "580.159.03"}
+    assert at.versions.libraries == {"cublas": "13.0 of the wheel", "nvrtc": None, "driver": "580.159.03"}
+    assert at.versions.loaded["torch"]["cublas"] == "13.1.0.3" and at.versions.loaded["cupy"]["nvrtc"] == "13.0"
     assert at.versions.architecture == "sm_90a" and at.versions.packages["cupy"] == "14.2.0"
     after = at.environment()
-    assert (before["cublas"], after["cublas"]) == ("13.0 of the wheel", "13.1.0.3")
+    assert (before["cublas"], after["cublas"]) == ("13.0 of the wheel", "13.1.0.3 and 13.1.1")
+    assert (before["nvrtc"], after["nvrtc"]) == (None, "13.0")
     assert before["env_id"] != after["env_id"] and after["device"] == "nvidia-h200"
     at.close()
 
@@ -218,7 +224,7 @@ def test_what_is_made_for_a_newer_driver_is_not_started(answers: dict[str, Any],
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     assert refusals["cupy"] == (
         "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
-        "driver, or pip uninstall cupy-cuda13x and pip install 'latbench[cuda12]'"
+        "driver, or pip install 'latbench[cuda12]' into a new environment"
     )
     assert "cupy" not in {name for name, _, _ in answers["asked"]}
     at.close()
@@ -234,6 +240,27 @@ def test_what_is_missing_is_named_with_the_extra_for_the_driver(
     said = f"cupy-cuda13x or cupy-cuda12x is not installed: pip install 'latbench[{extra}]'"
     assert missing == dict.fromkeys(("cublas", "cusparse", "cupy", "numba_cuda"), said)
     assert "cupy" not in installation.installed() and installation.installed()["torch_gpu"] == "2.11.0"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "capability", "extra"),
+    [("13.0", "9.0", "cuda13"), ("13.0", "7.5", "cuda13"), ("13.0", "7.0", "cuda12"), ("12.8", "9.0", "cuda12"),
+     (None, None, "cuda13"), ("13.0", "12.1", "cuda13")],
+)  # fmt: skip
+def test_the_extra_is_for_the_driver_and_for_the_gpu(cuda: str | None, capability: str | None, extra: str) -> None:
+    assert installation.extra(cuda, capability) == extra
+
+
+def test_a_cupy_that_would_load_another_cudas_libraries_is_refused(answers: dict[str, Any]) -> None:
+    answers["packages"] |= {"cupy-cuda13x": None, "cupy-cuda12x": "14.2.0", "nvidia-cublas": "13.1.1.3"}
+    at = GpuMachine(GPU)
+    refusals = at.start(list(on_gpu.BACKENDS))
+    assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
+    assert (
+        "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas)"
+        in refusals["cupy"]
+    )
+    at.close()
 
 
 def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:

@@ -96,8 +96,8 @@ WRONG = {
     "a driver that is too old": (
         {}, 12020, {},
         "our kernels (cupy) cannot use NVIDIA H200: the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.2, and "
-        "cupy-cuda13x needs CUDA 13; install a newer driver, or pip uninstall cupy-cuda13x and pip install "
-        "'latbench[cuda12]'; to measure without: --backends torch_gpu,torch_sparse",
+        "cupy-cuda13x needs CUDA 13; install a newer driver, or pip install 'latbench[cuda12]' into a new environment"
+        "; to measure without: --backends torch_gpu,torch_sparse",
     ),
     "no kernel for this GPU": (
         {}, 13000, {"cupy": "no kernel for compute capability 5.2: kernels are compiled for sm_70 and newer"},

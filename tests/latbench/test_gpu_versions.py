@@ -25,7 +25,7 @@ LIBRARIES = {
     "driver": "580.159.04", "cublas": "13.1.0.3", "cudnn": "9.15", "cusparselt": "0.8.0", "nvrtc": "13.0",
     "triton": "3.6.0",
 }  # fmt: skip
-NOW = Versions(PACKAGES, LIBRARIES, "sm_90a")
+NOW = Versions(PACKAGES, LIBRARIES, architecture="sm_90a")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_a_row_names_the_families_that_were_asked_until_one_ran_it(quick_fingerp
 def test_a_new_library_or_driver_voids_what_depends_on_it(name: str) -> None:
     dense, ours, other = of(points.DENSE[0], Dense()), OURS, of(points.CUSPARSELT[0], NM(2, 4))
     table = rows(*((point, NOW.text(point)) for point in (dense, ours, other)))
-    after = Versions(PACKAGES, {**LIBRARIES, name: "999"}, "sm_90a")
+    after = Versions(PACKAGES, {**LIBRARIES, name: "999"}, architecture="sm_90a")
     assert after.current(table).tolist() == ([False] * 3 if name == "driver" else [False, True, True])
 
 
@@ -94,6 +94,14 @@ def test_a_new_library_or_driver_voids_what_depends_on_it(name: str) -> None:
 )  # fmt: skip
 def test_what_does_not_name_all_that_is_known_now_does_not_count(text: str | None) -> None:
     assert NOW.current(rows((OURS, text))).tolist() == [False]
+
+
+def test_each_process_may_have_a_library_of_its_own() -> None:
+    loaded = {"torch": {"cublas": "13.0.2", "cudnn": None}, "cupy_peers": {"cublas": "13.1.1"}}
+    now = Versions(PACKAGES, LIBRARIES, loaded, "sm_90a")
+    assert now.text(of(points.DENSE[0], Dense())) == "2.11.0 (cublas 13.0.2, driver 580.159.04)"
+    assert now.text(of(points.DENSE_AGAIN[0], Dense())) == "14.2.0 (cublas 13.1.1, driver 580.159.04)"
+    assert now.text(of(points.DENSE_CONV[0], Dense())) == "2.11.0 (cudnn 9.15, driver 580.159.04)"
 
 
 def test_what_is_not_known_is_not_named() -> None:
