@@ -17,9 +17,9 @@ import pandas as pd
 from cost_models.errors import Uncalibrated
 from cost_models.lookup import AnchoredLookup
 from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
-from latbench import tables
-from latbench.plan import Point
-from latbench.sweep import FINISHED
+from latbench.sweeping.sweep import FINISHED
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 
 ANCHORS = 6
 COVERAGES = (0.9, 0.8)  # of the intervals that tell what is known: the first for which there are enough anchors
@@ -40,7 +40,7 @@ def anchors(points: Sequence[Point], count: int = ANCHORS) -> list[Point]:
 
 
 class Adaptive:
-    """Asks for `points` as far as they tell something: a `choose` of latbench.sweep.
+    """Asks for `points` as far as they tell something: a `choose` of latbench.sweeping.sweep.
 
     tolerance: how far, as a factor less 1, the 90% interval of a point (80% where anchors are few) may reach above
     its prediction without being measured; twice that far where it does not hold the time of the fastest dense layer.

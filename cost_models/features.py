@@ -12,7 +12,7 @@ import pandas as pd
 
 from cost_models.errors import BadRows
 from cost_models.rows import Array, sparsities
-from latbench import tables
+from latbench.tables import table as tables
 
 SIZES = ("m", "k", "n")
 CATEGORIES = ("op", "format", "layout", "epilogue", "kernel_requested")

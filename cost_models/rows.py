@@ -1,7 +1,8 @@
 """The rows a cost model learns from, and how a row says which curve it belongs to.
 
-X is a pandas frame with the columns of `latbench.tables.KEY` (others are welcome), one row a point; y is seconds. A
-curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of measuring.
+X is a pandas frame with the columns of `latbench.tables.table.KEY` (others are welcome), one row a point; y is
+seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of
+measuring.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from cost_models.errors import BadRows
-from latbench import latest, tables
 from latbench.errors import BadData, UsageError
-from latbench.places import Place
+from latbench.tables import latest_rows as latest
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
 
 KEY = [field.name for field in tables.KEY]
 CURVE = [name for name in KEY if name != "sparsity_target"]
@@ -51,7 +53,7 @@ COLUMNS = [
 
 def read_training_rows(table: str | Place, where: Where | None = None) -> tuple[pd.DataFrame, Array]:
     """`training_rows` of the table at a path or URI, with the columns that models use; read in pieces, so that memory
-    grows with its points (`latbench.latest`).
+    grows with its points (`latbench.tables.latest_rows`).
     """
     where = _checked(where)
 
@@ -87,7 +89,7 @@ def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
     TypeError for an X that is no frame.
     """
     if not isinstance(X, pd.DataFrame):
-        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.KEY`, one row a point")
+        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.table.KEY`, one row a point")
     seconds = np.asarray(y, dtype=np.float64)
     if seconds.shape != (len(X),) or seconds.size == 0:
         raise ValueError(

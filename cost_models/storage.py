@@ -25,10 +25,10 @@ from cost_models.roofline import Roofline
 from cost_models.rows import read_training_rows
 from cost_models.transfer import Transfer
 from cost_models.validation import CostModel, Figures
-from latbench import tables
+from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, UsageError
-from latbench.files import write_text_atomically
-from latbench.places import Place
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
 
 VERSION = 4  # goes up, too, when the same settings would give another model than before
 LIBRARIES = ("scikit-learn", "scipy")  # that a fit hangs on

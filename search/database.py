@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from latbench.base.files import remove_left, write_atomically, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import remove_left, write_atomically, write_text_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

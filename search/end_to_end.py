@@ -4,10 +4,10 @@ A round gives every engine one burst of calls, in a shuffled order. Three kinds 
 which other processes took the cores, those in which the engines together were much slower than in their fastest
 rounds (a neighbour on a shared machine slows all by a third for seconds or minutes), and those in which the dense
 engines were much slower than they are known to be. Such rounds slow the engines unequally. So do bursts from when a
-host had moved the cores apart (`latbench.placement`), which are taken again at once. No engine is judged by its
-own time alone, and the pruned model never by what was predicted for it. Rounds are what repeats: within one, calls
-share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989), and a
-speedup's from resampling the same rounds of both engines.
+host had moved the cores apart (`latbench.sweeping.core_placement`), which are taken again at once. No engine is
+judged by its own time alone, and the pruned model never by what was predicted for it. Rounds are what repeats: within
+one, calls share the state of the machine, so intervals come from resampling rounds (a block bootstrap, Kuensch 1989),
+and a speedup's from resampling the same rounds of both engines.
 
 The same model built twice differs by some per cent as long as its process lives, so each engine is built anew a few
 times, each time in a fork of a process that has imported all. That is too few for an interval; what it means for a
@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from latbench import devices
 from latbench.errors import LatbenchError
-from latbench.measure import Burst
-from latbench.placement import Placement
-from latbench.runners.local import Prepared, TaskFailed, Worker, WorkerDied
-from latbench.runners.lock import device_lock
+from latbench.machines import devices
+from latbench.runners.device_lock import device_lock
+from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.sweeping.core_placement import Placement
+from latbench.timing.sampling import Burst
 from search.problem import Interval
 
 Progress = Callable[[str, int | None, int | None], None]

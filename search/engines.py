@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench import workloads
 from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
+from latbench.workloads import workload as workloads
 from search.database import Database
 from search.onnx_export import export
 from search.options import OWN

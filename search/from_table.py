@@ -9,10 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from latbench import tables, workloads
 from latbench.errors import BadData, UsageError
-from latbench.places import Place
-from latbench.workloads import Workload
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+from latbench.workloads import workload as workloads
+from latbench.workloads.workload import Workload
 from search.building import Seconds, all_dense, problem_of
 from search.layers import DENSE, Interval, Layer, Option, interval, listed
 from search.limits import CLOSE

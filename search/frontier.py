@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import ArrayLike
 
-from latbench import devices
+from latbench.machines import devices
 from search.solve import BadProblem, Choice, Floats, Options, efficient_options, solve
 
 AT_ONCE = 2**19

@@ -28,10 +28,12 @@ import numpy as np
 import torch
 
 import cost_models
-from latbench import devices, tables, workloads
+from latbench.base.files import sha256
 from latbench.errors import BadData, PromiseMissed, UsageError
-from latbench.files import sha256
-from latbench.places import Place
+from latbench.machines import devices
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+from latbench.workloads import workload as workloads
 from search import chance, layer_errors, overhead, risk, sessions
 from search.also import all_bytes, bytes_of_model
 from search.database import Database, model_hash

@@ -23,7 +23,7 @@ import torch
 
 from latbench import errors
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
 from search.judge import MEMORY_BYTES, THREADS, Held, Judge

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable, LatbenchError
-from latbench.runners.handing_out import first_line
-from latbench.runners.on_ray import connected, nodes_of, why
+from latbench.runners.block_scheduler import first_line
+from latbench.runners.ray_nodes import connected, nodes_of, why
 from search.judge import MEMORY_BYTES, THREADS, Held
 from search.judges import Opening, judge
 

@@ -19,12 +19,13 @@ from uuid import uuid4
 
 import pandas as pd
 
-from latbench import devices, tables
 from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.plan import shape_columns
+from latbench.machines import devices
+from latbench.tables import table as tables
+from latbench.workloads.points import shape_columns
 from search.end_to_end import Progress, cpu_lock
 from search.job import prunable_layers
 from search.onnx_export import export, layer_values

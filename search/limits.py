@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from latbench import strict_yaml
+from latbench.base import strict_yaml
 from latbench.errors import BadData, UsageError
 from search.globs import matched, with_wildcards
 from search.layers import CLOSE, DENSE, Layer, Option, listed, option, tie

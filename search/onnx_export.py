@@ -19,8 +19,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from latbench.base.files import write_atomically
 from latbench.errors import LatbenchError
-from latbench.files import write_atomically
 
 OPSET = 14
 MOST_BYTES = 2**31 - 2**20  # a protobuf message holds 2 GiB; the graph takes less than the rest

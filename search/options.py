@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from latbench import devices, tables
 from latbench.errors import BadData
-from latbench.places import Place
-from latbench.plan import describe, shape_columns, sparsities_of
+from latbench.machines import devices
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+from latbench.workloads.points import describe, shape_columns, sparsities_of
 from search.layers import DENSE, Layer, Option
 from search.solve import Floats
 from sparse_kernels.patterns import parse

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from latbench import backends, devices
+from latbench import backends
 from latbench.errors import BadData
+from latbench.machines import devices
 from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES, IN_BFLOAT16, SHARING
 from search.layers import options_of

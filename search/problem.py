@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.errors import BadData, UsageError
-from latbench.interchange import read_spdy_profile
+from latbench.importers.text_formats import read_spdy_profile
 from search.also import Also, bytes_of_weights, order_of
 from search.layers import (
     DENSE,
@@ -42,7 +42,7 @@ from search.two import solve_two
 if TYPE_CHECKING:
     import pandas as pd
 
-    from latbench.places import Place
+    from latbench.tables.storage import Place
     from search.limits import Limits
     from sparse_kernels.shapes import Shape
 

@@ -13,9 +13,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
-from latbench.files import write_text_atomically
-from latbench.interchange import write_spdy_profile
+from latbench.importers.text_formats import write_spdy_profile
 from sparse_kernels.patterns import parse
 
 VERSION = 2

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from latbench.interchange import write_spdy_profile
+from latbench.importers.text_formats import write_spdy_profile
 from search.frontier import Frontier, frontier
 from search.layers import options_of
 from search.solve import Choice, Floats, sum_in_order

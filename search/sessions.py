@@ -17,8 +17,8 @@ from typing import Any
 
 import filelock
 
+from latbench.base.files import write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import write_text_atomically
 from search.end_to_end import Timings
 
 VERSION = 1

@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from latbench.base.files import sha256
 from latbench.errors import BadData, UsageError
-from latbench.files import sha256
 from search import limits
 from search.limits import Limits
 

@@ -1,4 +1,4 @@
-"""SPDY's timing files as problems, and problems as timing files; `latbench.interchange` has the format."""
+"""SPDY's timing files as problems, and problems as timing files; `latbench.importers.text_formats` has the format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from latbench.errors import BadData, UsageError
-from latbench.interchange import SpdyTimings, read_spdy, write_spdy
+from latbench.importers.text_formats import SpdyTimings, read_spdy, write_spdy
 from search.building import Seconds, problem_of
 from search.layers import DENSE_OPTION, Layer, option
 from search.problem import Problem

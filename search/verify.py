@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench import backends, devices, measure, tables
+from latbench import backends
 from latbench.backends import deepsparse_environment
+from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
-from latbench.files import write_text_atomically
-from latbench.runners.local import TaskFailed, Worker
+from latbench.machines import devices
+from latbench.runners.worker_process import TaskFailed, Worker
+from latbench.tables import table as tables
+from latbench.timing import sampling as measure
 from search import sessions
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.overhead import conditions, dense_engines

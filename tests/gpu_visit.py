@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "visit"
 FIRST_SECONDS, SECOND_SECONDS = 560.0, 200.0
 DEVICE = "nvidia-h200"  # of the rehearsal
-LATBENCH = [sys.executable, "-P", "-m", "latbench.cli"]
-SESSION = [sys.executable, "-P", "-m", "latbench.gpu.session"]
+LATBENCH = [sys.executable, "-P", "-m", "latbench.cli.main"]
+SESSION = [sys.executable, "-P", "-m", "latbench.cli.gpu_session"]
 FAKE_SESSION = [sys.executable, "-P", str(ROOT / "tests" / "latbench" / "fake_session.py")]
 
 
@@ -51,7 +51,7 @@ def compile_cubins(architectures: Sequence[str]) -> None:
 def keep(out: Path, measured: Path) -> Path:
     """Put the table in `out`, which continues the one of its device, in the place of that; return its folder."""
     sys.path.insert(0, str(ROOT))
-    from latbench import tables
+    from latbench.tables import table as tables
 
     (device,) = set(tables.read(out, ["device"])["device"])
     folder, fresh = measured / device, measured / f"{device}.new"

@@ -13,8 +13,10 @@ import pandas as pd
 import torch
 
 from cost_models import AnchoredLookup, storage
-from latbench import files, tables, workloads
-from latbench.workloads import Layer, Workload
+from latbench.base import files
+from latbench.tables import table as tables
+from latbench.workloads import workload as workloads
+from latbench.workloads.workload import Layer, Workload
 from search.database import Database
 from search.profile import LayerChoice, Profile
 from search.pruning import folder as pruned

@@ -18,7 +18,7 @@ def _python(code: str) -> str:
 
 def test_starting_the_command_line_loads_nothing_heavy() -> None:
     heavy = {"torch", "cupy", "numba", "sklearn", "pandas", "pyarrow", "matplotlib", "plotly", "onnxruntime"}
-    loaded = _python("import sys, latbench.cli as c; c.application(); print(*sys.modules)").split()
+    loaded = _python("import sys, latbench.cli.main as c; c.application(); print(*sys.modules)").split()
     assert not heavy & set(loaded)
 
 
@@ -28,7 +28,7 @@ def test_a_worker_process_starts_with_little_more_than_numpy_and_pyarrow() -> No
 
 
 def test_what_measures_starts_without_what_it_may_never_need() -> None:
-    loaded = _python("import sys, latbench.sweep, latbench.backends; print(*sys.modules)").split()
+    loaded = _python("import sys, latbench.sweeping.sweep, latbench.backends; print(*sys.modules)").split()
     assert not {"scipy.special", "pandas", "torch", "sklearn"} & set(loaded)
 
 
@@ -51,5 +51,5 @@ def test_a_wheel_brings_four_names_and_its_workloads(tmp_path: Path) -> None:
     plan = [tmp_path / "venv" / "bin" / "latbench", "plan"]
     out = subprocess.run(plan, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
     assert "resnet50" in out
-    where = [python, "-c", "import latbench.workloads as w; print(w.__file__)"]
+    where = [python, "-c", "import latbench.workloads.workload as w; print(w.__file__)"]
     assert str(tmp_path) in subprocess.run(where, cwd=tmp_path, check=True, capture_output=True, text=True).stdout

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench import cgroups, devices
-from latbench.least_work import inputs_read
-from latbench.plan import Point
+from latbench.base import cgroups
+from latbench.machines import devices
+from latbench.workloads.minimum_work import inputs_read
+from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.scratch import at_cache_line
 from sparse_kernels.cpu.target import rotated_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from latbench.backends import Layer, Unsupported
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight, pack
 from sparse_kernels.patterns import NM, BlockWise, Unstructured
 from sparse_kernels.shapes import Conv2dShape

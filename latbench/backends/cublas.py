@@ -10,11 +10,11 @@ import cupy
 import numpy as np
 
 from latbench.backends import Unsupported
+from latbench.backends.gpu_layers import GpuLayer, bits
 from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
-from latbench.gpu.drivers import cupy_driver
-from latbench.gpu.layers import GpuLayer, bits
-from latbench.gpu.timing import Call
-from latbench.plan import Point
+from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_events import Call
+from latbench.workloads.points import Point
 
 
 def prepare(point: Point, layer: GpuLayer) -> GpuEngine:

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from latbench.backends import synthetic_layer
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
-from latbench.measure import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
-from latbench.plan import Point
+from latbench.timing.sampling import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
+from latbench.workloads.points import Point
 from sparse_kernels import oracle
 from sparse_kernels.patterns import Unstructured
 from sparse_kernels.shapes import LinearShape

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import filelock
 
-from latbench import devices, files
+from latbench.base import files
 from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.machines import devices
 
 VERSION = "1.8.0"
 PINS = ("numpy==1.26.4", f"deepsparse=={VERSION}")

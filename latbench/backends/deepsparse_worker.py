@@ -60,7 +60,7 @@ class Server:
     def burst(self, seconds: float, loops: int) -> dict[str, Any]:
         """Samples taken for about `seconds`, at least one, each the mean seconds of `loops` calls.
 
-        As latbench.measure.burst does it: an untimed sample first, no garbage collected meanwhile; with the
+        As latbench.timing.sampling.burst does it: an untimed sample first, no garbage collected meanwhile; with the
         involuntary context switches and the CPU seconds that this process had.
         """
         gc.disable()

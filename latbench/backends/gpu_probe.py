@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.gpu import libraries
+from latbench.machines import cuda_libraries as libraries
 
 SIZE = 32  # rows and columns of what is multiplied: its products are exact in every arithmetic
 

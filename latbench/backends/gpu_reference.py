@@ -12,11 +12,12 @@ import cupy
 import numpy as np
 import torch
 
-from latbench.gpu import ceiling_kernels, ceilings
-from latbench.gpu.ceiling_kernels import Fixed
-from latbench.gpu.ceilings import GpuCeilings, Work
-from latbench.gpu.drivers import cupy_driver, torch_driver
-from latbench.gpu.timing import EventTimer
+from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
+from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing.gpu_ceiling_kernels import Fixed
+from latbench.timing.gpu_ceilings import GpuCeilings, Work
+from latbench.timing.gpu_drivers import cupy_driver, torch_driver
+from latbench.timing.gpu_events import EventTimer
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.cuda.program import Operand
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.cpu import conv2d, linear
 from sparse_kernels.cpu.target import host
 from sparse_kernels.plan import Plan

@@ -8,11 +8,11 @@ import numpy as np
 
 from latbench.backends import Unsupported
 from latbench.backends.cublas import float64
+from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies
-from latbench.gpu.drivers import cupy_driver
-from latbench.gpu.layers import GpuLayer
-from latbench.gpu.timing import Call
-from latbench.plan import Point
+from latbench.timing.gpu_drivers import cupy_driver
+from latbench.timing.gpu_events import Call
+from latbench.workloads.points import Point
 from sparse_kernels.numba_cuda import plan as plans
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.shapes import Conv2dShape

@@ -19,14 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from latbench import devices
 from latbench.backends import Unsupported
-from latbench.gpu import drivers, layers, nvml, timing
-from latbench.gpu.layers import GpuLayer
-from latbench.gpu.timing import Call, Driver, EventTimer, Mode
-from latbench.least_work import inputs_read
-from latbench.measure import Burst
-from latbench.plan import Point
+from latbench.backends import gpu_layers as layers
+from latbench.backends.gpu_layers import GpuLayer
+from latbench.machines import devices, nvml
+from latbench.timing import gpu_drivers as drivers
+from latbench.timing import gpu_events as timing
+from latbench.timing.gpu_events import Call, Driver, EventTimer, Mode
+from latbench.timing.sampling import Burst
+from latbench.workloads.minimum_work import inputs_read
+from latbench.workloads.points import Point
 from sparse_kernels.reference import patches
 from sparse_kernels.shapes import Conv2dShape
 
@@ -45,7 +47,7 @@ class Backend:
     `checked_by`: packages of which one must be there, too, to check its results.
 
     `libraries`: by kernel, those whose version its times depend on ("" for every other kernel), by the names of
-    `latbench.gpu.libraries`. `packed`: the kernels that read weights in their pattern's format.
+    `latbench.machines.cuda_libraries`. `packed`: the kernels that read weights in their pattern's format.
     """
 
     module: str

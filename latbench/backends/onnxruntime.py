@@ -16,7 +16,7 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from latbench.backends import MOST_SESSIONS, Engine, Layer, Unsupported, copies_for
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 SPINNING_SECONDS = 0.04  # measured with ONNX Runtime 1.31: 27 to 41 ms of a core

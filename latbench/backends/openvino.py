@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from latbench.backends import MOST_SESSIONS, Engine, Layer, Unsupported, copies_for
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
 
 # With this package openvino reports every import to a web service; without it, it does not.

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from latbench import devices, measure
-from latbench.ceilings import Ceilings, never_rising
+from latbench.machines import devices
+from latbench.machines.ceilings import Ceilings, never_rising
+from latbench.timing import sampling as measure
 
 PRODUCT_SIZE = 640  # long against what waking the threads takes, 50 us
 SUM_BYTES = 64 * 2**20
@@ -47,7 +48,8 @@ def total() -> Callable[[], Any]:
 class HandedOn:
     """Changes 256 KiB of float32 on one core after the other: each finds them in the cache of the one before.
 
-    A sample is the seconds that a core takes for it, the mean over all of them in turn: `latbench.placement`.
+    A sample is the seconds that a core takes for it, the mean over all of them in turn:
+    `latbench.sweeping.core_placement`.
     """
 
     inner_loops = 1

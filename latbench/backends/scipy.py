@@ -12,7 +12,7 @@ from scipy import sparse
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.backends.compressed import compressed
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.plan import KERNELS, ROUNDED, Point
+from latbench.workloads.points import KERNELS, ROUNDED, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Unsupported
+from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
-from latbench.gpu.drivers import torch_driver
-from latbench.gpu.layers import GpuLayer
-from latbench.gpu.timing import Call
-from latbench.plan import Point
+from latbench.timing.gpu_drivers import torch_driver
+from latbench.timing.gpu_events import Call
+from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
 
 LIBRARIES = ("cublas", "cublaslt")

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends import Unsupported
+from latbench.backends.gpu_layers import GpuLayer
 from latbench.backends.on_gpu import GpuEngine, copies, only
 from latbench.backends.torch_gpu import activations, float64, on_device
-from latbench.gpu.drivers import torch_driver
-from latbench.gpu.layers import GpuLayer
-from latbench.gpu.timing import Call
-from latbench.measure import Clock
-from latbench.plan import Point
+from latbench.timing.gpu_drivers import torch_driver
+from latbench.timing.gpu_events import Call
+from latbench.timing.sampling import Clock
+from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight
 from sparse_kernels.patterns import NM, BlockWise
 from sparse_kernels.shapes import Conv2dShape

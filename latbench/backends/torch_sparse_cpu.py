@@ -14,7 +14,7 @@ import torch
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.backends.compressed import compressed
 from latbench.backends.torch import Run, inference
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 
 

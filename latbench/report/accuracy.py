@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import units
+from latbench.report.elements import Cell, Chart, Section, Table, count_cell, table
 from latbench.report.figures import (
     DASHES,
     OTHER_COLOURS,
@@ -36,7 +37,6 @@ from latbench.report.figures import (
     plain,
     short,
 )
-from latbench.report.views import Cell, Chart, Section, Table, count_cell, table
 
 COLUMNS = ("pattern", "method", "speedup", "accuracy", "seed")
 DENSE = "dense"

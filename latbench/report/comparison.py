@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from latbench import bundled
-from latbench.compare import KINDS, Change
-from latbench.compare_samples import FASTER, SAME, SLOWER, UNCLEAR
+from latbench.base import bundled_data as bundled
+from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import data, figures, maps, overview, sections, units
+from latbench.report import figures, overview, sections
+from latbench.report import frames as data
+from latbench.report import speedup_map as maps
+from latbench.report.elements import Cell, Chart, Section, Table, Tile, count_cell, table
 from latbench.report.figures import Figure, colour, line_at, plain, short, thinned, time_axis
 from latbench.report.inputs import Inputs
-from latbench.report.views import Cell, Chart, Section, Table, Tile, count_cell, table
+from latbench.tables.compare import KINDS, Change
+from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR
 
 SHAPES = 300  # rows of the table; the figures over all shapes count every one
 CHANGES = 300

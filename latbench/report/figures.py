@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.report import units
+from latbench.base import number_format as units
 from sparse_kernels.patterns import VectorNM
 
 Figure = dict[str, Any]

@@ -14,12 +14,15 @@ from typing import Any
 
 import jinja2
 
+from latbench.base import number_format as units
 from latbench.errors import EnvironmentUnusable
-from latbench.report import accuracy, data, maps, overview, roofline, sections, trade_off, units
-from latbench.report import content as contents
-from latbench.report.content import Content
+from latbench.report import accuracy, overview, roofline, sections, trade_off
+from latbench.report import frames as data
+from latbench.report import report_data as contents
+from latbench.report import speedup_map as maps
+from latbench.report.elements import Chart, Section
 from latbench.report.inputs import Inputs
-from latbench.report.views import Chart, Section
+from latbench.report.report_data import Content
 
 SHAPES = 400  # that the tables and the chart show: more than anybody reads, and 4 to 10 kB each
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench import files, latest, tables, workloads
+from latbench.base import files
 from latbench.errors import BadData, UsageError
-from latbench.places import Place
 from latbench.report import accuracy as results
 from latbench.report import trade_off
+from latbench.tables import latest_rows as latest
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+from latbench.workloads import workload as workloads
 from search import profile as profiles
 from search.profile import Profile
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.report import data, units
-from latbench.report.content import Content
-from latbench.report.views import Cell, Section, Table, Tile, table
+from latbench.base import number_format as units
+from latbench.report import frames as data
+from latbench.report.elements import Cell, Section, Table, Tile, table
+from latbench.report.report_data import Content
 from sparse_kernels import patterns
 
 if TYPE_CHECKING:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench.base import number_format as units
+from latbench.base.files import write_bytes_atomically, write_text_atomically
 from latbench.errors import EnvironmentUnusable
-from latbench.files import write_bytes_atomically, write_text_atomically
-from latbench.report import data, maps, predictions, roofline, trade_off, units
-from latbench.report.content import Content
+from latbench.report import frames as data
+from latbench.report import predictions, roofline, trade_off
+from latbench.report import speedup_map as maps
 from latbench.report.figures import (
     COLOURS,
     DASHES,
@@ -33,6 +35,7 @@ from latbench.report.figures import (
     thinned,
 )
 from latbench.report.inputs import Inputs
+from latbench.report.report_data import Content
 
 COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
 STYLE: dict[Any, Any] = {

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from latbench.report import data, units
+from latbench.base import number_format as units
+from latbench.report import frames as data
 from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
 
 if TYPE_CHECKING:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.report import data, units
+from latbench.base import number_format as units
+from latbench.report import frames as data
+from latbench.report.elements import Cell, Table, count_cell, table
 from latbench.report.figures import Figure, colour, line_at, plain, reach, short
-from latbench.report.views import Cell, Table, count_cell, table
 
 LEVELS = (0.5, 0.75, 0.9)  # or the nearest that were measured: more would bury the ranking
 

@@ -1,8 +1,8 @@
 """How near each kernel comes to what the device can do: the roofline (Williams, Waterman, Patterson 2009).
 
 The roof of a row is its own: the least time that a sweep found possible for this very work, from operations on kept
-weights and from bytes that must be read (`latbench.ceilings`). A convolution's padding counts as no operation there,
-so roofs are drawn point by point, and not as two lines that would be wrong for some.
+weights and from bytes that must be read (`latbench.machines.ceilings`). A convolution's padding counts as no
+operation there, so roofs are drawn point by point, and not as two lines that would be wrong for some.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.report import units
+from latbench.base import number_format as units
+from latbench.report.elements import Chart, Section, count_cell, share_cell, table
 from latbench.report.figures import COLOURS, Figure, colour, log_ticks, plain, short, symbol, thinned
-from latbench.report.views import Chart, Section, count_cell, share_cell, table
 
 POINTS = 4000  # that the chart carries, some 150 bytes each
 

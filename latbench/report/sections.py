@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from latbench import bundled
-from latbench.report import data, figures, overview, predictions, ranking, units
-from latbench.report.content import Content
+from latbench.base import bundled_data as bundled
+from latbench.base import number_format as units
+from latbench.report import figures, overview, predictions, ranking
+from latbench.report import frames as data
+from latbench.report.elements import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
 from latbench.report.inputs import Inputs
-from latbench.report.views import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
+from latbench.report.report_data import Content
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile

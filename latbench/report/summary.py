@@ -7,7 +7,8 @@ from typing import Any
 import rich.table
 from rich.markup import escape
 
-from latbench.report import overview, units
+from latbench.base import number_format as units
+from latbench.report import overview
 from latbench.report.inputs import Inputs
 
 KEYS = (

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from latbench import workloads
+from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import data, units
+from latbench.report import frames as data
+from latbench.report.elements import Cell, Chart, Section, table
 from latbench.report.figures import (
     GAIN,
     LOSS,
@@ -29,7 +30,7 @@ from latbench.report.figures import (
     short,
     time_axis,
 )
-from latbench.report.views import Cell, Chart, Section, table
+from latbench.workloads import workload as workloads
 from search import layer_errors
 from search.frontier import frontier
 from search.layers import DENSE, every_option, uniform_choice

@@ -1,4 +1,4 @@
-"""The child's side of `latbench.runners.local`: obeys one parent over a socket, and dies with it.
+"""The child's side of `latbench.runners.worker_process`: obeys one parent over a socket, and dies with it.
 
     python -m latbench.runners.worker DESCRIPTOR PARENT_PID
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from latbench import measure
+from latbench.timing import sampling as measure
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

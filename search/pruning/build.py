@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from latbench import devices
 from latbench.errors import BadData, LatbenchError, UsageError
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.machines import devices
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from search.database import Database
 from search.pruning.adaprune import AdaPrune
 from search.pruning.auto import Auto

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from latbench.base.files import write_atomically
 from latbench.errors import BadData
-from latbench.files import write_atomically
 
 SECONDS = 60.0
 

@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from latbench.base.files import left_behind, sha256, write_text_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from latbench.files import left_behind, sha256, write_text_atomically
 from search import profile as profiles
 from search.options import OWN
 from search.profile import LayerChoice

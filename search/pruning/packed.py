@@ -23,8 +23,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from latbench.base.files import remove_left, sha256, write_atomically
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.files import remove_left, sha256, write_atomically
 from search import profile as profiles
 from search.database import tensors_hash
 from search.pruning.folder import PACKED, layer_pattern, read_manifest, read_masks, write_manifest

@@ -28,9 +28,10 @@ from typing import Any
 
 from torch import Tensor
 
-from latbench import MOST_SEED, strict_yaml
+from latbench import MOST_SEED
+from latbench.base import strict_yaml
+from latbench.base.strict_yaml import meant
 from latbench.errors import BadData, UsageError
-from latbench.strict_yaml import meant
 from search.pruning.acdc import ACDC
 from search.pruning.asp import ASP
 from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from latbench.files import cache_folder, write_atomically
+from latbench.base.files import cache_folder, write_atomically
 
 Batch = tuple[Tensor, Tensor]
 

@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from cpu_kernels import Key, Measured, engines, measure
 
-from latbench import workloads
+from latbench.workloads import workload as workloads
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 

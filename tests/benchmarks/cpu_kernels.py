@@ -9,7 +9,7 @@ deepsparse` was called, DeepSparse; the table names them. They run in processes 
 calls of every engine takes its turn, with a rest for spinning threads, and of a block the least time counts, so that
 other people's load falls out. Printed are medians of the rounds, of times and of their ratios. On a machine that is
 busy all the time use one thread: then the clock is that of the process, which stands still while others run. A block
-that was timed while a host had moved the cores apart (`latbench.placement`) is timed again.
+that was timed while a host had moved the cores apart (`latbench.sweeping.core_placement`) is timed again.
 
 Weights and activations are warm, unless --cold: then enough copies of the weights take turns to pass the caches, for
 sparse and dense ones alike, and in each round a sum over arrays as large takes its turn: what the memory allows.
@@ -41,12 +41,12 @@ from typing import Any
 import numba
 import numpy as np
 
-from latbench import workloads
 from latbench.backends import copies_for, deepsparse_environment, synthetic_layer
 from latbench.errors import LatbenchError
-from latbench.placement import Placement
-from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench.runners.worker_process import Worker
+from latbench.sweeping.core_placement import Placement
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import Point
 from sparse_kernels.cpu.conv2d import Conv2dPlan
 from sparse_kernels.cpu.frames import Framed, Places
 from sparse_kernels.cpu.images import copy

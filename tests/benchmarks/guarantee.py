@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from latbench import devices, places
 from latbench.errors import PromiseMissed
+from latbench.machines import devices
+from latbench.tables import storage as places
 from search import job, risk, sessions, verify
 from search import task as tasks
 from search.database import Database

@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from latbench.backends import gpu_layers as layers
 from latbench.backends import on_gpu, torch_gpu
-from latbench.gpu import drivers, layers, points, timing
-from latbench.gpu.layers import GpuLayer
-from latbench.plan import Point
+from latbench.backends.gpu_layers import GpuLayer
+from latbench.sweeping import gpu_points as points
+from latbench.timing import gpu_drivers as drivers
+from latbench.timing import gpu_events as timing
+from latbench.workloads.points import Point
 from sparse_kernels.cuda import nm_sm90, plan, sm90, vector_sm90
 from sparse_kernels.cuda.machine import CupyMachine
 from sparse_kernels.formats import NMWeight

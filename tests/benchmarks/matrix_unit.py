@@ -23,7 +23,7 @@ import numba
 import numpy as np
 from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, conv2d_run, least
 
-from latbench import workloads
+from latbench.workloads import workload as workloads
 from sparse_kernels import oracle
 from sparse_kernels.cpu import conv2d, linear
 from sparse_kernels.cpu.scratch import at_cache_line

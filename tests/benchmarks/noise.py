@@ -8,7 +8,7 @@ in all its tries, in processes started anew with the same thread settings; neith
 median over points of the spread between runs of the time reported: the standard deviation, and largest less smallest,
 over the mean; and whether the first is at most half of torch's.
 
-`verdicts` measures a table twice, and judges its points by latbench.compare_samples. One point in turn is 5%
+`verdicts` measures a table twice, and judges its points by latbench.tables.significance. One point in turn is 5%
 slower the second time: its calls end with a busy wait. It counts how often that is caught, and how often a point is
 blamed that did not change: by the samples as they were measured, divided by each row's reference_ratio, and
 divided by what is common to all points too.
@@ -28,10 +28,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench import backends, devices, plan, sweep, tables, workloads
-from latbench.compare_samples import Verdict, judged_together, spread, verdict
-from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench import backends
+from latbench.machines import devices
+from latbench.runners.worker_process import Worker
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.tables.significance import Verdict, judged_together, spread, verdict
+from latbench.workloads import points as plan
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import Point
 
 HERE = str(Path(__file__).resolve())
 WORK = (

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/placement.py [--seconds 60] [--threads 2]
 
-In turns: what one core hands on to the next (`latbench.placement`), and a 1x1 convolution of stride 2, 256 channels
-of 56x56 to 512, Shfl-BW at 95% sparsity, whose threads read what the others laid out. On a machine whose cores stay
-where they are there is one state.
+In turns: what one core hands on to the next (`latbench.sweeping.core_placement`), and a 1x1 convolution of stride 2,
+256 channels of 56x56 to 512, Shfl-BW at 95% sparsity, whose threads read what the others laid out. On a machine whose
+cores stay where they are there is one state.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numba
 import numpy as np
 
 from latbench.backends import synthetic_layer
-from latbench.placement import Placement
-from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench.runners.worker_process import Worker
+from latbench.sweeping.core_placement import Placement
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import parse
 from sparse_kernels.plan import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape

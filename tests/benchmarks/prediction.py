@@ -28,8 +28,8 @@ import cost_models
 from cost_models import AnchoredLookup, Boosted, Roofline, Transfer
 from cost_models.features import Physics
 from cost_models.rows import count_shapes
-from latbench import kernel_timings
-from latbench.interchange import read_spdy
+from latbench.importers import kernel_timings
+from latbench.importers.text_formats import read_spdy
 
 Truth = tuple[pd.DataFrame, np.ndarray]
 

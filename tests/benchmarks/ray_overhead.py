@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from latbench import nodes, sweep
-from latbench.plan import Point
-from latbench.runners.on_ray import ADDRESS, RayNodes
+from latbench.runners.ray_nodes import ADDRESS, RayNodes
 from latbench.runners.worker import resolve
+from latbench.sweeping import cluster as nodes
+from latbench.sweeping import sweep
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
@@ -52,7 +53,7 @@ def main() -> None:
                 here.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 with RayNodes("a100") as taken:
-                    taken.ask("latbench.nodes:sources")
+                    taken.ask("latbench.sweeping.cluster:sources")
                     starts.append(time.perf_counter() - began)
                     began = time.perf_counter()
                     where = nodes.Elsewhere(taken, machine.device, (MACHINE,), 0, QUICK)

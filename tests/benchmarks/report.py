@@ -43,7 +43,7 @@ def main() -> None:
         size = sum(part.stat().st_size for part in (folder / "table").iterdir())
         print(f"{rows} rows, {size / 1e6:.1f} MB of Parquet; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         output = folder / "report.html"
-        command = [sys.executable, "-m", "latbench.cli", "report", str(folder / "table"), "-o", str(output)]
+        command = [sys.executable, "-m", "latbench.cli.main", "report", str(folder / "table"), "-o", str(output)]
         for _ in range(RUNS):
             importing, _, _ = timed([sys.executable, "-c", LIBRARIES])
             seconds, cpu, memory = timed(command)

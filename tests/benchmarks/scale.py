@@ -25,8 +25,11 @@ import numpy as np
 import pyarrow as pa
 
 import cost_models
-from latbench import compare, merging, tables, validation
 from latbench.report import inputs
+from latbench.tables import compare
+from latbench.tables import merge as merging
+from latbench.tables import table as tables
+from latbench.tables import validate as validation
 from search.options import swept_rows
 from sparse_kernels.shapes import LinearShape
 

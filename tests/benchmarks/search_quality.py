@@ -22,7 +22,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from latbench import devices, places
+from latbench.machines import devices
+from latbench.tables import storage as places
 from search import job
 from search import task as tasks
 from search.database import Database

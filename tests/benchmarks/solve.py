@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from scipy import optimize, sparse
 
-from latbench.interchange import read_spdy
+from latbench.importers.text_formats import read_spdy
 from search import Infeasible, Solution, frontier, solve
 from search.spdy import quadratic_prior
 

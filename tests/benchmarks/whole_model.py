@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.placement import Placement
-from latbench.runners.local import Worker
+from latbench.runners.worker_process import Worker
+from latbench.sweeping.core_placement import Placement
 from search import task as tasks
 from search.end_to_end import MOST_MOVES, Engine, time_engines
 from search.engines import DENSE_ENGINES, random_pruned

@@ -12,7 +12,7 @@ from scipy.stats import norm
 from sklearn.base import clone
 
 from cost_models import Boosted, MixedModes, Unanchored, Uncalibrated, hold_outs, validate, validate_held_out
-from latbench import kernel_timings
+from latbench.importers import kernel_timings
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]

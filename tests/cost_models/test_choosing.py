@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 
 from cost_models.choosing import ANCHORS, Adaptive, anchors
-from latbench import plan, tables
 from latbench.errors import BadData
-from latbench.plan import FINE_SPARSITIES, Point
+from latbench.tables import table as tables
+from latbench.workloads import points as plan
+from latbench.workloads.points import FINE_SPARSITIES, Point
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import LinearShape, Shape
 
@@ -50,7 +51,7 @@ def measured(folder: Path, found: Sequence[Point], seconds: Seconds) -> pd.DataF
 
 
 def swept(folder: Path, choose: Adaptive, seconds: Seconds, most: int = 1000) -> list[list[Point]]:
-    """What is asked for, round by round, as latbench.sweep asks."""
+    """What is asked for, round by round, as latbench.sweeping.sweep asks."""
     rounds: list[list[Point]] = []
     table = None
     tried: set[str] = set()

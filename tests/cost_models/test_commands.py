@@ -14,9 +14,11 @@ import pytest
 
 import cost_models
 from cost_models.rows import count_shapes, shape_groups
-from latbench import cli, tables, workloads
-from latbench.plan import Point
+from latbench.cli import main as cli
 from latbench.runners.worker import resolve
+from latbench.tables import table as tables
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 

@@ -11,8 +11,8 @@ from sklearn.base import clone
 
 from cost_models import AnchoredLookup, Unanchored, Uncalibrated, read_training_rows, validate
 from cost_models.lookup import LeftOut
-from latbench import bundled
-from latbench.interchange import read_spdy
+from latbench.base import bundled_data as bundled
+from latbench.importers.text_formats import read_spdy
 
 Noisy = tuple[pd.DataFrame, np.ndarray]
 Table = Callable[..., pd.DataFrame]

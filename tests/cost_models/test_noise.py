@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from cost_models import noise
-from latbench import tables
+from latbench.tables import table as tables
 
 Table = Callable[..., pd.DataFrame]
 Seconds = Callable[[pd.DataFrame], np.ndarray]

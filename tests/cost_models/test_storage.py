@@ -12,7 +12,7 @@ import sklearn
 
 import cost_models
 from cost_models import AnchoredLookup, BadModel, Boosted, CostModel, Hybrid, Roofline, Transfer
-from latbench import tables
+from latbench.tables import table as tables
 
 Seconds = Callable[[pd.DataFrame], np.ndarray]
 Stored = tuple[Path, pd.DataFrame]

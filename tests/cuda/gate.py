@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT), str(HERE), str(HERE / "emulator")]
 
 import mutations  # noqa: E402
 
-from latbench.gpu import ceiling_kernels  # noqa: E402
+from latbench.timing import gpu_ceiling_kernels as ceiling_kernels  # noqa: E402
 from sparse_kernels.cuda import build  # noqa: E402
 from sparse_kernels.cuda.program import Variant  # noqa: E402
 from sparse_kernels.cuda.targets import ARCHITECTURES  # noqa: E402

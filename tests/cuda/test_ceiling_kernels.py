@@ -4,8 +4,8 @@ import emulator
 import numpy as np
 import pytest
 
-from latbench.gpu import ceiling_kernels
-from latbench.gpu.ceiling_kernels import CHAINS, PIECE_BYTES, SOURCE, THREADS
+from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
+from latbench.timing.gpu_ceiling_kernels import CHAINS, PIECE_BYTES, SOURCE, THREADS
 from sparse_kernels.cuda.targets import ARCHITECTURES
 
 

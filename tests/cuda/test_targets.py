@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from latbench.gpu import ceiling_kernels
+from latbench.timing import gpu_ceiling_kernels as ceiling_kernels
 from sparse_kernels import pack
 from sparse_kernels.cuda import csr, nm, nm_sm90, sm90, vector, vector_sm90
 from sparse_kernels.cuda.program import DTYPES, NotSupported

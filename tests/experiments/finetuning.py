@@ -41,8 +41,9 @@ import torch
 from runs import Row
 from torch import nn
 
-from latbench import devices, places
 from latbench.errors import PromiseMissed
+from latbench.machines import devices
+from latbench.tables import storage as places
 from search import job, profile
 from search import task as tasks
 from search.database import Database

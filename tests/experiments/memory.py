@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from latbench.commands.prune import prune
+from latbench.cli.commands.prune import prune
 from search import task as tasks
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile

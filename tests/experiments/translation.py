@@ -42,7 +42,7 @@ from sacrebleu import corpus_bleu
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from latbench import devices
+from latbench.machines import devices
 from search.pruning.flops import count_forward, layer_cost, training_flop
 from search.pruning.pruner import Pruner
 from search.pruning.recipe import Recipe

@@ -4,7 +4,8 @@ point has a tenth of the time, and a layer a block of its own.
 python brief.py COMMAND ARGUMENTS
 """
 
-from latbench import cli, sweep
+from latbench.cli import main as cli
+from latbench.sweeping import sweep
 
 if __name__ == "__main__":
     sweep.SETTINGS = sweep.Settings(max_seconds=0.04, block_points=1)

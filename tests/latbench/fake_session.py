@@ -1,5 +1,5 @@
-"""`python -m latbench.gpu.session` on a GPU that is not there: a visit can be rehearsed from its first command to its
-last, and so can what becomes of its table.
+"""`python -m latbench.cli.gpu_session` on a GPU that is not there: a visit can be rehearsed from its first command to
+its last, and so can what becomes of its table.
 
 python fake_session.py [--points N] ARGUMENTS OF THE SESSION
 """
@@ -30,9 +30,11 @@ def prepare(point):
 def main(arguments: list[str]) -> int:
     sys.modules["pynvml"] = FAKES.FakeNvml(FAKES.H200)
     sys.path.insert(0, str(ROOT))
-    from latbench.environments import env_id
-    from latbench.gpu import nvml, points, session
-    from latbench.sweep import Settings
+    from latbench.base.environments import env_id
+    from latbench.cli import gpu_session as session
+    from latbench.machines import nvml
+    from latbench.sweeping import gpu_points as points
+    from latbench.sweeping.sweep import Settings
 
     if arguments[:1] == [POINTS]:
         points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]

@@ -23,10 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from latbench import cli, devices, files, measure, plan, sweep, tables
 from latbench.backends import Rotation, Unsupported
-from latbench.plan import Point
-from latbench.runners import local
+from latbench.base import files
+from latbench.cli import main as cli
+from latbench.machines import devices
+from latbench.runners import worker_process as local
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.timing import sampling as measure
+from latbench.workloads import points as plan
+from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from latbench.backends import Unsupported
-from latbench.gpu import nvml
-from latbench.gpu.nvml import State
-from latbench.measure import Burst
-from latbench.plan import Point
-from latbench.runners.local import Worker
+from latbench.machines import nvml
+from latbench.machines.nvml import State
+from latbench.runners.worker_process import Worker
+from latbench.timing.sampling import Burst
+from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
 

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from latbench.environments import env_id
+from latbench.base.environments import env_id
 from latbench.errors import EnvironmentUnusable
-from latbench.measure import Burst
-from latbench.plan import Point
-from latbench.runners.local import Worker
-from latbench.sweep import Cpu
+from latbench.runners.worker_process import Worker
+from latbench.sweeping.sweep import Cpu
+from latbench.timing.sampling import Burst
+from latbench.workloads.points import Point
 
 FINE, KILLS = range(2)
 

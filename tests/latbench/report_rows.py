@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from latbench import tables
+from latbench.tables import table as tables
 
 
 def row(pattern: str, sparsity: float, seconds: float, backend: str = "numba", **columns: Any) -> dict[str, Any]:

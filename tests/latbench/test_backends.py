@@ -15,7 +15,7 @@ import torch
 
 from latbench import backends
 from latbench.backends import Engine, Layer, Rotation, Unsupported
-from latbench.plan import KERNELS, Point
+from latbench.workloads.points import KERNELS, Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu import target
 from sparse_kernels.formats import pack
@@ -57,7 +57,7 @@ def test_onnxruntime_runs_a_layer_that_needs_no_copies_after_one_that_does() -> 
     code = """
 from latbench import backends
 from latbench.backends import onnxruntime
-from latbench.plan import Point
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import Dense
 from sparse_kernels.shapes import LinearShape
 

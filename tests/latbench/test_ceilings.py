@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from latbench import ceilings
-from latbench.ceilings import Ceilings, Kept
-from latbench.least_work import inputs_read, inside_share
+from latbench.machines import ceilings
+from latbench.machines.ceilings import Ceilings, Kept
+from latbench.workloads.minimum_work import inputs_read, inside_share
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 MADE_UP = Ceilings(100.0, {10: 50.0, 1000: 20.0, 100_000: 2.0}, product_seconds=1.0, sum_seconds=3.0)

@@ -5,7 +5,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench import cgroups, sweep
+from latbench.base import cgroups
+from latbench.sweeping import sweep
 
 V2 = "sys/fs/cgroup"
 V1 = "sys/fs/cgroup/memory"

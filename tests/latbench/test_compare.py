@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench import compare as comparing
-from latbench import tables
+from latbench.tables import compare as comparing
+from latbench.tables import table as tables
 
 CONV = {
     "op": "conv2d", "m": 16, "k": 72, "n": 196, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 16,

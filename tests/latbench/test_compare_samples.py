@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from latbench import compare_samples
-from latbench.compare_samples import Verdict, judged_together, spread, verdict
+from latbench.tables import significance as compare_samples
+from latbench.tables.significance import Verdict, judged_together, spread, verdict
 
 DIFFERENCES = {"SAME": 1.0, "SLOWER": 1.05, "FASTER": 1 / 1.05}
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from latbench import cli, devices
 from latbench.backends import deepsparse
 from latbench.backends import deepsparse_environment as environment
+from latbench.cli import main as cli
 from latbench.errors import EnvironmentUnusable, UsageError
+from latbench.machines import devices
 
 Run = Callable[[Sequence[str], str], str]
 

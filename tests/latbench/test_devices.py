@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from latbench import devices
+from latbench.machines import devices
 
 EPYC = "processor : 0\nvendor_id : AuthenticAMD\ncpu family : 25\nmodel : 17\nmodel name : {}\n\nprocessor : 1\n"
 XEON = "processor : 0\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : 85\nmodel name : {}\n"

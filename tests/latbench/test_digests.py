@@ -8,7 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from latbench import digests, tables
+from latbench.tables import row_hashes as digests
+from latbench.tables import table as tables
 
 
 @pytest.fixture

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from latbench import backends, devices, disturbances
+from latbench import backends
 from latbench.backends import reference
-from latbench.ceilings import Ceilings, Kept
-from latbench.disturbances import Host
-from latbench.gpu import discovery, nvml, roofline
-from latbench.gpu.ceilings import GpuCeilings
+from latbench.machines import devices, nvml
+from latbench.machines import gpu_discovery as discovery
+from latbench.machines import noise_sources as disturbances
+from latbench.machines.ceilings import Ceilings, Kept
+from latbench.machines.noise_sources import Host
+from latbench.sweeping import gpu_roofline as roofline
+from latbench.timing.gpu_ceilings import GpuCeilings
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 
@@ -24,7 +27,7 @@ QUIET = Host(processors=16, cores=16, governor="performance", turbo=False, load=
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks at stolen time here: there is no waiting between two looks. No GPU of a test is hidden."""
-    monkeypatch.setattr("latbench.commands.doctor.STEAL_SECONDS", 0.0)
+    monkeypatch.setattr("latbench.cli.commands.doctor.STEAL_SECONDS", 0.0)
     monkeypatch.delenv(discovery.VISIBLE, raising=False)
 
 

@@ -33,8 +33,9 @@ import numpy as np
 import psutil
 import pytest
 
-from latbench import tables, validation
 from latbench.errors import BadData
+from latbench.tables import table as tables
+from latbench.tables import validate as validation
 
 DRIVER = Path(__file__).with_name("faulty.py")
 faulty = SimpleNamespace(**runpy.run_path(str(DRIVER)))

@@ -8,7 +8,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import gates, tables, validation
+from latbench.tables import plausibility as gates
+from latbench.tables import table as tables
+from latbench.tables import validate as validation
 
 
 @pytest.mark.parametrize("sample", [0.0, -1e-9, math.nan, math.inf])

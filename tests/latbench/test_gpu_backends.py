@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench import sweep
 from latbench.backends import Unsupported, on_gpu
+from latbench.backends import gpu_layers as layers
+from latbench.backends.gpu_layers import GpuLayer, rounded
 from latbench.backends.on_gpu import GpuEngine
-from latbench.gpu import layers, points, timing
-from latbench.gpu.layers import GpuLayer, rounded
-from latbench.gpu.machine import GpuMachine
-from latbench.gpu.names import Gpu
-from latbench.plan import Point
-from latbench.runners.local import TaskFailed
+from latbench.machines.gpu_names import Gpu
+from latbench.runners.worker_process import TaskFailed
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping import sweep
+from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.timing import gpu_events as timing
+from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, Unstructured, VectorWise
 from sparse_kernels.reference import patches

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from latbench import gates
-from latbench.gpu import ceilings, points
-from latbench.gpu.ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
-from latbench.gpu.machine import GpuMachine
-from latbench.gpu.names import Gpu
-from latbench.gpu.roofline import GpuPace, units
-from latbench.measure import Burst
-from latbench.plan import Point
-from latbench.runners.local import WorkerDied
+from latbench.machines.gpu_names import Gpu
+from latbench.runners.worker_process import WorkerDied
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.gpu_roofline import GpuPace, units
+from latbench.tables import plausibility as gates
+from latbench.timing import gpu_ceilings as ceilings
+from latbench.timing.gpu_ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
+from latbench.timing.sampling import Burst
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, Dense, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

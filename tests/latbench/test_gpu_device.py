@@ -9,15 +9,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from latbench import gates
-from latbench.gpu import discovery, points
-from latbench.gpu.ceilings import WORKING_SETS
-from latbench.gpu.installation import installed
-from latbench.gpu.machine import GpuMachine
-from latbench.gpu.timing import Mode
-from latbench.pace import READING_SECONDS, SLOW_SPELL
-from latbench.plan import Point
-from latbench.runners.local import START_SECONDS, Prepared, TaskFailed, Worker
+from latbench.backends.gpu_installation import installed
+from latbench.machines import gpu_discovery as discovery
+from latbench.runners.worker_process import START_SECONDS, Prepared, TaskFailed, Worker
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.sweeping.roofline_pace import READING_SECONDS, SLOW_SPELL
+from latbench.tables import plausibility as gates
+from latbench.timing.gpu_ceilings import WORKING_SETS
+from latbench.timing.gpu_events import Mode
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench.gpu import device_tests
-from latbench.gpu.device_tests import Outcome
+from latbench.sweeping import gpu_tests as device_tests
+from latbench.sweeping.gpu_tests import Outcome
 
 PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 

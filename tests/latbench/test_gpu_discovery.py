@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from latbench.errors import EnvironmentUnusable, UsageError
-from latbench.gpu import discovery
-from latbench.gpu.discovery import Board, find_gpu, gpus, visible
-from latbench.gpu.names import Gpu
+from latbench.machines import gpu_discovery as discovery
+from latbench.machines.gpu_discovery import Board, find_gpu, gpus, visible
+from latbench.machines.gpu_names import Gpu
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from latbench.gpu.drivers import STREAMS, TorchDriver
+from latbench.timing.gpu_drivers import STREAMS, TorchDriver
 
 
 class Graph:
@@ -67,9 +67,9 @@ def test_no_two_living_graphs_share_a_stream(torch: FakeTorch) -> None:
 
 
 def test_a_block_never_has_more_graphs_of_torch_than_streams() -> None:
-    from latbench import plan
-    from latbench.gpu import points
-    from latbench.gpu.machine import SETTINGS
+    from latbench.sweeping import gpu_points as points
+    from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.workloads import points as plan
 
     blocks = [*points.standard("x"), points.smoke("x")]
     flat = [point for block in blocks for point in block]

@@ -1,8 +1,9 @@
 """How long a sweep of a GPU takes, said before it begins and without one."""
 
-from latbench.gpu import estimate, points
-from latbench.gpu.machine import SETTINGS
-from latbench.plan import Point
+from latbench.sweeping import gpu_estimate as estimate
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping.gpu_machine import SETTINGS
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import Dense, VectorWise
 from sparse_kernels.shapes import LinearShape
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from latbench import devices
 from latbench.backends.on_gpu import BACKENDS
-from latbench.gpu import libraries
-from latbench.gpu.libraries import LIBRARIES, OPENED
+from latbench.machines import cuda_libraries as libraries
+from latbench.machines import devices
+from latbench.machines.cuda_libraries import LIBRARIES, OPENED
 
 ROOT = Path(__file__).parents[2]
 
 # Of those that CuPy and Numba open, what CuPy's own loader finds; then a kernel as CuPy compiles it, for one GPU.
 LOAD_ALL = """
 import json, sys
-from latbench.gpu import libraries
+from latbench.machines import cuda_libraries as libraries
 before = libraries.versions()
 untouched = "nvidia" not in open("/proc/self/maps").read()
 
@@ -44,7 +44,7 @@ int cublasGetProperty(int part, int* value) { *value = 90 + part; return STATUS;
 """
 ASK_FAKE = """
 import ctypes, sys
-from latbench.gpu import libraries
+from latbench.machines import cuda_libraries as libraries
 ctypes.CDLL(sys.argv[1])
 print(libraries.versions()["cublas"])
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from latbench.errors import UsageError
-from latbench.gpu import names
-from latbench.gpu.names import Gpu, Wanted, choose, known_device, matches, option, parse, short
+from latbench.machines import gpu_names as names
+from latbench.machines.gpu_names import Gpu, Wanted, choose, known_device, matches, option, parse, short
 
 # Full names as NVML writes them; the device in tables; the short name; other ways to type it.
 GPUS = [

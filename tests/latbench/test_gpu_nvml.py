@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from latbench import devices
 from latbench.errors import EnvironmentUnusable
-from latbench.gpu import discovery, nvml
-from latbench.gpu.names import Gpu
-from latbench.gpu.nvml import State
+from latbench.machines import devices, nvml
+from latbench.machines import gpu_discovery as discovery
+from latbench.machines.gpu_names import Gpu
+from latbench.machines.nvml import State
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from latbench.gpu import points
-from latbench.plan import Point
+from latbench.sweeping import gpu_points as points
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from latbench.backends import gpu_installation as installation
 from latbench.backends import gpu_probe, on_gpu
 from latbench.backends.gpu_probe import Probed
-from latbench.gpu import installation, machine
-from latbench.gpu.machine import GpuMachine
-from latbench.gpu.names import Gpu
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import resolve
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
+from latbench.sweeping import gpu_machine as machine
+from latbench.sweeping.gpu_machine import GpuMachine
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 GPU = Gpu(fakes.H200["name"], fakes.H200["uuid"])

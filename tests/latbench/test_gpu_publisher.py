@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from latbench.gpu.publisher import Publisher
+from latbench.sweeping.publisher import Publisher
 
 
 class Writes:

@@ -17,18 +17,21 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench import pace, sweep, tables
+from latbench.cli import gpu_session as session
+from latbench.cli.gpu_session import Budget, Outcome, Stopwatch, Swept
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
-from latbench.gpu import points, session
-from latbench.gpu.ceilings import GpuCeilings
-from latbench.gpu.names import Gpu
-from latbench.gpu.points import DENSE, OURS
-from latbench.gpu.roofline import GpuPace
-from latbench.gpu.session import Budget, Outcome, Stopwatch, Swept
-from latbench.gpu.summary import compared
-from latbench.pace import Roofline
-from latbench.plan import Point
-from latbench.runners.local import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
+from latbench.machines.gpu_names import Gpu
+from latbench.runners.worker_process import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping import roofline_pace as pace
+from latbench.sweeping import sweep
+from latbench.sweeping.gpu_points import DENSE, OURS
+from latbench.sweeping.gpu_roofline import GpuPace
+from latbench.sweeping.gpu_summary import compared
+from latbench.sweeping.roofline_pace import Roofline
+from latbench.tables import table as tables
+from latbench.timing.gpu_ceilings import GpuCeilings
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -371,7 +374,7 @@ class Timer:
     inner_loops = 10
     facts = {"kernel_used": "fake", "nnz": 1, "flop_nnz": 2_000_000, "bytes_min": 100_000}
     def burst(self, seconds):
-        from latbench.measure import Burst
+        from latbench.timing.sampling import Burst
         return Burst([1e-4] * 10)
 """
 

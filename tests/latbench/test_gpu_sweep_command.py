@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from latbench import tables
 from latbench.backends import on_gpu
-from latbench.commands import sweep as command
-from latbench.gpu import machine, points
-from latbench.gpu.names import Gpu
-from latbench.sweep import Settings
+from latbench.cli.commands import sweep as command
+from latbench.machines.gpu_names import Gpu
+from latbench.sweeping import gpu_machine as machine
+from latbench.sweeping import gpu_points as points
+from latbench.sweeping.sweep import Settings
+from latbench.tables import table as tables
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 
@@ -156,7 +157,7 @@ def test_where_nothing_could_be_timed_the_exit_code_says_so(
 def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     here: SimpleNamespace, latbench: Any, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from latbench.gpu import estimate
+    from latbench.sweeping import gpu_estimate as estimate
 
     arguments = ("sweep", "--gpu", "h200", "--workload", tiny, "-o", tmp_path / "table")
     shapes = [points.LinearShape(m, 24, n) for m in (16, 17, 32) for n in (1, 5)] + [points.LinearShape(5, 7, 3)]
@@ -180,7 +181,7 @@ def test_a_quick_sweep_is_one_of_a_gpu_here(latbench: Any, more: tuple[str, ...]
 
 
 def test_a_quick_sweep_of_the_standard_shapes_takes_about_five_minutes() -> None:
-    from latbench.gpu import estimate
+    from latbench.sweeping import gpu_estimate as estimate
 
     blocks = points.staged(points.standard_shapes(), "nvidia-h200")
     quick = command.within(blocks, command.QUICK_SECONDS)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench import measure
-from latbench.gpu import nvml, timing
-from latbench.gpu.nvml import State
-from latbench.gpu.timing import EventTimer, Mode
+from latbench.machines import nvml
+from latbench.machines.nvml import State
+from latbench.timing import gpu_events as timing
+from latbench.timing import sampling as measure
+from latbench.timing.gpu_events import EventTimer, Mode
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pandas as pd
 import pytest
 
-from latbench.gpu import points
-from latbench.gpu.versions import Versions, candidates
-from latbench.plan import Point
+from latbench.backends.gpu_versions import Versions, candidates
+from latbench.sweeping import gpu_points as points
+from latbench.workloads.points import Point
 from sparse_kernels.cuda import fingerprint
 from sparse_kernels.numba_cuda import fingerprint as numba_fingerprint
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise

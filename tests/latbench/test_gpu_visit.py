@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from latbench import tables
+from latbench.tables import table as tables
 
 ROOT = Path(__file__).parents[2]
 POINTS = 500

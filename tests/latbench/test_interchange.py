@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from latbench import interchange, tables
 from latbench.errors import BadData
-from latbench.interchange import SpdyTimings, read_spdy, read_spdy_profile, write_spdy, write_spdy_profile
+from latbench.importers import text_formats as interchange
+from latbench.importers.text_formats import SpdyTimings, read_spdy, read_spdy_profile, write_spdy, write_spdy_profile
+from latbench.tables import table as tables
 
 GOOD = "base\n0.5\nprunable\n0.25\nconv1\n0.0125 0.0000\n0.01 0.4000\nfc\n0.2 0.0000\n"
 

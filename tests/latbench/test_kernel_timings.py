@@ -6,8 +6,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from latbench import kernel_timings, tables
 from latbench.errors import BadData, UsageError
+from latbench.importers import kernel_timings
+from latbench.tables import table as tables
 
 LINEAR = (
     "OPName,Latency,Device,B,M,N,K,kernel\n"

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import latest, tables
 from latbench.errors import BadData
+from latbench.tables import latest_rows as latest
+from latbench.tables import table as tables
 
 COLUMNS = ["point_id", "m", "batch", "threads", "flags", "status", "started_at", "median_seconds", "env_id"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from latbench.runners import local
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
+from latbench.runners import worker_process as local
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 
 TASKS = Path(__file__).with_name("worker_tasks.py")
 
@@ -233,7 +233,7 @@ def test_closing_takes_what_the_worker_started_along() -> None:
 def test_no_worker_outlives_its_parent(end: signal.Signals, begin: str) -> None:
     script = (
         "import sys, time\n"
-        "from latbench.runners.local import Worker\n"
+        "from latbench.runners.worker_process import Worker\n"
         "worker = Worker(threads=1)\n"
         f"{begin}\n"
         "sys.stdout.write(f'{worker.call(\"os:getpid\")}\\n')\n"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from latbench.errors import EnvironmentUnusable
-from latbench.runners import lock
-from latbench.runners.lock import device_lock
+from latbench.runners import device_lock as lock
+from latbench.runners.device_lock import device_lock
 
 pytestmark = pytest.mark.usefixtures("own_lock")
 
@@ -49,7 +49,8 @@ def test_a_wait_ends_when_the_other_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_lock_of_a_killed_process_is_free() -> None:
     script = (
-        "from latbench.runners.lock import device_lock\nwith device_lock('cpu'):\n    print(flush=True); input()\n"
+        "from latbench.runners.device_lock import device_lock\n"
+        "with device_lock('cpu'):\n    print(flush=True); input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()

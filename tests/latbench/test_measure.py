@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from latbench import measure
-from latbench.devices import CpuTimes
-from latbench.measure import Burst, Used
+from latbench.machines.devices import CpuTimes
+from latbench.timing import sampling as measure
+from latbench.timing.sampling import Burst, Used
 
 
 class FakeClock:

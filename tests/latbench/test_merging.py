@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import merging, tables
+from latbench.tables import merge as merging
+from latbench.tables import table as tables
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete
-from latbench.plan import Point
-from latbench.runners.handing_out import Call, Lost, Node
-from latbench.runners.lock import device_lock
+from latbench.runners.block_scheduler import Call, Lost, Node
+from latbench.runners.device_lock import device_lock
 from latbench.runners.worker import resolve
+from latbench.sweeping import cluster as nodes
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 

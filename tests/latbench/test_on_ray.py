@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from latbench.errors import EnvironmentUnusable, Incomplete
-from latbench.runners import on_ray
-from latbench.runners.handing_out import Lost, Node
-from latbench.runners.on_ray import RayNodes
+from latbench.runners import ray_nodes as on_ray
+from latbench.runners.block_scheduler import Lost, Node
+from latbench.runners.ray_nodes import RayNodes
 
 TASKS = Path(__file__).with_name("node_tasks.py")
 

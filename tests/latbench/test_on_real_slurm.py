@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable
-from latbench.plan import Point
-from latbench.runners import on_slurm
-from latbench.runners.on_slurm import SlurmNodes, queued
+from latbench.runners import slurm_nodes as on_slurm
+from latbench.runners.slurm_nodes import SlurmNodes, queued
 from latbench.runners.worker import resolve
+from latbench.sweeping import cluster as nodes
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
@@ -181,7 +183,7 @@ def test_what_slurm_refuses_is_said_in_one_line(slurm: Path) -> None:
 
 
 def test_a_sweep_from_the_command_line(slurm: Path, tiny: Path, tmp_path: Path) -> None:
-    command = ["-m", "latbench.cli", "sweep", "--cpu", "--on", "slurm", "--slurm", "nodes=2", "--workload", tiny]
+    command = ["-m", "latbench.cli.main", "sweep", "--cpu", "--on", "slurm", "--slurm", "nodes=2", "--workload", tiny]
     command += ["--backends", "numba", "--patterns", "vector:8", "--sparsities", "0.5", "--threads", "1"]
     ended = subprocess.run(
         [sys.executable, *map(str, command), "-o", tmp_path / "out"], capture_output=True, text=True

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from pyarrow import parquet
 
-from latbench import nodes, sweep, tables
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
-from latbench.plan import Point
-from latbench.runners import on_slurm
-from latbench.runners.handing_out import Lost
-from latbench.runners.on_slurm import SlurmNodes
+from latbench.runners import slurm_nodes as on_slurm
+from latbench.runners.block_scheduler import Lost
+from latbench.runners.slurm_nodes import SlurmNodes
 from latbench.runners.worker import resolve
+from latbench.sweeping import cluster as nodes
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
@@ -199,7 +201,7 @@ def test_a_job_that_ends_in_the_queue_is_given_up(slurm: Slurm) -> None:
 @pytest.mark.slow
 def test_a_sweep_that_is_told_to_end_while_it_waits_leaves_no_job_behind(slurm: Slurm) -> None:
     slurm.hold(1)
-    command = [sys.executable, "-m", "latbench.cli", "sweep", "--cpu", "--on", "slurm"]
+    command = [sys.executable, "-m", "latbench.cli.main", "sweep", "--cpu", "--on", "slurm"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as one:
         assert one.stderr is not None and "waiting for Slurm" in one.stderr.readline()
         one.terminate()

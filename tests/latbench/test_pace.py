@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from latbench.ceilings import Ceilings, Kept
-from latbench.measure import Burst
-from latbench.pace import EVERY, CpuPace
-from latbench.placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS
-from latbench.runners.local import WorkerDied
+from latbench.machines.ceilings import Ceilings, Kept
+from latbench.runners.worker_process import WorkerDied
+from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS
+from latbench.sweeping.roofline_pace import EVERY, CpuPace
+from latbench.timing.sampling import Burst
 
 CEILINGS = Ceilings(1.0, {1: 1.0}, product_seconds=1.0, sum_seconds=1.0)
 BY_UNITS = {"flop": 1e9, "size": 1e-9}

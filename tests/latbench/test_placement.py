@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from latbench.backends import reference
-from latbench.measure import Burst
-from latbench.placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, TASK, Placement
-from latbench.runners.local import TaskFailed, WorkerDied
+from latbench.runners.worker_process import TaskFailed, WorkerDied
+from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, TASK, Placement
+from latbench.timing.sampling import Burst
 
 
 class FakeWorker:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from latbench import bundled, places, tables
+from latbench.base import bundled_data as bundled
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
+from latbench.tables import storage as places
+from latbench.tables import table as tables
 
 DENSE = {"pattern": "dense", "sparsity_target": 0.0, "backend": "torch"}
 

@@ -2,10 +2,11 @@
 
 import pytest
 
-from latbench import plan, workloads
 from latbench.errors import UsageError
-from latbench.plan import Point
-from latbench.workloads import Layer, Workload
+from latbench.workloads import points as plan
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import Point
+from latbench.workloads.workload import Layer, Workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

@@ -23,11 +23,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from latbench import bundled, places, tables
-from latbench.commands.report import report
+from latbench.base import bundled_data as bundled
+from latbench.cli.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import content as contents
-from latbench.report import data, figures, html, inputs, paper, sections, summary
+from latbench.report import figures, html, inputs, paper, sections, summary
+from latbench.report import frames as data
+from latbench.report import report_data as contents
+from latbench.tables import storage as places
+from latbench.tables import table as tables
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
@@ -372,7 +375,7 @@ def test_a_damaged_manifest_is_one_line(files: Any, damage: dict[str, Any], monk
 
 
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
-    code = "import sys, latbench.commands.report; "
+    code = "import sys, latbench.cli.commands.report; "
     code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"
     code += "import latbench.report.html, latbench.report.inputs;"
     code += "print({'scipy', 'sklearn', 'torch', 'matplotlib'} & set(sys.modules))"  # nor for a table alone

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from latbench.report import data, overview, units
+from latbench.base import number_format as units
+from latbench.report import frames as data
+from latbench.report import overview
 
 rows_of = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("report_rows.py"))))
 row, frame = rows_of.row, rows_of.frame

@@ -20,10 +20,7 @@ from latbench.errors import BadData
 from latbench.report import (
     accuracy,
     comparison,
-    content,
-    data,
     figures,
-    maps,
     overview,
     predictions,
     ranking,
@@ -31,7 +28,10 @@ from latbench.report import (
     sections,
     trade_off,
 )
+from latbench.report import frames as data
 from latbench.report import inputs as reading
+from latbench.report import report_data as content
+from latbench.report import speedup_map as maps
 from search import frames
 from search.profile import LayerChoice, Profile
 

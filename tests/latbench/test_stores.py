@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from latbench import tables
+from latbench.tables import table as tables
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

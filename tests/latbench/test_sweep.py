@@ -15,14 +15,17 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from latbench import devices, placement, sweep, tables
-from latbench.ceilings import Ceilings
 from latbench.errors import BadData, EnvironmentUnusable, Incomplete, UsageError
-from latbench.measure import Burst
-from latbench.pace import Reference
-from latbench.plan import Point
-from latbench.runners.local import TaskFailed, Worker, WorkerDied
-from latbench.sweep import Progress, Settings
+from latbench.machines import devices
+from latbench.machines.ceilings import Ceilings
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
+from latbench.sweeping import core_placement as placement
+from latbench.sweeping import sweep
+from latbench.sweeping.roofline_pace import Reference
+from latbench.sweeping.sweep import Progress, Settings
+from latbench.tables import table as tables
+from latbench.timing.sampling import Burst
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 

@@ -9,11 +9,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from latbench import cli, devices, sweep, tables
-from latbench.commands.sweep import _tell, parse_duration
+from latbench.cli import main as cli
+from latbench.cli.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
-from latbench.plan import Point
-from latbench.sweep import Stopped, Summary
+from latbench.machines import devices
+from latbench.sweeping import sweep
+from latbench.sweeping.sweep import Stopped, Summary
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -32,7 +35,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 class MadeUpSweep:
-    """Stands for latbench.sweep.run: a point takes as long as its density says, until `most` are measured."""
+    """Stands for latbench.sweeping.sweep.run: a point takes as long as its density says, until `most` are
+    measured."""
 
     def __init__(self, most: int = 10**6) -> None:
         self.most = most

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from latbench import tables
+from latbench.tables import table as tables
 
 LATBENCH = Path(sys.executable).with_name("latbench")
 BRIEF = Path(__file__).with_name("brief.py")

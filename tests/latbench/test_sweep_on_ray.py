@@ -13,10 +13,12 @@ import psutil
 import pytest
 from pyarrow import parquet
 
-from latbench import nodes, sweep, tables
-from latbench.plan import Point
-from latbench.runners.on_ray import RayNodes
+from latbench.runners.ray_nodes import RayNodes
 from latbench.runners.worker import resolve
+from latbench.sweeping import cluster as nodes
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 

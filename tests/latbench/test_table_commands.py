@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-from latbench import backends, devices, sweep, tables
+from latbench import backends
 from latbench.backends import on_gpu
 from latbench.errors import EnvironmentUnusable
-from latbench.gpu import discovery
-from latbench.gpu.names import Gpu
-from latbench.workloads import Layer, Workload, save
+from latbench.machines import devices
+from latbench.machines import gpu_discovery as discovery
+from latbench.machines.gpu_names import Gpu
+from latbench.sweeping import sweep
+from latbench.tables import table as tables
+from latbench.workloads.workload import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
 
 
@@ -218,7 +221,7 @@ def test_plan_counts_tuned_kernels_where_asked(latbench: Any, tiny: Path) -> Non
 def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, Any], tmp_path: Path) -> None:
     from rich.console import Console
 
-    from latbench.commands.sweep import speedup_table
+    from latbench.cli.commands.sweep import speedup_table
 
     def timed(seconds: float, **change: Any) -> dict[str, Any]:
         return row | change | {"samples_seconds": [seconds] * 9}

@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pytest
 from pyarrow import parquet
 
-from latbench import tables
+from latbench.base.median_interval import median_interval
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.medians import median_interval
+from latbench.tables import table as tables
 
 
 def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None:

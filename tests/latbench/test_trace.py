@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from latbench import workloads
-from latbench.workloads import Layer
+from latbench.workloads import workload as workloads
+from latbench.workloads.workload import Layer
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 

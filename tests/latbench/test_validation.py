@@ -12,8 +12,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench import devices, environments, tables, validation
+from latbench.base import environments
 from latbench.errors import BadData
+from latbench.machines import devices
+from latbench.tables import table as tables
+from latbench.tables import validate as validation
 
 CONV = {
     "op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3,

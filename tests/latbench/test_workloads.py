@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from latbench import workloads
 from latbench.errors import BadData, UsageError
-from latbench.workloads import Layer, Workload
+from latbench.workloads import workload as workloads
+from latbench.workloads.workload import Layer, Workload
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 GOOD = """\

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from latbench import measure
 from latbench.backends import Rotation, Unsupported
-from latbench.plan import Point
+from latbench.timing import sampling as measure
+from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
 
 

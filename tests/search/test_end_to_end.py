@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData, LatbenchError
-from latbench.measure import Burst
-from latbench.runners.local import WorkerDied
+from latbench.runners.worker_process import WorkerDied
+from latbench.timing.sampling import Burst
 from search.end_to_end import (
     MORE_PROCESSES,
     MOST_MOVES,

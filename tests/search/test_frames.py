@@ -11,7 +11,7 @@ import pytest
 
 import search
 from latbench.errors import BadData, UsageError
-from latbench.interchange import read_spdy, read_spdy_profile
+from latbench.importers.text_formats import read_spdy, read_spdy_profile
 from search import sources
 from search.layers import DENSE, Interval, Option
 from search.problem import Problem

@@ -11,11 +11,14 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup
-from latbench import cli, interchange, tables, workloads
 from latbench.backends.deepsparse import Operation
+from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
-from latbench.interchange import read_spdy
-from latbench.plan import FINE_SPARSITIES, Point
+from latbench.importers import text_formats as interchange
+from latbench.importers.text_formats import read_spdy
+from latbench.tables import table as tables
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import FINE_SPARSITIES, Point
 from search import layer_times
 from search.layers import DENSE, Interval, Option
 from search.problem import Problem

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
-from latbench.runners.local import TaskFailed, WorkerDied
+from latbench.runners.worker_process import TaskFailed, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
 from search.judge import Held, Judge, on_device

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench import interchange, tables
 from latbench.backends import deepsparse
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
-from latbench.measure import Burst
-from latbench.validation import findings
+from latbench.importers import text_formats as interchange
+from latbench.tables import table as tables
+from latbench.tables.validate import findings
+from latbench.timing.sampling import Burst
 from search import layer_times
 from search import task as tasks
 from search.layer_times import SPDY_LEVELS, Settings, by_layer, measure, missing_runs, of_task, rows

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from latbench import places
 from latbench.errors import BadData, UsageError
+from latbench.tables import storage as places
 from search import job, layer_errors, overhead
 from search import task as tasks
 from search.database import Database

@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 
 from cost_models import AnchoredLookup, Boosted
-from latbench import devices, tables
 from latbench.errors import BadData
-from latbench.plan import Point, shape_columns
+from latbench.machines import devices
+from latbench.tables import table as tables
+from latbench.workloads.points import Point, shape_columns
 from search.layers import DENSE, Option
 from search.options import measured_layers, predicted_layers, swept_rows
 from sparse_kernels.patterns import parse

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 
-from latbench.commands.prune import prune as prune_command
+from latbench.base.files import sha256
+from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
-from latbench.files import sha256
 from search import onnx_export
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from latbench.commands.prune import prune as prune_command
+from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
@@ -566,7 +566,7 @@ def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tm
         "import os, signal, search.pruning.folder as folder\n"
         "from pathlib import Path\n"
         "folder.layer_facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "from latbench.commands.prune import prune\n"
+        "from latbench.cli.commands.prune import prune\n"
         f"prune({str(TASK)!r}, Path('profile.json'), Path('database'), Path('pruned'), joint=False)\n"
     )
     killed = subprocess.run([sys.executable, "-c", dying], cwd=tmp_path, env={**os.environ}, check=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from latbench.commands.prune import prune as prune_command
+from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile

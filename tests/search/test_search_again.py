@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from latbench.commands.search import search as search_command
+from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.runners.worker import resolve
 from search import job, overhead, profile, sessions, verify

@@ -12,11 +12,12 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from latbench import cli, tables
 from latbench.backends import deepsparse, deepsparse_environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
+from latbench.cli import main as cli
 from latbench.errors import BadData
+from latbench.tables import table as tables
 from search import engines, job, overhead, promise
 from search import task as tasks
 from search.database import Database, model_hash

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, sparse
 
-from latbench.interchange import read_spdy
+from latbench.importers.text_formats import read_spdy
 from search._states import ROOM, extend
 from search.solve import BadProblem, Infeasible, Solution, efficient, solve
 

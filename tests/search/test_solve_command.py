@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from latbench import cli
-from latbench.interchange import read_spdy_profile
+from latbench.cli import main as cli
+from latbench.importers.text_formats import read_spdy_profile
 from search.layers import Option
 from search.problem import Problem
 from search.weight_bytes import weight_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from latbench import workloads
+from latbench.workloads import workload as workloads
 from search.job import prunable_layers
 from search.task import load
 from search.tasks import digits

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from latbench import devices, tables
-from latbench.commands.verify import verify as verify_command
+from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
+from latbench.machines import devices
+from latbench.tables import table as tables
 from search import sessions
 from search import task as tasks
 from search.end_to_end import Timings, time_engines

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from latbench import interchange, tables
 from latbench.backends import deepsparse
 from latbench.backends import deepsparse_environment as environment
 from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
+from latbench.importers import text_formats as interchange
 from latbench.runners.worker import resolve
+from latbench.tables import table as tables
 from search import job, layer_times, overhead
 from search import task as tasks
 from search import verify as verification

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from latbench import tables
 from latbench.report import comparison, html, inputs
+from latbench.tables import table as tables
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,41 @@
+"""What latbench brings along: layer shapes of real networks, and tables measured on real machines to begin with.
+
+They lie in `datasets` beside the package, in a wheel in `latbench/datasets`. Every command that reads a table takes
+`bundled://NAME` for one of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from latbench.errors import EnvironmentUnusable, UsageError
+
+SCHEME = "bundled"
+
+
+def folder(name: str) -> Path:
+    """The folder `datasets/name`. Raises EnvironmentUnusable where it is missing."""
+    package = Path(__file__).parents[1]
+    for parent in (package, package.parent):
+        if (found := parent / "datasets" / name).is_dir():
+            return found
+    raise EnvironmentUnusable(f"no datasets/{name} beside {package}: latbench is not whole, install it again")
+
+
+def tables() -> list[str]:
+    """The names of the tables."""
+    return sorted(path.name for path in folder("measured").iterdir() if path.is_dir())
+
+
+def table(name: str) -> Path:
+    """The folder of the table of that name. Raises UsageError, naming those that there are, for another."""
+    if name not in (known := tables()):
+        raise UsageError(f"{SCHEME}://{name}: no such table; there are {', '.join(known)}")
+    return folder("measured") / name
+
+
+def said(place: object) -> str:
+    """A place as a person names it: `bundled://NAME` for a table that came with latbench, any other as it is."""
+    if isinstance(place, Path) and place.parent == folder("measured"):
+        return f"{SCHEME}://{place.name}"
+    return str(place)

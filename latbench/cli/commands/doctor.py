@@ -1,0 +1,315 @@
+"""`latbench doctor`: what this machine can measure, and what would disturb it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from latbench.machines.gpu_names import Gpu
+
+STEAL_SECONDS = 1.0  # stolen time is a rate: it is looked at twice, so long apart
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the CPU, GPUs, the engines that can be timed, and what to change for quieter numbers."""
+    import json
+
+    facts = _facts()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for heading, text in _lines(facts):
+        table.add_row(heading, text)
+    console = Console()
+    console.print(table)
+    if not facts["advice"]:
+        console.print("nothing found that would disturb a measurement")
+    for advice in facts["advice"]:
+        console.print(f"! {advice}", highlight=False, soft_wrap=True)
+
+
+def _facts() -> dict[str, Any]:
+    """Everything found out, in plain values."""
+    import time
+    from dataclasses import asdict
+
+    from latbench import backends
+    from latbench.backends import deepsparse_environment
+    from latbench.machines import devices
+    from latbench.machines import gpu_discovery as discovery
+    from latbench.machines import gpu_names as names
+    from latbench.machines import noise_sources as disturbances
+    from latbench.runners.device_lock import lock_folder
+
+    environment = devices.environment(devices.cores())
+    before = devices.cpu_times()
+    time.sleep(STEAL_SECONDS)
+    host = disturbances.host(devices.telemetry(before)["steal_fraction"])
+    engines = {
+        name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
+        for name, version in backends.available().items()
+    }
+    gpus, no_gpu = discovery.gpus()
+    facts = {
+        "device": environment["device"],
+        "environment": environment,
+        "ceilings": _ceilings(environment),
+        "host": asdict(host),
+        "backends": engines,
+        "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
+        "gpus": [
+            {"index": index, "option": names.option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
+        ],
+        "no_gpu": no_gpu,
+        "gpu_backends": _gpu_backends(),
+        "lock_folder": str(lock_folder()),
+    }
+    disturbed = [*disturbances.advice(host), *_lock_advice(host.container)]
+    unknown = [*_unknown_vectors(environment), *_hidden_name(environment["device"], host.virtual)]
+    return {**facts, "advice": [*unknown, *disturbed, *_gpu_advice(facts)]}
+
+
+def _lock_advice(container: bool) -> list[str]:
+    """Two containers that measure on one machine see each other only by a lock in a folder that both have."""
+    import os
+
+    from latbench.runners.device_lock import FOLDER, lock_folder
+
+    if not container or os.environ.get(FOLDER):
+        return []
+    return [
+        f"this is a container: sweeps in others on this machine do not see its lock in {lock_folder()}, and would be "
+        f"timed at the same time; mount one folder into all of them and name it in {FOLDER}"
+    ]
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    from latbench.machines import devices
+
+    return [package for package in packages if devices.version(package) is None]
+
+
+def _gpu_backends() -> dict[str, dict[str, Any]]:
+    """The engines that run on GPUs: version, and the packages of which one has to be installed where none is."""
+    from latbench.backends.on_gpu import BACKENDS
+
+    return {
+        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.missing)}
+        for name, backend in BACKENDS.items()
+    }
+
+
+def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
+    """The roofline of this CPU with all its cores; None where no sweep has measured it."""
+    from dataclasses import asdict
+
+    from latbench.backends import reference
+    from latbench.machines.ceilings import Ceilings, Kept
+
+    known = Kept[Ceilings](environment["device"], environment["threads"], reference.WORK, _unmeasured).known()
+    return None if known is None else asdict(known)
+
+
+def _unmeasured() -> Any:
+    raise AssertionError("doctor shows what is kept, and measures nothing")
+
+
+def _gpu(gpu: Gpu) -> dict[str, Any]:
+    """A GPU as it is now, and its roofline where a sweep has measured it."""
+    from dataclasses import asdict
+
+    from latbench.machines import nvml
+    from latbench.sweeping import gpu_roofline as roofline
+
+    known = roofline.kept(nvml.environment(gpu), _unmeasured).known()
+    ceilings = None if known is None else asdict(known)
+    return {"name": gpu.name, "device": gpu.device, **_gpu_state(gpu.uuid), "ceilings": ceilings}
+
+
+def _gpu_state(uuid: str) -> dict[str, Any]:
+    """Driver, limits, clocks, power and temperature of a GPU; a slice of one hides some of them."""
+    from latbench.machines import nvml
+
+    with nvml.observing(uuid) as observer:
+        state = observer()
+        return {
+            **observer.facts(),
+            **observer.setting(),
+            "clock_hertz": state.clock_hertz,
+            "power_watts": state.power_watts,
+            "temperature_celsius": state.temperature_celsius,
+            "event_reasons": sorted(state.reasons),
+        }
+
+
+def _unknown_vectors(environment: dict[str, Any]) -> list[str]:
+    flags = environment["cpu_flags"].split()
+    if environment["vector_bits"] is None:
+        return ["the processor's vector instructions are unknown here: kernels for the narrowest are used"]
+    if not {"fma", "asimd"} & set(flags):
+        return ["there is no fused multiply-add: times on this processor say little about others, use a newer one"]
+    return []
+
+
+def _hidden_name(device: str, virtual: bool | None) -> list[str]:
+    """A device that is called by family and model alone is called what the hypervisor likes."""
+    if not virtual or "-model-" not in device:
+        return []
+    return [f"the hypervisor hides the processor's name: other chips may be called {device}, keep their tables apart"]
+
+
+def _gpu_advice(facts: dict[str, Any]) -> list[str]:
+    from latbench.machines.nvml import THROTTLING
+
+    one = len(facts["gpus"]) == 1
+    named = [(gpu["name"] if one else f"GPU {gpu['index']}, {gpu['name']}", gpu) for gpu in facts["gpus"]]
+    advice = [
+        f"{name} is slowed down now ({', '.join(sorted(reasons))}): let it cool, or end what else runs on it"
+        for name, gpu in named if (reasons := THROTTLING.intersection(gpu["event_reasons"]))
+    ]  # fmt: skip
+    for name, gpu in named:
+        advice += [f"{name}: {sentence}" for sentence in _for_a_quieter(gpu)]
+    if facts["gpus"] and not any(backend["version"] for backend in facts["gpu_backends"].values()):
+        advice.append("no engine for GPUs is installed: pip install 'latbench[cuda13]', or cuda12 for older drivers")
+    return advice
+
+
+def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
+    """What to change on a GPU, half a sentence each."""
+    found = []
+    if gpu["processes"]:
+        found.append(f"{gpu['processes']} processes compute on it now: end them, or its times are shared with them")
+    if gpu["persistence"] is False:
+        found.append("its driver state is dropped whenever nobody uses it: sudo nvidia-smi -pm 1 keeps it")
+    limit, usual = gpu["gpu_power_limit_milliwatts"], gpu["usual_power_limit_milliwatts"]
+    if limit and usual and limit < usual:
+        found.append(
+            f"it may take {limit / 1e3:.0f} W where {usual / 1e3:.0f} W are usual, and slows down earlier: "
+            f"sudo nvidia-smi -pl {usual / 1e3:.0f}"
+        )
+    if clock := gpu["gpu_application_clock_hertz"] or gpu["gpu_max_clock_hertz"]:
+        found.append(
+            f"its clock follows heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f} holds it, or a lower one that "
+            "its power lasts for; -rgc undoes that"
+        )
+    return found
+
+
+def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    from latbench.backends import gpu_installation as installation
+    from latbench.base.number_format import size
+
+    environment, host = facts["environment"], facts["host"]
+    cache = ", ".join(
+        f"{level.removesuffix('_bytes')} {size(environment[level])}"
+        for level in ("l1d_bytes", "l2_bytes", "l3_bytes")
+        if environment[level]
+    )
+    quota = f", a quota of {host['quota_cores']:g}" if host["quota_cores"] is not None else ""
+    turbo = {True: "on", False: "off", None: "hidden"}[host["turbo"]]
+    most = f", at most {host['most_clock_hertz'] / 1e9:.2f}" if host["most_clock_hertz"] else ""
+    nominal = " nominal, the real one is hidden" if host["virtual"] and not environment["governor"] else ""
+    lines = [
+        (
+            "device",
+            facts["device"]
+            + (", a virtual machine" if host["virtual"] else "")
+            + (", in a container" if host["container"] else ""),
+        ),
+        ("processor", environment["cpu_model"] or "hidden"),
+        ("cores, hardware threads", f"{host['cores']}, {host['processors']}{quota}"),
+        ("threads used", str(environment["cores"])),
+        ("vectors", f"{environment['vector_bits']} bits: {environment['cpu_flags']}"),
+        ("caches", cache or "hidden"),
+        ("cold weights", _cold_weights()),
+        ("memory", size(environment["memory_bytes"])),
+        ("clock", f"{host['clock_hertz'] / 1e9:.2f} GHz{most or nominal}" if host["clock_hertz"] else "hidden"),
+        ("clock governor, turbo", f"{environment['governor'] or 'hidden'}, {turbo}"),
+        ("roofline", _roofline(facts["ceilings"])),
+        ("device lock", f"in {facts['lock_folder']}"),
+        ("load, stolen time", f"{_or_unknown(host['load'], '.2f')}, {_or_unknown(host['steal_fraction'], '.1%')}"),
+    ]
+    for name, engine in facts["backends"].items():
+        missing = f"missing: pip install {' '.join(engine['missing'])}" if engine["missing"] else ""
+        lines.append((f"backend {name}", missing or engine["version"]))
+    deepsparse = facts["deepsparse"]
+    ready = f"{deepsparse['version']}, for evaluation only" if deepsparse["version"] else None
+    lines.append(("backend deepsparse", deepsparse["refusal"] or ready or "missing: latbench setup deepsparse"))
+    for gpu in facts["gpus"]:
+        lines += [
+            (f"GPU {gpu['index']}, {gpu['name']}", _gpu_line(gpu)),
+            ("  to measure it", f"latbench sweep --gpu {gpu['option']}"),
+            ("  its roofline", _roofline(gpu["ceilings"])),
+        ]
+    first = facts["gpus"][0] if facts["gpus"] else {"cuda_driver": None, "compute_capability": None}
+    extra = f"latbench[{installation.extra(first['cuda_driver'], first['compute_capability'])}]"
+    if not facts["gpus"]:
+        lines.append(("GPUs", f"none: {facts['no_gpu']}"))
+    for name, engine in facts["gpu_backends"].items():
+        missing = f"missing {' or '.join(engine['missing'][:2])}: pip install '{extra}'" if engine["missing"] else ""
+        idle = "" if facts["gpus"] else ", without a GPU"
+        lines.append((f"GPU backend {name}", missing or f"{engine['version']}{idle}"))
+    return lines
+
+
+def _cold_weights() -> str:
+    """From where a sweep's weights come, as far as copies of them help."""
+    from latbench.backends import MOST_COPIES, cold_bytes
+    from latbench.base.number_format import size
+    from sparse_kernels.cpu.target import rotated_bytes
+
+    most = cold_bytes()
+    if most < rotated_bytes():
+        return f"{size(most)} of copies take turns, more do not fit: caches may hold them, and rows say in_cache"
+    return (
+        f"{size(most)} of copies take turns, so that they come from memory; of less than {size(most // MOST_COPIES)} "
+        "they fit into caches, and rows say in_cache"
+    )
+
+
+def _gpu_line(gpu: dict[str, Any]) -> str:
+    known = [
+        ("{}", gpu["device"]),
+        ("driver {}", gpu["driver"]),
+        ("CUDA {}", gpu["cuda_driver"]),
+        ("compute capability {}", gpu["compute_capability"]),
+        ("{:.0f} GiB", gpu["gpu_memory_bytes"] and gpu["gpu_memory_bytes"] / 2**30),
+        ("{:.2f} GHz", gpu["clock_hertz"] and gpu["clock_hertz"] / 1e9),
+        ("at most {:.2f}", gpu["gpu_max_clock_hertz"] and gpu["gpu_max_clock_hertz"] / 1e9),
+        ("{:.0f} W", gpu["power_watts"]),
+        ("{:.0f} °C", gpu["temperature_celsius"]),
+    ]
+    return ", ".join(text.format(value) for text, value in known if value is not None)
+
+
+def _roofline(ceilings: dict[str, Any] | None) -> str:
+    """Operations and bytes a second, of the smallest and of the largest working set."""
+    from latbench.base.number_format import size
+
+    if ceilings is None:
+        return "not measured yet: the first sweep does"
+    rates = {
+        **{f"{dtype} on tensor cores": rate for dtype, rate in ceilings.get("tensor_flop_per_second", {}).items()},
+        "float32": ceilings.get("flop_per_second") or ceilings["ordinary_flop_per_second"],
+    }
+    if (halves := ceilings.get("bfloat16_flop_per_second", 0.0)) > rates["float32"]:
+        rates["bfloat16"] = halves
+    reads = list(ceilings["read_bytes_per_second"].items())
+    return ", ".join(
+        [f"{rate / 1e12:.4g} TFLOP/s {name}" for name, rate in rates.items()]
+        + [f"reads {rate / 1e9:.4g} GB/s of {size(held)}" for held, rate in (reads[0], reads[-1])]
+    )
+
+
+def _or_unknown(value: float | None, digits: str) -> str:
+    return "unknown" if value is None else format(value, digits)

@@ -1,0 +1,81 @@
+"""`latbench layers`: what each layer of a model takes inside the running network, as an engine itself tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from latbench import MOST_SEED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import pandas as pd
+
+    from latbench.importers.text_formats import SpdyTimings
+
+
+def layers(
+    task: Annotated[str, typer.Argument(help="A bundled task, a Python file, or package.module:task.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder of the table to add to.")],
+    sparsities: Annotated[
+        list[str] | None, typer.Option(help="Such as 0.5,0.75,0.9; or spdy, the 41 levels of that paper.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the engine; by default all cores.")] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How often each sparsity is run, in turns; runs in the table count.")
+    ] = 3,
+    spdy: Annotated[Path | None, typer.Option(help="Also write the times as a SPDY timing file.")] = None,
+    remeasure: Annotated[bool, typer.Option("--remeasure", help="Time again what is in the table.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the order in which sparsities take turns.")] = 0,
+) -> None:
+    """Time a model's layers in DeepSparse, inside the network, with the same share of zeros imposed on all."""
+    from latbench.backends import deepsparse_environment
+
+    environment = deepsparse_environment.find()  # before anything that takes a while to load
+
+    from latbench.cli.commands.progress import live
+    from latbench.importers import text_formats as interchange
+    from latbench.machines import devices
+    from latbench.workloads import points as plan
+    from search import layer_times
+    from search import task as tasks
+
+    loaded = tasks.load(task)
+    wanted: Sequence[float] = plan.SPARSITIES
+    if sparsities:
+        wanted = layer_times.SPDY_LEVELS if sparsities == ["spdy"] else plan.parse_sparsities(sparsities)
+    settings = layer_times.Settings(threads or devices.cores(), seed)
+    runs = dict.fromkeys(wanted, repeats)
+    if not remeasure:
+        runs = layer_times.missing_runs(loaded, output, settings, wanted, repeats)
+    typer.echo(deepsparse_environment.LICENCE)
+    if runs:
+        with live() as tell:
+            untimed = layer_times.measure(loaded, output, environment, settings, runs, anew=remeasure, progress=tell)
+        if untimed:
+            typer.echo(f"without a time of their own at some sparsity: {', '.join(untimed)}")
+    frame = layer_times.of_task(loaded, output, settings)
+    timings = interchange.spdy_timings(frame, loaded.name)
+    if spdy is not None:
+        interchange.write_spdy(timings, spdy)
+        typer.echo(f"{spdy} is written")
+    typer.echo(_dense_times(frame, timings))
+    known = f"; {len(wanted) - len(runs)} were there already" if len(runs) < len(wanted) else ""
+    typer.echo(f"{output}: layers of {loaded.name}, dense and {len(wanted)} times sparse{known}")
+
+
+def _dense_times(frame: pd.DataFrame, timings: SpdyTimings) -> str:
+    """How far the layers add up to the network."""
+    from latbench.base.number_format import seconds
+
+    sentence = (
+        f"dense, {len(timings.layers)} layers take {seconds(timings.prunable)} of the {seconds(timings.base)} that "
+        "DeepSparse's analysis adds up to"
+    )
+    whole = frame[frame["purpose"] == "baseline"]
+    if whole.empty:
+        return sentence
+    return f"{sentence}; called as a whole, the model takes {seconds(whole['median_seconds'].iloc[-1])}"

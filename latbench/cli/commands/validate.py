@@ -1,0 +1,30 @@
+"""`latbench validate`: is this table whole, and does it say what its samples say?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    path: Annotated[str, typer.Argument(help="A table: a folder of parts, a Parquet file, or a URI.")],
+) -> None:
+    """Check every file of a table: damage, identities, medians against samples, units; exit 5 if any is corrupt."""
+    from collections import Counter
+
+    from latbench.errors import BadData
+    from latbench.tables import storage as places
+    from latbench.tables import table as tables
+    from latbench.tables.validate import findings
+
+    counts: Counter[str] = Counter()
+    files = len(tables.parts(path))
+    for finding in findings(path):
+        counts[finding.severity] += 1
+        typer.echo(f"{finding.severity}: {places.shown(str(finding.path))}: {finding.text}")
+    said = ", ".join(f"{count} {severity}" for severity, count in counts.items()) or "nothing to complain of"
+    shown = places.shown(path)
+    typer.echo(f"{shown}: {files} file{'s' if files != 1 else ''}: {said}")
+    if counts["corrupt"]:
+        raise BadData(f"{shown}: {counts['corrupt']} findings are corruption; see above")

@@ -1,0 +1,1 @@
+"""Times that others have published, as rows of a table."""

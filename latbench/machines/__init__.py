@@ -1,0 +1,1 @@
+"""What is measured on: CPUs and GPUs, their names, ceilings and noise."""

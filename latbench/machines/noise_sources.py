@@ -1,0 +1,161 @@
+"""What on this machine disturbs a measurement, and what its user can do about it, a sentence each.
+
+Everything is read from /proc and /sys as Linux shows them; what a system hides is None and draws no advice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from latbench.base.cgroups import container, groups, number, text
+
+_CPUS = Path("sys/devices/system/cpu")
+
+# One runnable thread may be the command that asks.
+_OWN_LOAD = 1.0
+_MUCH_STEAL = 0.01
+_FEW_CORES = 2
+
+
+@dataclass(frozen=True)
+class Host:
+    """How this machine shares its processors.
+
+    processors: hardware threads that this process may use; cores: how many cores they belong to. turbo: whether the
+    clock may rise above its base. quota_cores: how many cores' time the control group grants; throttled_periods: how
+    often it was stopped for having used that up. load: runnable threads, mean of a minute. steal_fraction: of the
+    time looked at, the share that the hypervisor gave to others. virtual: whether this is a virtual machine;
+    container: or a container, of which there may be others on the machine.
+    """
+
+    processors: int
+    cores: int
+    governor: str | None = None
+    turbo: bool | None = None
+    turbo_switch: str | None = None
+    clock_hertz: float | None = None
+    most_clock_hertz: float | None = None
+    quota_cores: float | None = None
+    throttled_periods: int | None = None
+    load: float | None = None
+    steal_fraction: float | None = None
+    virtual: bool | None = None
+    container: bool = False
+
+
+def host(steal_fraction: float | None = None, *, root: Path = Path("/"), allowed: set[int] | None = None) -> Host:
+    """This machine, or the one whose /proc and /sys lie under `root`; `allowed` are the processors in use."""
+    if allowed is None:
+        allowed = set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else {0}
+    cpus, first = root / _CPUS, root / _CPUS / f"cpu{min(allowed)}" / "cpufreq"
+    siblings = {text(cpus / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed}
+    turbo, switch = _turbo(cpus)
+    clocks = [number(cpus / f"cpu{cpu}/cpufreq/scaling_cur_freq") for cpu in allowed]
+    info = text(root / "proc/cpuinfo") or ""
+    flags = re.search(r"^flags\s*:(.*)$", info, flags=re.M)
+    load = text(root / "proc/loadavg")
+    quotas, throttled = _quota(root)
+    return Host(
+        processors=len(allowed),
+        cores=len(siblings),
+        governor=text(first / "scaling_governor"),
+        turbo=turbo,
+        turbo_switch=switch,
+        clock_hertz=_mean_clock(clocks, info),
+        most_clock_hertz=_scaled(number(first / "cpuinfo_max_freq"), 1e3),
+        quota_cores=quotas,
+        throttled_periods=throttled,
+        load=float(load.split()[0]) if load else None,
+        steal_fraction=steal_fraction,
+        virtual=None if flags is None else "hypervisor" in flags[1].split(),
+        container=container(root),
+    )
+
+
+def advice(host: Host) -> list[str]:
+    """What to change for quieter numbers, what disturbs most first: each time a sentence with the remedy."""
+    return [*_taken_away(host), *_clock(host), *_shared(host)]
+
+
+def _taken_away(host: Host) -> Iterator[str]:
+    if (host.steal_fraction or 0) > _MUCH_STEAL:
+        yield (
+            f"the hypervisor gives {host.steal_fraction:.0%} of the time to others: measure on a dedicated host, or "
+            "at a quieter hour"
+        )
+    if host.quota_cores is not None and host.quota_cores < host.processors:
+        stopped = f"; it was stopped {host.throttled_periods} times so far" if host.throttled_periods else ""
+        yield (
+            f"this container has a quota of {host.quota_cores:g} cores on {host.processors} processors (cgroup "
+            f"cpu.max){stopped}: it stops threads in the middle of a call; give it whole processors (--cpuset-cpus)"
+        )
+    if host.load is not None and host.load > _OWN_LOAD + host.cores / 2:
+        yield (
+            f"the load is {host.load:.1f} on {host.cores} cores: others take cores and caches; end them, or wait "
+            "until they are done"
+        )
+
+
+def _clock(host: Host) -> Iterator[str]:
+    if host.governor not in (None, "performance"):
+        yield (
+            f"the clock governor is {host.governor}: the clock follows the load; "
+            "`sudo cpupower frequency-set -g performance` keeps it up"
+        )
+    if host.turbo and host.turbo_switch:
+        yield (
+            f"turbo is on: the clock sinks as the chip gets warm; `{host.turbo_switch}` makes times longer, but "
+            "steadier"
+        )
+
+
+def _shared(host: Host) -> Iterator[str]:
+    if host.processors > host.cores:
+        yield (
+            f"{host.processors} hardware threads share {host.cores} cores: one slows the other; latbench uses one a "
+            "core, but others may not: `echo off | sudo tee /sys/devices/system/cpu/smt/control`"
+        )
+    if host.cores <= _FEW_CORES:
+        cores = "core" if host.cores == 1 else "cores"
+        yield (
+            f"there are only {host.cores} {cores}: the system's own work disturbs every call; measure on a larger "
+            f"machine{', or leave a core to the system with --threads 1' if host.cores > 1 else ''}"
+        )
+
+
+def _turbo(cpus: Path) -> tuple[bool | None, str | None]:
+    """Whether the clock may rise above its base, and the command that forbids it."""
+    if (setting := text(cpus / "intel_pstate/no_turbo")) is not None:
+        return setting == "0", "echo 1 | sudo tee /sys/devices/system/cpu/intel_pstate/no_turbo"
+    if (setting := text(cpus / "cpufreq/boost")) is not None:
+        return setting == "1", "echo 0 | sudo tee /sys/devices/system/cpu/cpufreq/boost"
+    return None, None
+
+
+def _quota(root: Path) -> tuple[float | None, int | None]:
+    """The least quota of the control groups that this process is in, in cores, and how often it ran out."""
+    found: list[tuple[float, int | None]] = []
+    for group in groups("cpu", root):
+        quota, _, period = (text(group / "cpu.max") or "max 0").partition(" ")
+        old = number(group / "cpu.cfs_quota_us"), number(group / "cpu.cfs_period_us")
+        stat = re.search(r"^nr_throttled (\d+)", text(group / "cpu.stat") or "", flags=re.M)
+        throttled = int(stat[1]) if stat else None
+        if quota != "max":
+            found.append((int(quota) / int(period), throttled))
+        elif old[0] is not None and old[1] and old[0] > 0:
+            found.append((old[0] / old[1], throttled))
+    return min(found, key=lambda pair: pair[0]) if found else (None, None)
+
+
+def _mean_clock(khz: list[float | None], cpuinfo: str) -> float | None:
+    known = [1e3 * value for value in khz if value is not None]
+    known = known or [1e6 * float(value) for value in re.findall(r"^cpu MHz\s*: ([\d.]+)", cpuinfo, flags=re.M)]
+    return sum(known) / len(known) if known else None
+
+
+def _scaled(value: float | None, by: float) -> float | None:
+    return None if value is None else value * by

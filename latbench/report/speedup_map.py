@@ -1,0 +1,170 @@
+"""The speedup map: pattern x sparsity x shape, in slices that the reader chooses, with the line of break-even."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from latbench.base import number_format as units
+from latbench.report import frames as data
+from latbench.report.elements import Chart, Section
+from latbench.report.figures import CELLS, Figure, plain
+from latbench.report.report_data import Content
+
+SHAPES = 40  # rows of a map: with more, no label can be read
+SPARSITIES = 14  # columns of a map
+FASTEST = "the fastest pattern"
+
+Record = Mapping[str, Any]
+Place = tuple[str, str]
+
+
+def section(content: Content, places: Sequence[Place]) -> Section:
+    """Every slice of the map at the first of `places`."""
+    shown = list(places[:SHAPES])
+    sentences = [
+        "Colour and number (where there is room for it) are the speedup over the fastest dense engine: blue is "
+        "faster, orange slower, and the fainter, the smaller the difference. To the right of the line sparse is "
+        "faster up to the highest sparsity measured of the shape, or of the one pattern that is shown; where it runs "
+        "along the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
+    ]
+    if len(shown) < len(places):
+        sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
+    chart = Chart(
+        "map", "Speedup at every shape, the one with the longest dense time on top",
+        choices=[(title, {"map": figure}) for title, figure in slices(content, shown)], label="Show",
+    )  # fmt: skip
+    return Section("map", "Where sparsity pays: the map", sentences, [chart])
+
+
+def slices(content: Content, places: Sequence[Place]) -> list[tuple[str, Figure]]:
+    """By sparsity, of the fastest pattern and of each that has several; then by pattern at a few sparsities."""
+    here = data.at(content.speedups, places)
+    earliest = content.starts.set_index(data.PLACE)["break_even"].to_dict()
+    of_pattern = {
+        pattern: dict.fromkeys(places, math.nan) | own.set_index(data.PLACE)["break_even"].to_dict()
+        for pattern, own in data.at(content.break_evens, places).groupby("pattern")
+    }
+    columns = spread(data.common_sparsities(content.speedups))
+    limit = max(0.1, float(np.abs(np.log2(here["speedup"])).max()))
+    labels = [plain(data.place_label(*place)) for place in places]
+
+    def by_sparsity(rows: pd.DataFrame, begins: Mapping[Place, float]) -> Figure:
+        found = {(*place_of(row), row["sparsity"]): row for row in rows.to_dict("records")}
+        grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
+        figure = _map(grid, [units.percent(sparsity) for sparsity in columns], labels, limit)
+        figure["data"].append(_line([begins[place] for place in places], columns, labels))
+        return figure
+
+    figures = [(f"{FASTEST}, by sparsity", by_sparsity(data.fastest_pattern(here), earliest))]
+    for pattern, rows in here.groupby("pattern", sort=True):
+        if rows["sparsity"].nunique() > 1:
+            figures.append((f"{pattern}, by sparsity", by_sparsity(rows, of_pattern[pattern])))
+    patterns = sorted(here["pattern"].unique())
+    for level in data.levels(here, (0.5, 0.75, 0.9)):
+        found = {(*place_of(row), row["pattern"]): row for row in here[here["sparsity"] == level].to_dict("records")}
+        own = [pattern for pattern in patterns if any(key[-1] == pattern for key in found)]
+        grid = [[found.get((*place, pattern)) for pattern in own] for place in places]
+        figures.append(
+            (f"all patterns at {units.percent(level)}", _map(grid, list(map(plain, own)), labels, limit, "pattern"))
+        )
+    return figures
+
+
+def place_of(row: Mapping[Any, Any]) -> Place:
+    """Setting and shape of a row."""
+    return row["setting"], row["shape"]
+
+
+def spread(sparsities: np.ndarray) -> list[float]:
+    """As many of these, evenly taken, as a map has columns."""
+    if len(sparsities) <= SPARSITIES:
+        return [float(value) for value in sparsities]
+    kept = np.unique(np.round(np.linspace(0, len(sparsities) - 1, SPARSITIES)).astype(int))
+    return [float(value) for value in sparsities[kept]]
+
+
+def heat_map(
+    grid: Sequence[Sequence[tuple[float, str] | None]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    limit: float,
+    title: str = "sparsity",
+) -> Figure:
+    """A map of ratios, each with what its tooltip says; `limit`: log2 of the one that has the deepest colour; `title`
+    says what the columns are.
+
+    Axes count rows and columns from 0, so that lines can be drawn between them.
+    """
+    heat = {
+        "type": "heatmap", "x": list(range(len(columns))), "y": list(range(len(rows))),
+        "z": [[None if cell is None else round(math.log2(cell[0]), 2) for cell in line] for line in grid],
+        "text": [["" if cell is None else _brief(cell[0]) for cell in line] for line in grid],
+        "hovertext": [["" if cell is None else cell[1] for cell in line] for line in grid],
+        "zmin": -limit, "zmax": limit, "xgap": 2, "ygap": 2, "showscale": False, "hoverongaps": False,
+        "colorscale": CELLS, "texttemplate": "%{text}", "textfont": {"size": 12, "color": "@ink"},
+        "hovertemplate": "%{hovertext}<extra></extra>",
+    }  # fmt: skip
+    layout = {
+        "xaxis": {
+            "tickvals": list(range(len(columns))), "ticktext": list(columns), "showgrid": False, "side": "top",
+            "range": [-0.5, len(columns) - 0.5], "title": {"text": title},
+        },
+        "yaxis": {
+            "tickvals": list(range(len(rows))), "ticktext": list(rows), "showgrid": False,
+            "range": [len(rows) - 0.5, -0.5],
+        },
+        "showlegend": False, "margin": {"t": 58, "b": 10}, "height": 74 + 30 * len(rows),
+    }  # fmt: skip
+    return {"data": [heat], "layout": layout}
+
+
+def _brief(ratio: float) -> str:
+    """A ratio as short as a cell is narrow."""
+    return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×"
+
+
+def _map(
+    grid: Iterable[Sequence[Record | None]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    limit: float,
+    title: str = "sparsity",
+) -> Figure:
+    cells = [[None if row is None else (float(row["speedup"]), _hover(row)) for row in line] for line in grid]
+    return heat_map(cells, columns, rows, limit, title)
+
+
+def _hover(row: Record) -> str:
+    dense = units.seconds(row["dense_seconds"])
+    return (
+        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}<br>"
+        f"{units.ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
+        f"{units.seconds(row['seconds'])} instead of {dense} ({plain(row['dense_engine'])})"
+    )
+
+
+def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[str]) -> Figure:
+    """The break-even of each row as one line of upright pieces, joined; NaN, never, lies at the right edge."""
+    x: list[float] = []
+    y: list[float] = []
+    text: list[str] = []
+    for row, (start, label) in enumerate(zip(starts, labels, strict=True)):
+        if math.isnan(start):
+            place, said = len(columns) - 0.5, "not faster up to the highest sparsity measured"
+        elif start <= columns[0]:
+            place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest sparsity measured"
+        else:
+            place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
+            said = f"breaks even at {units.percent_up(start, 3)}"
+        x += [place, place]
+        y += [row - 0.5, row + 0.5]
+        text += [f"<b>{label}</b><br>{said}"] * 2
+    return {
+        "type": "scatter", "mode": "lines", "name": "break-even", "x": x, "y": y, "text": text,
+        "line": {"color": "@ink", "width": 3}, "hovertemplate": "%{text}<extra></extra>", "cliponaxis": False,
+    }  # fmt: skip

@@ -1,0 +1,154 @@
+"""Hands work to whole nodes of a cluster, one thing at a time on each; what a lost node had goes to another.
+
+How nodes are taken, how they are spoken to and what is known of their end is the affair of what manages the cluster:
+`latbench.runners.ray_nodes`, `latbench.runners.slurm_nodes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError
+
+ASK_SECONDS = 120.0  # a node's first process may have to load its libraries from a cold disk
+MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
+
+Item = TypeVar("Item")
+Call = tuple[Any, ...]
+"""The name of a function, "module:function", and its arguments."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster, as what manages it counts it."""
+
+    id: str
+    name: str
+    cpus: float = 0.0
+    gpus: float = 0.0
+    accelerators: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lost:
+    """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
+
+    reasons: tuple[str, ...]
+
+
+@dataclass
+class _Attempt(Generic[Item]):
+    item: Item
+    losses: list[str] = field(default_factory=list)
+
+
+class WholeNodes(ABC):
+    """Nodes that are held, each by a callable that waits on it."""
+
+    nodes: list[Node]
+
+    def __init__(self) -> None:
+        self.lost: dict[str, str] = {}  # nodes by name, with a sentence on what became of each at first
+        self._starting: dict[Any, Node] = {}  # what is waited for until a node is held
+        self._idle: list[Node] = []
+
+    def run(
+        self,
+        prepare: Call,
+        items: Iterable[Item],
+        arguments: Callable[[Item], tuple[Any, ...]],
+        *,
+        tries: int = 2,
+        waiting: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[Item, Any]]:
+        """Each of `items` with its answer, as they come. `prepare` gives a callable on each node, once in the life of
+        this object; it is called with the `arguments` of an item, which are asked for when its turn comes.
+
+        An item that loses its node goes to another, to `tries` of them at most, and then its answer is Lost. A node
+        whose callable raises EnvironmentUnusable, or what comes of a full disk or a missing library, is done without;
+        what it had goes to another all the same. `waiting` is called now and then while all nodes are others'. Raises
+        Incomplete when no node is left, and any other LatbenchError of the callable.
+        """
+        source = iter(items)
+        todo: deque[_Attempt[Item]] = deque()
+
+        def any_to_do() -> bool:
+            if not todo:
+                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
+            return bool(todo)
+
+        running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
+        while True:
+            if any_to_do():
+                self._take_all(prepare)
+            while any_to_do() and self._idle:
+                node, attempt = self._idle.pop(0), todo.popleft()
+                running[self._give(node, arguments(attempt.item))] = node, attempt
+            if not todo and not running:
+                return
+            if not running and not self._starting:
+                last = next(reversed(self.lost.values()), "")
+                raise Incomplete("every node that could measure is lost" + (f": {last}" if last else ""))
+            done = self._wait([*running, *self._starting])
+            if not done and not running:
+                waiting()
+            for ref in done:
+                node, attempt_of = running.pop(ref) if ref in running else (self._starting.pop(ref), None)
+                try:
+                    answer = self._outcome(ref, node)
+                except EnvironmentUnusable as error:  # of the node, whatever it had to do
+                    self._do_without(node, f"{error}; it is left out")
+                    if attempt_of is not None:
+                        todo.appendleft(attempt_of)
+                    continue
+                if attempt_of is None:
+                    continue
+                if isinstance(answer, Lost):
+                    attempt_of.losses += answer.reasons
+                    if len(attempt_of.losses) < tries:
+                        todo.append(attempt_of)
+                        continue
+                    answer = Lost(tuple(attempt_of.losses))
+                yield attempt_of.item, answer
+
+    @abstractmethod
+    def _take_all(self, prepare: Call) -> None:
+        """Ask for every node that is not held yet, to prepare it; each of `_starting` comes as soon as it is free."""
+
+    @abstractmethod
+    def _give(self, node: Node, arguments: tuple[Any, ...]) -> Any:
+        """Call what waits on an idle node; returns what the answer is waited for by."""
+
+    @abstractmethod
+    def _wait(self, refs: Sequence[Any]) -> list[Any]:
+        """Those of `refs` that have an outcome, as soon as there is one; none after a while without."""
+
+    @abstractmethod
+    def _outcome(self, ref: Any, node: Node) -> Any:
+        """The answer, after which the node is idle; Lost, after which it has to be taken again, or is given up.
+        Raises what was raised there.
+        """
+
+    @abstractmethod
+    def _do_without(self, node: Node, why: str) -> None:
+        """Give a node back that cannot do what it is asked to, for a reason that goes to `lost`."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, or its class where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def raised(cause: BaseException, node: Node) -> LatbenchError | None:
+    """What is said to the user of an exception on a node; None of one that nobody foresaw."""
+    if isinstance(cause, LatbenchError):
+        cause.args = (f"on node {node.name}: {cause}",)
+        return cause
+    if isinstance(cause, OSError | ImportError):
+        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {first_line(cause)}")
+    return None

@@ -1,0 +1,413 @@
+"""Whole nodes of a Slurm cluster, each of which does one thing at a time; as `latbench.runners.ray_nodes`.
+
+    with SlurmNodes("a100", ["nodes=4", "partition=gpu"]) as nodes:
+        seen = nodes.ask("package.module:look")                         # each node that Slurm has started by then
+        for item, answer in nodes.run(("package.module:tool",), items, lambda item: (item,)):
+            ...
+
+A node is a job that has a machine for itself and waits there for work. Slurm queues, places, and tells which jobs
+wait and why; submitit submits. A job connects to this process, by TCP and with a key that only its submission holds,
+and does what it is told until the connection ends: the end of either is known at once. What a lost job did goes to
+another, and the lost one is submitted again as long as that gets anything done.
+
+Jobs are known by squeue, never by sacct: clusters may do without accounting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import re
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any, Self
+
+from latbench.base.files import cache_folder
+from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
+from latbench.machines.devices import slug
+from latbench.runners.block_scheduler import (
+    ASK_SECONDS,
+    MOST_LOSSES,
+    Call,
+    Lost,
+    Node,
+    WholeNodes,
+    first_line,
+    raised,
+)
+from latbench.runners.worker import resolve
+
+MINUTES = 60  # of a job, by default
+TICK_SECONDS = 10.0
+MESSAGE_SECONDS = 30  # without a byte in the middle of a message
+SILENT_SECONDS = 60  # until a machine that is not heard of at all counts as lost
+_OURS = {"array", "error", "exclusive", "job-name", "ntasks", "open-mode", "output", "wrap"}
+
+
+@dataclass(eq=False)
+class _Job:
+    """A node's job, from its submission on; connected once Slurm has started it. `request`: what it does now, or will
+    do then; `held`: whether a callable waits there, or will.
+    """
+
+    handle: Any
+    node: Node
+    host: str = ""
+    connection: Connection | None = None
+    request: tuple[Any, ...] = ()
+    held: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.host} (job {self.handle.job_id})" if self.host else f"job {self.handle.job_id}"
+
+    def ask(self, *request: Any) -> None:
+        """Send it now, or as soon as there is somebody to send it to."""
+        self.request = request
+        if self.connection is not None:
+            with contextlib.suppress(OSError):  # who waits for the answer finds out
+                self.connection.send(request)
+
+    def end(self) -> None:
+        """Whatever it does now."""
+        if self.connection is not None:
+            self.connection.close()
+        subprocess.run(["scancel", self.handle.job_id], capture_output=True, check=False)
+
+    def why_lost(self) -> str:
+        """What became of it, as far as its log says so."""
+        log = ""
+        with contextlib.suppress(OSError):
+            log = self.handle.paths.stderr.read_text(errors="replace")
+        said = re.findall(r"slurmstepd: error: \**\s*(.+?)\s*\**$", log, re.M) or (
+            log.split("\n") if not self.host else []
+        )
+        ended = "its process has ended" if self.host else "it ended before it was heard of"
+        last = next((line.strip() for line in reversed(said) if line.strip()), ended)
+        return f"{self} was lost: {last}"
+
+
+class SlurmNodes(WholeNodes):
+    """As many nodes as the `options` say, texts such as "nodes=4" or "partition=gpu": nodes is by default 1, all else
+    is an option of sbatch, such as time (in minutes, by default 60). Each is to have the GPU that the user calls
+    `wanted`, one of which is asked for; None: CPUs alone. `tell` hears what it waits for.
+
+    Raises UsageError for options that are none, EnvironmentUnusable where submitit or Slurm is not installed, or
+    Slurm refuses the job because no node will ever have what it asks for.
+    """
+
+    def __init__(
+        self, wanted: str | None, options: Sequence[str] = (), tell: Callable[[str], None] = lambda line: None
+    ) -> None:
+        super().__init__()
+        count, given = parse(options)
+        self._tell = tell
+        self._jobs: dict[str, _Job] = {}
+        self._fruitless: Counter[str] = Counter()  # losses of a node since it did anything
+        self._queued: dict[str, str] | None = None  # as Slurm said last
+        self._stack = contextlib.ExitStack()
+        try:
+            self._executor = self._connect(wanted, given)
+            self.nodes = [Node(str(number), f"{number} of {count}") for number in range(1, count + 1)]
+            for node in self.nodes:
+                self._submit(node)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give all nodes back; what still runs there is killed."""
+        while self._jobs:
+            self._jobs.popitem()[1].end()
+        self._stack.close()
+
+    def _connect(self, wanted: str | None, given: dict[str, str]) -> Any:
+        try:
+            import submitit
+        except ImportError:
+            raise EnvironmentUnusable(
+                "--on slurm needs submitit, it is not installed here: pip install submitit"
+            ) from None
+        logging.getLogger("submitit").setLevel(logging.CRITICAL)  # it would print to stdout, which is for results
+        if shutil.which("sbatch") is None or shutil.which("srun") is None:
+            raise EnvironmentUnusable(
+                "there is no Slurm here, no command sbatch: sweep from where jobs are submitted"
+            )
+        if wanted is not None:
+            given = {"gres": f"gpu:{slug(wanted)}:1", **given}
+        shared = cache_folder().absolute() / "slurm"
+        try:
+            shared.mkdir(parents=True, exist_ok=True)
+            folder = tempfile.mkdtemp(dir=shared)
+        except OSError as error:
+            raise EnvironmentUnusable(
+                f"cannot write {shared}: {error.strerror}; LATBENCH_CACHE names a folder that all nodes share"
+            ) from error
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._server = self._stack.enter_context(socket.create_server(("", 0)))
+        self._key = secrets.token_bytes(32)
+        self._given = " ".join(f"--{key}={value}" for key, value in given.items()) or "its usual options"
+        executor = submitit.SlurmExecutor(folder)
+        # Without srun, which might bind its one task to one core; a batch script has the whole machine.
+        executor.update_parameters(
+            job_name="latbench", time=MINUTES, mem="0", exclusive=True, use_srun=False,
+            additional_parameters={"no-requeue": True, **given},  # a lost job is submitted anew, by us
+        )  # fmt: skip
+        return executor
+
+    def _submit(self, node: Node) -> None:
+        address = socket.gethostname(), self._server.getsockname()[1]
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # where submitit prints what it raises as well
+                handle = self._executor.submit(serve, address, self._key, node.id)
+        except (RuntimeError, OSError) as error:
+            said = re.sub(r"^sbatch: (error: |fatal: )?", "", first_line(error)).rstrip(".")
+            raise EnvironmentUnusable(
+                f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
+                "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
+            ) from None
+        self._jobs[node.id] = _Job(handle, node)
+
+    def keep(self, nodes: Iterable[Node]) -> None:
+        """Of those that have started use no others than these from now on."""
+        kept = {node.id for node in nodes}
+        for job in [job for job in self._jobs.values() if job.connection is not None and job.node.id not in kept]:
+            self._leave(job)
+
+    def ask(self, function: str, *args: Any) -> dict[Node, Any]:
+        """What "module:function" answers on each node that has started when the first one has.
+
+        Raises what it raises if that is a LatbenchError; EnvironmentUnusable where it cannot be called.
+        """
+        said = "no node is left"
+        self._tell(
+            f"waiting for Slurm to start one of {len(self._jobs)} jobs: {', '.join(map(str, self._jobs.values()))}"
+        )
+        told = ""
+        while self._jobs and not any(job.connection for job in self._jobs.values()):
+            for job in self._wait(list(self._jobs.values())):
+                said = job.why_lost()
+                self._leave(job)
+            if (why := self._why_waiting()) not in (told, ""):
+                self._tell(f"Slurm says why they wait: {why}")
+                told = why
+        asked = {job for job in self._jobs.values() if job.connection is not None}
+        for job in asked:
+            job.ask("ask", function, args)
+        answers: dict[Node, Any] = {}
+        end = time.monotonic() + ASK_SECONDS
+        while asked:
+            for job in self._wait(list(asked)):
+                asked.remove(job)
+                answer = self._answer(job)
+                if isinstance(answer, Lost):
+                    said = answer.reasons[0]
+                    self._leave(job)
+                else:
+                    answers[replace(job.node, name=str(job))] = answer
+            if asked and time.monotonic() > end:
+                raise EnvironmentUnusable(f"{asked.pop()} gives no answer for {ASK_SECONDS:g} s")
+        if not answers:
+            raise EnvironmentUnusable(said)
+        return answers
+
+    def _leave(self, job: _Job) -> None:
+        """Do without this node from now on."""
+        self._jobs.pop(job.node.id, None)
+        self.nodes.remove(job.node)
+        job.end()
+
+    def _take_all(self, prepare: Call) -> None:
+        for node in list(self.nodes):
+            if node.id not in self._jobs:
+                try:
+                    self._submit(node)
+                except EnvironmentUnusable as error:
+                    self.nodes.remove(node)
+                    self.lost.setdefault(node.name, str(error))
+                    continue
+            job = self._jobs[node.id]
+            if not job.held:
+                job.held = True
+                self._starting[job] = node
+                job.ask("prepare", *prepare)
+
+    def _give(self, node: Node, arguments: tuple[Any, ...]) -> _Job:
+        job = self._jobs[node.id]
+        job.ask("call", arguments)
+        return job
+
+    def _wait(self, jobs: Sequence[_Job]) -> list[_Job]:
+        connected = {job.connection: job for job in jobs if job.connection is not None}
+        ready = wait([self._server, *connected], TICK_SECONDS)
+        if self._server in ready:
+            self._welcome()
+        if ready:
+            return [connected[one] for one in ready if one in connected]
+        # A machine that loses its power says nothing, and a job may end before it gets here.
+        self._queued = queued(job.handle.job_id for job in self._jobs.values())
+        return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
+
+    def _why_waiting(self) -> str:
+        """Slurm's reasons for those that it has not started, when it was asked last."""
+        jobs: dict[str, list[str]] = {}
+        for job in self._jobs.values():
+            reason = (self._queued or {}).get(job.handle.job_id, "None")
+            if reason != "None" and job.connection is None:
+                jobs.setdefault(reason, []).append(str(job))
+        return "; ".join(f"{reason} ({', '.join(which)})" for reason, which in jobs.items())
+
+    def _welcome(self) -> None:
+        """Somebody wants to connect: a job, if it has the key."""
+        with contextlib.suppress(OSError, EOFError, AuthenticationError, pickle.UnpicklingError):
+            connection = _connection(self._server.accept()[0], patient=False)
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            node, host = connection.recv()
+            if (job := self._jobs.get(node)) is not None and job.connection is None:
+                job.connection, job.host = connection, host
+                if job.request:
+                    job.ask(*job.request)
+
+    def _outcome(self, job: _Job, node: Node) -> Any:
+        answer = self._answer(job)
+        if isinstance(answer, Lost):
+            self.lost.setdefault(str(job), answer.reasons[0])
+            self._fruitless[node.id] += 1
+            if self._fruitless[node.id] >= MOST_LOSSES:
+                self._leave(job)
+            else:
+                self._jobs.pop(node.id).end()
+            return answer
+        if job.request[0] == "call":
+            self._fruitless[node.id] = 0
+        self._idle.append(node)
+        return answer
+
+    def _do_without(self, node: Node, why: str) -> None:
+        job = self._jobs[node.id]
+        self._leave(job)
+        self.lost.setdefault(str(job), why)
+
+    def _answer(self, job: _Job) -> Any:
+        """What it answers to its request, or Lost; raises what it raised there."""
+        try:
+            if job.connection is None:
+                raise EOFError
+            kind, value = job.connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            return Lost((job.why_lost(),))
+        if kind == "ok":
+            return value
+        if isinstance(value, BaseException):
+            raise raised(value, replace(job.node, name=str(job))) or value
+        raise RuntimeError(f"on node {job}:\n{value}")
+
+
+def queued(numbers: Iterable[str]) -> dict[str, str] | None:
+    """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
+    that run; None where Slurm does not say.
+    """
+    # Variables of that name would leave some of them out.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    command = ["squeue", "--noheader", "--format=%A %r", f"--jobs={','.join(numbers)}"]
+    try:
+        asked = subprocess.run(command, env=plain, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    if asked.returncode and "Invalid job id" not in asked.stderr:  # which it says of one that ended minutes ago
+        return None
+    lines = (line.partition(" ") for line in asked.stdout.splitlines())
+    return {number: reason.strip() for number, _, reason in lines}
+
+
+def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """How many nodes `options` ask for, and the options of sbatch among them. Raises UsageError for others."""
+    given: dict[str, str] = {}
+    for option in options:
+        found = re.fullmatch(r"-{0,2}([a-z][a-z0-9_-]*)=(\S.*)", option)
+        if found is None:
+            raise UsageError(f"--slurm takes key=value, such as partition=gpu, account=me or nodes=4, not {option!r}")
+        key = found[1].replace("_", "-")
+        if key in _OURS or key.startswith("ntasks-"):
+            raise UsageError(f"--slurm {key}= is not yours to give: a job is one process that has a node for itself")
+        if key == "clusters":  # the numbers of jobs are told apart within one
+            raise UsageError(
+                "--slurm clusters= is not yours to give: sweep from where that cluster's jobs are submitted"
+            )
+        given[key] = found[2]
+    count = given.pop("nodes", "1")
+    if not (count.isdecimal() and int(count) > 0):
+        raise UsageError(f"--slurm nodes= takes a number of nodes, not {count!r}")
+    return int(count), given
+
+
+def _connection(peer: socket.socket, *, patient: bool) -> Connection:
+    """A connection that notices when the other machine is gone; and when it stops in a message, unless `patient`."""
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_SECONDS // 2),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_SECONDS // 6),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+    ):
+        peer.setsockopt(level, option, value)
+    peer.setblocking(True)
+    if not patient:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            peer.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", MESSAGE_SECONDS, 0))
+    return Connection(peer.detach())
+
+
+# On the nodes ------------------------------------------------------------------------------------------------------
+
+
+def serve(address: tuple[str, int], key: bytes, node: str) -> None:
+    """A job: does what the process at `address` asks for, until that is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit passes it by, and scancel would have to wait
+    try:
+        peer = socket.create_connection(address, timeout=SILENT_SECONDS)
+    except OSError as error:
+        raise EnvironmentUnusable(
+            f"{socket.gethostname()} cannot reach {address[0]}:{address[1]} ({error}): start the sweep on a node"
+        ) from None
+    with _connection(peer, patient=True) as connection, contextlib.suppress(EOFError, ConnectionError):
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        connection.send((node, socket.gethostname()))
+        held: Callable[..., Any] | None = None
+        while True:
+            request = connection.recv()
+            try:
+                match request:
+                    case ("ask", function, args):
+                        answer: Any = resolve(function)(*args)
+                    case ("prepare", function, *args):
+                        answer, held = None, resolve(function)(*args)
+                    case ("call", args):
+                        assert held is not None
+                        answer = held(*args)
+                connection.send(("ok", answer))
+            except (LatbenchError, OSError, ImportError) as error:
+                connection.send(("raised", error))
+            except Exception:  # noqa: BLE001 - whatever it is, it is told where somebody reads it
+                connection.send(("raised", traceback.format_exc()))

@@ -1,0 +1,256 @@
+"""A worker process on this machine: one engine each, with thread settings of its own, that may crash without harm.
+
+    with Worker(threads=2, name="torch") as worker:
+        layer = worker.prepare("latbench.backends:prepare", point)   # "module:function" returns a callable
+        samples = worker.sample(layer, 0.05)                         # seconds a call
+
+Engines are timed each in a process of its own, because spinning threads of one slow the next. A worker that crashes,
+hangs or is killed for memory is reported as `WorkerDied`; the next request starts a fresh one, in which everything
+has to be prepared again. Works on Linux; a worker dies with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import IO, Any, Self
+
+from latbench.errors import LatbenchError
+from latbench.timing.sampling import Burst
+
+START_SECONDS = 120.0
+CALL_SECONDS = 600.0
+LEAST_SECONDS = 1.0  # that a request may take although the caller's time is over
+MESSAGE_SECONDS = 60.0  # without a byte in the middle of a message, whose bytes come at once
+MOST_ANSWERED_BYTES = 1 << 30
+END_SECONDS = 5.0  # from the last word of a process to its end
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+_QUOTED_BYTES = 1 << 16  # of a worker's log, from its end
+
+
+class WorkerDied(LatbenchError):
+    """The process is gone. `reason` is crash, timeout, oom, or late: the caller's own time is over."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class TaskFailed(LatbenchError):
+    """The function raised; the process lives. `kind` is the exception's class name, `details` its traceback.
+
+    Whatever an engine raises when it runs out of memory has the kind MemoryError.
+    """
+
+    def __init__(self, kind: str, message: str, details: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message, self.details = kind, message, details
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A callable that waits in a worker. `facts` is what the callable carries in its attribute of that name."""
+
+    key: int
+    generation: int
+    inner_loops: int
+    facts: dict[str, Any]
+
+
+class Worker:
+    """One process for one engine. `threads` bounds what OpenMP, MKL, OpenBLAS and Numba start in it.
+
+    `environment` adds variables to the process's own. The process starts with the first request.
+
+    `seconds_left` bounds every request: the seconds that the caller still has, None for any time.
+    """
+
+    _generations = itertools.count(1)
+    _keys = itertools.count(1)
+
+    def __init__(self, *, threads: int, name: str = "worker", environment: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.threads = threads
+        self.generation = 0  # of the process that runs now; 0 while none does
+        self.seconds_left: Callable[[], float | None] = lambda: None
+        self._environment = environment or {}
+        self._forks = False  # whether the process that was started only forks, and a child of it serves
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._log: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def renew(self, function: str, timeout: float = START_SECONDS) -> None:
+        """Go on in a new process, which holds nothing but the imported module of "module:function".
+
+        That is imported once, and each new process is a fork from then: torch alone takes two seconds to import, and
+        with more workers than cores that adds up. Raises as `call` does.
+        """
+        if not self._forks:  # what it has done may have left threads, which a fork would be without
+            self.close()
+        self._request(("renew", function), timeout)
+        self._forks = True
+        self.generation = next(self._generations)
+
+    def call(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Any:
+        """The result of "module:function" called in the worker. Arguments and result are pickled.
+
+        Raises TaskFailed if it raises, WorkerDied if the process crashes or gives no answer within `timeout` seconds,
+        or within `seconds_left`.
+        """
+        return self._request(("call", function, args), timeout)
+
+    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Prepared:
+        """Call "module:function", which returns a callable without arguments, or a measure.Timer; keep that in the
+        worker, ready to time.
+
+        Raises as `call` does.
+        """
+        key = next(self._keys)
+        inner_loops, facts = self._request(("prepare", key, function, args), timeout)
+        return Prepared(key, self.generation, inner_loops, facts)
+
+    def holds(self, prepared: Prepared) -> bool:
+        """Whether `prepared` still waits in this worker: false once the process died."""
+        return prepared.generation == self.generation
+
+    def burst(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
+        """Time `prepared` for about `seconds`. Raises as `call` does."""
+        if not self.holds(prepared):
+            raise WorkerDied("crash", f"the {self.name} worker that had this prepared is gone")
+        sampled: Burst = self._request(("burst", prepared.key, seconds), timeout)
+        return sampled
+
+    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
+        """The samples of a burst, whatever else ran meanwhile: seconds a call, one value a sample."""
+        return self.burst(prepared, seconds, timeout).samples
+
+    def drop(self, prepared: Iterable[Prepared], timeout: float = CALL_SECONDS) -> None:
+        """Free what the worker still holds of these. Raises as `call` does."""
+        keys = [item.key for item in prepared if self.holds(item)]
+        if keys:
+            self._request(("drop", keys), timeout)
+
+    def kill(self) -> None:
+        """Kill the process and return at once. Another thread may call this: its request then raises WorkerDied."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End the process; it is killed, nothing in it is worth a farewell."""
+        if self._process is not None:
+            self.kill()
+            # A process that hangs inside of a driver cannot even be killed: do not wait for it for ever.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_SECONDS)
+            self._process = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        self.generation, self._forks = 0, False
+
+    def _request(self, request: tuple[Any, ...], timeout: float) -> Any:
+        if self._process is None:
+            self._start()
+        assert self._connection is not None
+        left = self.seconds_left()
+        patience = timeout if left is None else min(timeout, max(left, LEAST_SECONDS))
+        try:
+            self._connection.send_bytes(pickle.dumps(request))
+            if not self._connection.poll(patience):
+                self.close()
+                reason = "timeout" if patience == timeout else "late"
+                raise WorkerDied(reason, f"the {self.name} worker gave no answer for {patience:.3g} s")
+            answer = self._connection.recv_bytes(MOST_ANSWERED_BYTES)
+        except (EOFError, OSError) as error:
+            raise self._obituary(error) from error
+        except KeyboardInterrupt:
+            # The answer to this request may still come: a later one must not take it for its own.
+            self.close()
+            raise
+        match _read(answer):
+            case ("ok", value):
+                return value
+            case ("error", str(kind), str(message), str(details)):
+                raise TaskFailed(kind, message, details)
+        self.close()
+        raise WorkerDied("crash", f"the {self.name} worker gave an answer that is none: {answer[:20]!r}")
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        # A worker may be stopped, or write nonsense, in the middle of a message: reading must not wait for the rest.
+        patience = struct.pack("ll", int(MESSAGE_SECONDS), int(MESSAGE_SECONDS % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, patience)
+        self._log = tempfile.TemporaryFile(prefix="latbench-worker-")  # noqa: SIM115 - closed by close()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "latbench.runners.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={**os.environ, **thread_settings(self.threads), **self._environment},
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        self._connection = Connection(ours.detach())
+        self.generation = next(self._generations)
+        self._request(("path", sys.path), START_SECONDS)
+
+    def _obituary(self, error: Exception) -> WorkerDied:
+        assert self._process is not None and self._log is not None
+        try:
+            code = self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return WorkerDied("crash", f"the {self.name} worker broke its connection off and went on ({error})")
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _QUOTED_BYTES))
+        lines = self._log.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        self.close()
+        if code == -signal.SIGKILL:
+            return WorkerDied("oom", f"the {self.name} worker was killed, most likely because memory ran out")
+        how = f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with exit code {code}"
+        return WorkerDied("crash", f"the {self.name} worker ended {how}" + (f": {last}" if last else ""))
+
+
+def _read(answer: bytes) -> object:
+    """What a worker answered; None where it is no pickle, because something in it wrote to its connection."""
+    try:
+        return pickle.loads(answer)
+    except Exception:  # noqa: BLE001 - bytes that are no pickle raise anything
+        return None
+
+
+def thread_settings(threads: int) -> dict[str, str]:
+    """The environment variables that give every engine `threads` threads.
+
+    GNU OpenMP's threads spin for milliseconds by default before they sleep. On a core that anything else wants, that
+    costs whole scheduler slices (a 1 ms layer took 16 ms beside one busy process); with no spinning at all waking up
+    costs up to 0.3 ms a call. Spinning briefly is as fast as the default on a quiet machine and robust on a busy one.
+    OpenBLAS's threads spin for 2**26 cycles, 20 ms in which another engine is timed; 2**4 is the least it takes.
+    """
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    brief = {"GOMP_SPINCOUNT": "10000", "OPENBLAS_THREAD_TIMEOUT": "4"}
+    return {**dict.fromkeys(names, str(threads)), **brief}

@@ -1,0 +1,82 @@
+"""How long a sweep of a GPU takes and how much disk its table, before it begins; no GPU is needed to say so.
+
+From what a sweep asks of itself (`machine.SETTINGS`), and from what else a point costs: weights that are drawn,
+pruned and packed on the host, the float64 product that a result is compared with, kernels to compile, processes to
+start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from latbench.backends.on_gpu import BACKENDS
+from latbench.sweeping.gpu_machine import SETTINGS
+from latbench.workloads import points as plan
+from latbench.workloads.points import Point
+from sparse_kernels.shapes import Shape
+
+ASSUMED = "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
+
+_START_SECONDS = 10.0  # of a process, about: importing torch or CuPy, and starting CUDA
+_CEILINGS_SECONDS = 5.0  # beside the start of their process
+_COMPILE_SECONDS = 1.0  # of one of our kernels: the slowest of the compile gate's take two
+_TUNE_SECONDS = 12.0  # torch_sparse.TUNE_SECONDS
+_READY_SECONDS = 0.3  # of a point: copies to the GPU, a graph to capture, how often to repeat it
+# Of a weight that is drawn, pruned and packed: 1.7e7 with 2:4, 2.8e7 with vectors, 4.6e8 with blocks, measured on an
+# ordinary core; our kernels' own order comes on top.
+_HOST_ELEMENTS_PER_SECOND = 2e7
+_SAMPLES = 400  # of a row: a dozen bursts of a few dozen
+
+# Of the two float64 products of a check. Chips that are not made for float64 have a sixty-fourth of their rate.
+_CHECKED_FLOP_PER_SECOND, _SLOWLY_CHECKED = 5e12, 2.5e11
+_MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb200"}
+
+
+def seconds(wanted: Iterable[Point]) -> float:
+    """About how long measuring takes, within a factor of two or so; longer where a GPU gets hot: throttled points get
+    other chances. See ASSUMED.
+    """
+    every = list(wanted)
+    if not every:
+        return 0.0
+    processes = {BACKENDS[point.backend].process for point in every}
+    kernels = {
+        (point.backend, point.shape.op, point.pattern, point.dtype) for point in every if BACKENDS[point.backend].ours
+    }
+    by_shape: dict[Shape, list[Point]] = {}
+    for point in every:
+        by_shape.setdefault(point.shape, []).append(point)
+    rate = _CHECKED_FLOP_PER_SECOND if _MADE_FOR_FLOAT64.intersection(every[0].device.split("-")) else _SLOWLY_CHECKED
+    return (
+        _START_SECONDS * 2  # processes start together: those of the engines, and those beside them
+        + _CEILINGS_SECONDS
+        + _COMPILE_SECONDS * len(kernels)
+        + sum(_preparing(points, processes, rate) for points in by_shape.values())
+        + SETTINGS.max_seconds * len(every)
+    )
+
+
+def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -> float:
+    """Seconds to prepare points of one shape: on the GPU they take turns, on the host processes run side by side."""
+    shape = points[0].shape
+    check = 2 * 2 * math.prod((shape.m, shape.k, shape.n)) / rate
+    on_gpu = {
+        process: sum(
+            _READY_SECONDS + check + _TUNE_SECONDS * point.kernel.endswith("_tuned")
+            for point in points if BACKENDS[point.backend].process == process
+        )
+        for process in processes
+    }  # fmt: skip
+    weights = {
+        process: len({(p.pattern, p.sparsity) for p in points if BACKENDS[p.backend].process == process})
+        for process in processes
+    }
+    drawing = shape.m * shape.k / _HOST_ELEMENTS_PER_SECOND
+    alone = max(on_gpu[process] + drawing * weights[process] for process in processes)
+    return max(sum(on_gpu.values()), alone)
+
+
+def table_bytes(wanted: Iterable[Point]) -> int:
+    """About how much disk the table takes."""
+    return plan.estimated_bytes(wanted, SETTINGS.block_points, _SAMPLES)

@@ -1,0 +1,229 @@
+"""A GPU as what `latbench.sweeping.sweep` measures on: its name, its processes, its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from latbench.backends.gpu_installation import installed, refused_by_driver
+from latbench.backends.gpu_probe import Probed
+from latbench.backends.gpu_versions import DRIVER, Versions
+from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
+from latbench.base.environments import env_id
+from latbench.machines import cuda_libraries as libraries
+from latbench.machines import devices, nvml
+from latbench.machines.gpu_names import Gpu
+from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
+from latbench.sweeping import gpu_roofline as roofline
+from latbench.sweeping.gpu_roofline import GpuPace
+from latbench.sweeping.sweep import SecondsLeft, Settings
+from latbench.timing.gpu_ceilings import GpuCeilings
+from latbench.timing.gpu_events import ROTATED_TIMES_L2
+from latbench.workloads.points import Point
+from sparse_kernels.cuda.machine import architectures_of
+from sparse_kernels.registry import NoDevice
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
+"""A GPU alone repeats itself within a percent; a burst is a few batches."""
+
+_BESIDE = ("ceilings", "reference")  # processes that time no point
+MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
+
+_LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
+_MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
+
+
+class GpuMachine:
+    """One GPU of this machine. `close` it when nothing measures there any more."""
+
+    task = "latbench.backends.on_gpu:prepare"
+    host_task = "latbench.backends.on_gpu:draw"
+    timer = "cuda_event"
+    disturbed_status = "throttled"
+    start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
+    prepare_seconds = 40.0  # compiling a kernel takes a second, the search for Triton's parameters twelve
+    burst_seconds = 15.0  # a burst takes milliseconds
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.device = gpu, gpu.device
+        self._started: dict[str, Worker] = {}  # that nobody has asked for yet
+        self._loading: dict[str, Future[None]] = {}  # of those, what they do just now
+        self._threads: ThreadPoolExecutor | None = None
+        self._loaded: dict[str, dict[str, str | None]] = {}  # libraries, by process
+        self._architecture: str | None = None
+
+    @property
+    def threads_of_processes(self) -> ThreadPoolExecutor:
+        """See Machine."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(MOST_PROCESSES, "latbench-gpu")
+        return self._threads
+
+    def start(self, backends: Iterable[str]) -> dict[str, str]:
+        """Start the processes of these backends, of the ceilings and of the reference at the same time, and ask each
+        backend for a small result on the GPU. One process takes five to ten seconds to import what it needs and to
+        start CUDA.
+
+        Returns
+        -------
+        dict
+            Why a backend cannot be used, in a sentence, by backend; without those that can.
+        """
+        refusals = refused_by_driver(self.gpu, backends)
+        names: dict[str, list[str]] = {}
+        for backend in backends:
+            if backend not in refusals:
+                names.setdefault(self.process(backend), []).append(backend)
+        self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
+        threads = self.threads_of_processes
+        self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
+        for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
+            if isinstance(found, str):
+                refusals |= dict.fromkeys(names[process], found)
+                continue
+            refusals |= found.refusals
+            self._loaded[process] = found.libraries
+            self._architecture = found.architecture or self._architecture
+        self._forget()
+        return refusals
+
+    def _load(self, worker: Worker) -> None:
+        seconds = self.start_seconds + self.prepare_seconds
+        with contextlib.suppress(TaskFailed, WorkerDied):  # whoever needs it hears of it
+            worker.call("latbench.backends.gpu_probe:load", [GpuPace.module], timeout=seconds)
+
+    def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
+        seconds = self.start_seconds + self.prepare_seconds
+        try:
+            found: Probed = self._started[process].call(
+                "latbench.backends.gpu_probe:probe", backends, timeout=seconds
+            )
+        except (TaskFailed, WorkerDied) as error:
+            return str(error)
+        return found
+
+    def close(self) -> None:
+        """End what was started and not asked for."""
+        for worker in self._started.values():
+            worker.kill()  # another thread may wait for its answer
+        wait(self._loading.values())
+        self._loading.clear()
+        while self._started:
+            self._started.popitem()[1].close()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    def environment(self) -> dict[str, Any]:
+        """See Machine: with the versions of the libraries that the processes have loaded; all of them, where those of
+        torch and of CuPy differ.
+        """
+        row = {**nvml.environment(self.gpu), **libraries.versions()}
+        for name in libraries.versions():
+            every = {loaded[name]: None for loaded in self._loaded.values() if loaded.get(name) is not None}
+            row[name] = " and ".join(map(str, every)) or row[name]
+        del row["env_id"]
+        return {"env_id": env_id(row), **row}
+
+    @functools.cached_property
+    def versions(self) -> Versions:
+        """What the times of a row depend on; after `start` as the processes have loaded it."""
+        facts = nvml.environment(self.gpu)
+        architecture = self._architecture or architecture_of(facts["compute_capability"])
+        known = {**libraries.versions(), DRIVER: facts["driver"]}
+        return Versions(installed(), known, dict(self._loaded), architecture)
+
+    def _forget(self) -> None:
+        self.__dict__.pop("versions", None)
+
+    def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
+        """See Machine."""
+        return self.versions.text(point, families)
+
+    def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
+        """See Machine."""
+        return self.versions.current(table)
+
+    def process(self, backend: str) -> str:
+        """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
+        return BACKENDS[backend].process
+
+    def worker(self, process: str) -> Worker:
+        """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
+        if process in self._started:
+            wait([self._loading.pop(process)] if process in self._loading else [])
+            return self._started.pop(process)
+        environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
+        return Worker(threads=devices.cores(), name=process, environment=environment)
+
+    def watch(self) -> Callable[[], dict[str, Any]]:
+        """The host's load and stolen time; the GPU's state comes with each burst."""
+        before = devices.cpu_times()
+
+        def since() -> dict[str, Any]:
+            return {**devices.telemetry(before), "clock_hertz": None}
+
+        return since
+
+    def columns(self, states: Sequence[Any]) -> dict[str, Any]:
+        """See Machine."""
+        return nvml.columns(states)
+
+    def pace(self, seconds_left: SecondsLeft) -> GpuPace:
+        """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
+
+        Beside them clocks and event reasons come with every burst.
+        """
+
+        def find() -> GpuCeilings:
+            with self.worker("ceilings") as worker:  # whose memory is others' again at once
+                worker.seconds_left = seconds_left
+                seconds = self.start_seconds + self.prepare_seconds
+                found: GpuCeilings = worker.call("latbench.backends.gpu_reference:find", timeout=seconds)
+            return found
+
+        reference = self.worker("reference")
+        reference.seconds_left = seconds_left
+        return GpuPace(reference, roofline.kept(self.environment(), find))
+
+    def available_bytes(self) -> float:
+        """Half of what is free on the GPU."""
+        with nvml.observing(self.gpu.uuid) as observer:
+            return _MEMORY_SHARE * observer.free_bytes()
+
+    def needed_bytes(self, point: Point) -> float:
+        """Copies enough to be rotated: two at least, and of small layers as many as there may be."""
+        shape = point.shape
+        weight = 2 * shape.m * shape.k * (1 - point.sparsity)
+        each = weight + 2 * shape.n * (shape.m + shape.k)
+        return float(min(MOST_COPIES[point.launch_mode] * each, 2 * each + ROTATED_TIMES_L2 * _LARGEST_L2))
+
+
+def architecture_of(compute_capability: str | None) -> str | None:
+    """What our kernels are compiled for on a GPU ("9.0"); None where there are none, or where it is not known."""
+    if compute_capability is None:
+        return None
+    major, minor = compute_capability.split(".")
+    try:
+        return architectures_of((int(major), int(minor)))[0]
+    except NoDevice:
+        return None
+
+
+def repository_on_path() -> None:
+    """Let workers import from where this process does, though nothing is installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if root not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])

@@ -1,0 +1,248 @@
+"""What is measured on a GPU: points in float16, and the standard sweep, most telling first.
+
+Kernels are timed without bias or activation, because not all of the peers can fuse them. The mode is rotated weights
+in a CUDA graph (see `latbench.timing.gpu_events`), where a library can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from latbench.backends.on_gpu import BACKENDS
+from latbench.workloads import workload as workloads
+from latbench.workloads.points import Point, sparsities_of
+from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
+from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
+
+MOST_POINTS = 500
+BLOCK_POINTS = 16  # what a block has prepared is lost if time runs out before it is timed
+
+SPARSITIES = (0.5, 0.75, 0.9, 0.95)
+
+# Kernels by what they multiply: backend, kernel, layout.
+Kernel = tuple[str, str, str]
+
+DENSE: tuple[Kernel, ...] = (
+    ("torch_gpu", "cublas", "feature_major"),
+    ("torch_gpu", "cublas", "token_major"),
+    ("torch_gpu", "cublaslt", "feature_major"),
+    ("torch_gpu", "cublaslt", "token_major"),
+)
+DENSE_AGAIN: tuple[Kernel, ...] = (("cublas", "matmul", "feature_major"), ("cublas", "matmul", "token_major"))
+DENSE_CONV: tuple[Kernel, ...] = (("torch_gpu", "cudnn", "nchw"), ("torch_gpu", "cudnn", "nhwc"))
+OURS: tuple[Kernel, ...] = (("cupy", "auto", "feature_major"),)
+OURS_CONV: tuple[Kernel, ...] = (("cupy", "auto", "chwn"),)
+NUMBA: tuple[Kernel, ...] = (("numba_cuda", "auto", "feature_major"),)
+NUMBA_CONV: tuple[Kernel, ...] = (("numba_cuda", "auto", "nchw"),)
+CUSPARSELT: tuple[Kernel, ...] = (
+    ("torch_sparse", "cusparselt", "feature_major"),
+    ("torch_sparse", "cusparselt", "token_major"),
+    ("torch_sparse", "cusparselt_tuned", "feature_major"),
+)
+CUTLASS: tuple[Kernel, ...] = (
+    ("torch_sparse", "cutlass", "feature_major"),
+    ("torch_sparse", "cutlass", "token_major"),
+)
+BSR: tuple[Kernel, ...] = (("torch_sparse", "bsr", "feature_major"), ("cusparse", "bsr", "feature_major"))
+BSR_TUNED: tuple[Kernel, ...] = (("torch_sparse", "bsr_tuned", "feature_major"),)
+CSR: tuple[Kernel, ...] = (("cusparse", "csr", "feature_major"),)
+
+SMOKE_LINEAR = LinearShape(512, 1024, 256)
+SMOKE_CONV = Conv2dShape(16, 64, 14, 14, 128, 3, 3, padding=(1, 1))
+
+LARGE = (
+    LinearShape(4096, 4096, 2048),
+    LinearShape(11008, 4096, 2048),
+    LinearShape(4096, 11008, 2048),
+    LinearShape(4096, 4096, 128),
+)
+"""A decoder's matrices of 7 billion weights in all (Touvron et al. 2023, LLaMA, table 2), long and short inputs."""
+
+WORKLOADS = ("transformer-base", "bert-base", "gnmt")
+LARGEST_RESULT = 2**25  # elements: the classifier of Transformer-base is left to a full sweep
+CONVOLUTIONS = (
+    "layer1.0.conv2", "layer2.1.conv2", "layer3.1.conv2", "layer4.1.conv2", "layer1.0.conv3", "layer3.1.conv3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Wish:
+    """Kernels for a pattern at sparsities, of one tier: the lower, the more it tells. For all shapes, or for some."""
+
+    tier: int
+    kernels: tuple[Kernel, ...]
+    pattern: Pattern
+    sparsities: tuple[float, ...] = SPARSITIES
+    shapes: tuple[Shape, ...] = ()
+
+
+FIRST = (LARGE[0],)
+TUNED = (LARGE[1], LARGE[3])  # a search for Triton's parameters takes as long as twenty points
+
+LINEAR_WISHES = (
+    # What the kernels have to show, on one shape.
+    Wish(1, DENSE + DENSE_AGAIN, Dense(), shapes=FIRST),
+    Wish(1, OURS, ShflBW(128), shapes=FIRST),
+    Wish(1, OURS, VectorWise(128), shapes=FIRST),
+    Wish(1, OURS, ShflBW(64), (0.75, 0.9), FIRST),
+    Wish(1, OURS, VectorWise(64), (0.75, 0.9), FIRST),
+    Wish(1, OURS + BSR + BSR_TUNED, BlockWise(128, 128), (0.75,), FIRST),
+    Wish(1, OURS + CUSPARSELT + CUTLASS, NM(2, 4), shapes=FIRST),
+    # The same of every shape, in brief.
+    Wish(2, DENSE, Dense()),
+    Wish(2, OURS, VectorWise(128), (0.75, 0.9)),
+    Wish(2, OURS, ShflBW(64), (0.75, 0.9)),
+    Wish(2, OURS + CUSPARSELT, NM(2, 4)),
+    Wish(3, OURS + BSR, BlockWise(64, 64), (0.75, 0.9)),
+    Wish(3, BSR_TUNED, BlockWise(64, 64), (0.9,), TUNED),
+    Wish(3, OURS + CSR, Unstructured(), (0.9,)),
+    Wish(3, NUMBA, VectorWise(64), (0.9,), LARGE),
+    Wish(4, OURS, VectorWise(64), (0.5, 0.75, 0.9, 0.95)),
+    Wish(4, OURS, ShflBW(128), (0.75, 0.9)),
+    Wish(4, OURS, VectorWise(128), (0.5, 0.95)),
+    Wish(5, DENSE_AGAIN, Dense()),
+    Wish(5, NUMBA, VectorWise(64), (0.9,)),
+    Wish(5, OURS + BSR, BlockWise(128, 64), (0.75, 0.9)),
+    Wish(5, OURS, VectorWise(32), (0.75, 0.9)),
+    Wish(5, OURS + CSR, Unstructured(), (0.95,)),
+)
+CONV_WISHES = (
+    Wish(2, DENSE_CONV, Dense()),
+    Wish(2, OURS_CONV, VectorWise(64), (0.75, 0.9)),
+    Wish(4, OURS_CONV, ShflBW(64), (0.75, 0.9)),
+    Wish(5, NUMBA_CONV, VectorWise(64), (0.9,)),
+)
+
+
+def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0) -> Point:
+    """A point in the mode that its backend allows."""
+    backend, name, layout = kernel
+    launch = "graph" if BACKENDS[backend].captured else "call"
+    return Point(
+        device, backend, name, shape, pattern, sparsity, threads=1, seed=seed, epilogue="none",
+        cache_mode="rotated", launch_mode=launch, dtype="float16", layout=layout,
+    )  # fmt: skip
+
+
+def wished(
+    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
+) -> list[Point]:
+    """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
+    found: dict[Point, None] = {}
+    for wish in wishes:
+        if wish.pattern.refuses(shape) is not None:
+            continue
+        for sparsity in sparsities_of(wish.pattern, wish.sparsities):
+            for kernel in wish.kernels:
+                if kernel[0] in backends:
+                    found[point(device, shape, wish.pattern, sparsity, kernel, seed=seed)] = None
+    return list(found)
+
+
+def standard_shapes() -> list[Shape]:
+    """The shapes of the standard sweep, most telling first: large ones, linear layers of workloads, convolutions."""
+    linear = [
+        layer.shape for name in WORKLOADS for layer in workloads.load(name).layers
+        if layer.shape.m * layer.shape.n <= LARGEST_RESULT
+    ]  # fmt: skip
+    resnet = {layer.name: layer.shape for layer in workloads.load("resnet50-batch16").layers}
+    return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
+
+
+def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+    """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
+    found: dict[tuple[object, ...], Point] = {}
+    for shape in (SMOKE_LINEAR, SMOKE_CONV):
+        for each in wished(device, shape, _wishes(shape), backends, seed):
+            ours = each.pattern if BACKENDS[each.backend].ours else None
+            found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
+    return list(found.values())
+
+
+def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+    """The standard sweep: the first MOST_POINTS of `staged` on the standard shapes, without its last tier."""
+    blocks: list[list[Point]] = []
+    left = MOST_POINTS
+    for block in _tiers(standard_shapes(), device, backends, _wishes, seed):
+        if left > 0:
+            blocks.append(block[:left])
+            left -= len(block)
+    return blocks
+
+
+def staged(
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
+    patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
+) -> list[list[Point]]:  # fmt: skip
+    """Every point of every distinct shape, in blocks of one shape each, the most telling first.
+
+    Parameters
+    ----------
+    shapes
+        Layers, the most telling first.
+    device
+        Its name in tables.
+    backends
+        Those that are used: dense by all libraries, each pattern by our kernels and by its peers.
+    patterns
+        By default those of the wishes; one that no wish names is measured by our kernels.
+    sparsities
+        By default each wish's own first and, in a last tier, SPARSITIES.
+    seed
+        Of the synthetic weights.
+
+    Returns
+    -------
+    list of list of Point
+        BLOCK_POINTS at most in each, no point twice.
+    """
+
+    def chosen(shape: Shape) -> list[Wish]:
+        wishes = list(_wishes(shape))
+        last = max(wish.tier for wish in wishes) + 1
+        given = SPARSITIES if sparsities is None else tuple(sparsities)
+        everywhere = [replace(wish, tier=last, sparsities=given, shapes=()) for wish in wishes]
+        if sparsities is not None:
+            wishes = [replace(wish, sparsities=given) for wish in wishes]
+        wishes += everywhere
+        if patterns is None:
+            return wishes
+        others = _unforeseen(shape, wishes, patterns, given)
+        return [*(wish for wish in wishes if wish.pattern in patterns), *others]
+
+    return _tiers(shapes, device, backends, chosen, seed)
+
+
+def _tiers(
+    shapes: Iterable[Shape],
+    device: str,
+    backends: Collection[str],
+    chosen: Callable[[Shape], Sequence[Wish]],
+    seed: int,
+) -> list[list[Point]]:
+    """Blocks of one shape each, a tier of all shapes after the other."""
+    wishes = {shape: chosen(shape) for shape in dict.fromkeys(shapes)}
+    blocks: list[list[Point]] = []
+    seen: set[Point] = set()
+    for tier in sorted({wish.tier for of_shape in wishes.values() for wish in of_shape}):
+        for shape, of_shape in wishes.items():
+            here = [wish for wish in of_shape if wish.tier == tier and shape in (wish.shapes or (shape,))]
+            found = [each for each in wished(device, shape, here, backends, seed) if each not in seen]
+            seen.update(found)
+            parts = -(-len(found) // BLOCK_POINTS)
+            blocks += [found[len(found) * i // parts : len(found) * (i + 1) // parts] for i in range(parts)]
+    return blocks
+
+
+def _wishes(shape: Shape) -> tuple[Wish, ...]:
+    return CONV_WISHES if isinstance(shape, Conv2dShape) else LINEAR_WISHES
+
+
+def _unforeseen(
+    shape: Shape, wishes: Sequence[Wish], patterns: Sequence[Pattern], sparsities: Sequence[float]
+) -> list[Wish]:
+    """Patterns that no wish names, by our kernels."""
+    ours = OURS_CONV if isinstance(shape, Conv2dShape) else OURS
+    named = {wish.pattern for wish in wishes}
+    return [Wish(1, ours, pattern, tuple(sparsities)) for pattern in patterns if pattern not in named]

@@ -1,0 +1,142 @@
+"""What a GPU's table says, in text: every kernel against the fastest dense one and against its peers.
+
+A ratio above 1 means faster than what it is compared with. Only rows of equal shape, element type and cache mode are
+compared. Times marked (call) were not taken in a CUDA graph: they have the gaps between launches in them. Those
+marked throttled were taken while heat or the power supply slowed the device down: nothing is compared with them, and
+no median counts them. Those marked in_l2 are of layers so small that the L2 may have held them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from latbench.tables import table as tables
+
+OURS = ("cupy", "numba_cuda")
+THROTTLED = "throttled"
+LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
+
+SHAPE = [
+    "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
+    "c_out", "padding_h", "padding_w", "dilation_h", "dilation_w", "dtype_w", "epilogue", "cache_mode",
+]  # fmt: skip
+_WORK = [*SHAPE, "pattern", "sparsity_target"]
+
+
+def compared(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that hold a time, the throttled ones of points that have no other among them, with the time of the
+    fastest dense kernel (dense_seconds) and of the fastest peer that does the same sparse work (peer_seconds,
+    peer_kernel); missing where there is none.
+    """
+    frame = frame.reset_index(drop=True)
+    rows = frame.loc[[*tables.timed(frame).index, *_throttled(frame).index]]
+    sizes = rows[SHAPE].select_dtypes("number").columns
+    # A linear layer has no filters; groups of missing values would be left out.
+    rows[sizes] = rows[sizes].fillna(-1)
+    quiet = rows[rows["status"] != THROTTLED]
+    dense = quiet[quiet["pattern"] == "dense"]
+    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OURS)]
+    return rows.join(_fastest(dense, SHAPE, "dense"), on=SHAPE).join(_fastest(peers, _WORK, "peer"), on=_WORK)
+
+
+def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
+    """The latest throttled row of each point that has no time of its own."""
+    known = set(tables.timed(frame)["point_id"])
+    rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
+    return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
+
+
+def _fastest(rows: pd.DataFrame, key: list[str], name: str) -> pd.DataFrame:
+    first = rows.sort_values("median_seconds").drop_duplicates(key).set_index(key)[["median_seconds", "kernel_used"]]
+    return first.rename(columns={"median_seconds": f"{name}_seconds", "kernel_used": f"{name}_kernel"})
+
+
+def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
+    """The whole summary: the device, what was measured, medians of ratios, every time, and what failed."""
+    lines = [
+        f"{environment.get('device')}: driver {environment.get('driver')}, CUDA {environment.get('cuda_driver')}, "
+        f"torch {environment.get('torch')}, cupy "
+        f"{environment.get('cupy-cuda13x') or environment.get('cupy-cuda12x')}, "
+        + ", ".join(f"{name} {environment.get(name)}" for name in LIBRARIES),
+        *remarks,
+        "rows: " + ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items()),
+    ]
+    rows = compared(frame)
+    lines += ["", "median over shapes of the speedup over the fastest dense kernel, and over the fastest peer:"]
+    lines += list(_medians(rows))
+    for _, of_shape in rows.groupby(SHAPE, sort=False):
+        lines += ["", *_of_shape(of_shape)]
+    failures = list(_failures(frame))
+    lines += ["", "not timed:", *failures] if failures else []
+    return "\n".join(lines) + "\n"
+
+
+def _medians(rows: pd.DataFrame) -> Iterator[str]:
+    sparse = rows[(rows["pattern"] != "dense") & (rows["status"] != THROTTLED)]
+    for key, group in sparse.groupby(["op", "pattern", "sparsity_target", "backend", "kernel_requested"]):
+        op, pattern, sparsity, backend, kernel = key
+        over_dense = group["dense_seconds"] / group["median_seconds"]
+        over_peer = group["peer_seconds"] / group["median_seconds"]
+        yield (
+            f"  {op:6} {pattern:13} {sparsity:4.0%} {backend:12} {kernel:10} {_ratio(over_dense)} dense"
+            f"  {_ratio(over_peer) if backend in OURS else '':6}{' peer' if backend in OURS else ''}"
+            f"  {len(group)} shapes"
+        )
+
+
+def _of_shape(rows: pd.DataFrame) -> Iterator[str]:
+    first = rows.iloc[0]
+    yield _shape(first)
+    for _, row in rows.sort_values(["pattern", "sparsity_target", "median_seconds"]).iterrows():
+        work = row["flop_nnz"] if row["flop_nnz"] == row["flop_nnz"] else 0
+        yield (
+            f"  {row['pattern']:13} {row['sparsity_target']:4.0%} {row['median_seconds'] * 1e6:9.2f} us "
+            f"+-{_error(row):4.1%} {work / row['median_seconds'] / 1e12:6.1f} TFLOP/s {_clock(row)}  "
+            f"{_ratio(row['dense_seconds'] / row['median_seconds'])} dense  {row['kernel_used']}"
+            f"{_remarks(row)}"
+        )
+
+
+def _shape(row: pd.Series) -> str:
+    if row["op"] != "conv2d":
+        return f"linear {row['m']}x{row['k']} on {row['n']}"
+    filters = "x".join(f"{row[name]:g}" for name in ("c_out", "c_in", "kh", "kw"))
+    return f"conv2d {filters} on " + "x".join(f"{row[name]:g}" for name in ("batch", "h", "w"))
+
+
+def _remarks(row: pd.Series) -> str:
+    said = [
+        f"({row['launch_mode']})" if row["launch_mode"] != "graph" else "",
+        row["status"] if row["status"] != "ok" else "",
+        *(flag for flag in (row["flags"] or "").split("+") if flag != "preempted"),
+        row["event_reasons"] or "",
+    ]
+    return "".join(f" {remark}" for remark in said if remark)
+
+
+def _clock(row: pd.Series) -> str:
+    """The median clock of the multiprocessors while the row was sampled."""
+    hertz = row["clock_hertz"]
+    return f"{hertz / 1e9:.2f} GHz" if pd.notna(hertz) else "  - GHz "
+
+
+def _error(row: pd.Series) -> float:
+    return float((row["high_seconds"] - row["low_seconds"]) / 2 / row["median_seconds"])
+
+
+def _ratio(values: Any) -> str:
+    known = np.asarray(values, float)
+    known = known[np.isfinite(known)]
+    return f"{np.median(known):5.2f}x" if known.size else "    -"
+
+
+def _failures(frame: pd.DataFrame) -> Iterator[str]:
+    tried = frame.sort_values("started_at").drop_duplicates("point_id", keep="last")
+    failed = tried[~tried["status"].isin((*tables.TIMED, THROTTLED))]
+    named = failed.assign(error=failed["error"].fillna(""))
+    for (status, backend, kernel, error), rows in named.groupby(["status", "backend", "kernel_requested", "error"]):
+        yield f"  {len(rows)} {status}: {backend} {kernel}: {error}"

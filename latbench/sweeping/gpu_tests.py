@@ -1,0 +1,121 @@
+"""Runs the tests that need a GPU (`-m gpu`) in a process of their own and for a bounded time, and sums them up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from latbench.machines import devices
+from latbench.timing.sampling import Clock
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ("tests/latbench/test_gpu_device.py", "tests/cuda/test_torch_layers.py", "tests/numba_cuda")
+
+# What pyproject.toml asks of pytest needs plugins that a GPU machine may lack, and it has others: only named ones are
+# loaded. After a minute in one test, its output says where it is; the test goes on.
+PYTEST = (
+    "-m", "pytest", "-c", os.devnull, "--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider",
+    "-v", "--tb=short", "--maxfail=20", "--continue-on-collection-errors",
+    "-o", "faulthandler_timeout=60", "-o", "markers=gpu\ntimed\nslow", *TESTS,
+)  # fmt: skip
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WIDE = {"COLUMNS": "200"}  # so that the line of a failed test has room for its reason
+MOST_SIDE_BY_SIDE = 8  # processes of tests, each with up to four workers on the GPU
+UNTIMED_SHARE = 0.7  # of the time; tests that compare times have what is left after the others
+_NO_TESTS = 5  # pytest's exit code where nothing was collected
+_STATUS = "PASSED|FAILED|ERROR|SKIPPED"
+_ENDED = re.compile(
+    rf"^(?:\[gw\d+\] \[ *\d+%\] ({_STATUS}) |.*?::.*? ({_STATUS})\b)", re.MULTILINE
+)  # xdist's, or pytest's
+_SUMMED_UP = re.compile(r"^(?:FAILED|ERROR) \S*\.py.*", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the GPU's tests went: `status` is passed, failed, or late if there was no time for all and none failed;
+    `verdict` says it in a few words, `output` is what pytest printed.
+    """
+
+    status: str
+    verdict: str
+    output: str
+
+
+def commands() -> list[list[str]]:
+    """What runs the tests: first those that may share the GPU, in several processes where xdist is installed; then
+    those that compare times, which have it to themselves.
+    """
+    alone = [sys.executable, "-P", *PYTEST, "-m"]
+    beside: list[str] = []
+    if importlib.util.find_spec("xdist") is not None:
+        beside = ["-p", "xdist", "-n", str(min(MOST_SIDE_BY_SIDE, devices.cores())), "--dist", "worksteal"]
+    return [[*alone, "gpu and not timed", *beside], [*alone, "gpu and timed"]]
+
+
+def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> Outcome:
+    """Run the GPU's tests for at most `seconds` altogether."""
+    end = clock() + seconds
+    untimed, timed = commands()
+    first = run_tests(UNTIMED_SHARE * seconds, untimed)
+    return both(first, run_tests(max(0.0, end - clock()), timed, "GPU tests of times"))
+
+
+def both(first: Outcome, second: Outcome) -> Outcome:
+    """Two runs as one: it failed if one of them did, and was late if one was."""
+    statuses = first.status, second.status
+    worst = next(status for status in ("failed", "late", "passed") if status in statuses)
+    return Outcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
+
+
+def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> Outcome:
+    """Run tests for at most `seconds`, in a process of their own: a kernel may take it down."""
+    # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **NO_PLUGINS, **WIDE},
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        code: int | None = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+        finally:
+            if code is None:  # also where this is interrupted: xdist's processes go on without pytest
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        text = log.read().decode(errors="replace")
+    if code is None:
+        ended = [match[1] or match[2] for match in _ENDED.finditer(text)]
+        failed = ended.count("FAILED") + ended.count("ERROR")
+        so_far = f"{ended.count('PASSED')} passed and {failed} failed so far"
+        return Outcome("failed" if failed else "late", f"{name}: not done after {seconds:.0f} s, {so_far}", text)
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+    if code == _NO_TESTS:
+        return Outcome("failed", f"{name}: there are none", text)
+    passed = code == 0 and " passed" in last  # pytest is content where everything is skipped
+    how = "passed" if passed else f"FAILED (exit code {code})"
+    return Outcome("passed" if passed else "failed", f"{name}: {how}: {last.strip('= ')}", text)
+
+
+def failures(output: str) -> list[str]:
+    """A line for each test that failed: as pytest sums them up, or as it went on where it did not come to that."""
+    found = _SUMMED_UP.findall(output)
+    summed_up = {line.split(" - ")[0].partition(" ")[2] for line in found}
+    for match in _ENDED.finditer(output):
+        if (match[1] or match[2]) in ("FAILED", "ERROR"):
+            line = output[match.start() :].partition("\n")[0].strip()
+            if not any(name in line for name in summed_up):
+                found.append(line)
+    return found

@@ -1,0 +1,1 @@
+"""Tables of times: their columns, how they are stored, read, compared and checked."""

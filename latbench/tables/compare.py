@@ -1,0 +1,186 @@
+"""What became slower or faster between two tables: their points matched by key, each pair judged by its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from latbench.errors import BadData, UsageError
+from latbench.tables import comparability as likeness
+from latbench.tables import latest_rows as latest
+from latbench.tables import table as tables
+from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR, Verdict, judged_together, spread, verdict
+from latbench.tables.storage import Place
+
+MISSING, NEW = "MISSING", "NEW"
+KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
+"""What can be said of a point, the most alarming first. MISSING and NEW have a time on one side only."""
+
+
+_COLUMNS = list(dict.fromkeys([
+    *(field.name for field in tables.KEY), *likeness.MODES, "point_id", "status", "error", "started_at",
+    "median_seconds", "samples_seconds", "reference_seconds", "reference_usual_seconds", "flags",
+]))  # fmt: skip
+
+
+def read(path: str | Place) -> pd.DataFrame:
+    """What `compare` needs of the table at `path`: the latest row of each point with each status that it ever had.
+
+    Memory grows with the points, however often each was measured. Raises BadData as `tables.read` does.
+    """
+    found = latest.table(path, _COLUMNS, per=["point_id", "status"], useful=latest.every)
+    return found.to_pandas(self_destruct=True)
+
+
+# How a point was timed, as far as its key does not say so.
+_WAYS = [name for name in likeness.MODES if name not in {field.name for field in tables.KEY}]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A point of either table.
+
+    key: its key columns; kind: one of KINDS; before, after: its median seconds, None without a time. ratio: after
+    over before, low and high its interval; None without two times, the interval also without samples. reason: why
+    there is no verdict.
+    """
+
+    key: dict[str, Any]
+    kind: str
+    before: float | None
+    after: float | None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    reason: str = ""
+
+
+def compare(
+    before: pd.DataFrame,
+    after: pd.DataFrame,
+    *,
+    threshold: float = 0.02,
+    across: Sequence[str] = (),
+    corrected: bool = False,
+) -> list[Change]:
+    """Every point that has a time in either table, the most slowed first, then those that were not compared.
+
+    Points are the same if their keys are, but for the columns `across`; without a verdict are those that were timed
+    in another way, but for these columns. Times that differ by less than the share `threshold` are the same; how
+    unlike two runs are of equal work is learned from all points together, which are judged together too. With
+    `corrected`, times are divided by how much slower than usual a reference was meanwhile, as the first table knows
+    it on its device: what is usual may have been measured anew since. Raises UsageError where a table has several
+    points that differ only in `across`, and BadData where the tables have no point in common, or a row no reference
+    that was asked for.
+    """
+    old, new = _by_key(before, across, "first"), _by_key(after, across, "second")
+    if old.keys().isdisjoint(new):
+        raise BadData("the tables have no point with a time in common: nothing can be compared")
+    if corrected:
+        usual = {key: row["reference_usual_seconds"] for key, row in old.items() if _alike(row, new.get(key))}
+        old, new = ({key: _corrected(row, usual.get(key)) for key, row in rows.items()} for rows in (old, new))
+    pairs = [(row, new[key]) for key, row in old.items() if key in new]
+    between = spread([_seconds(second) / _seconds(first) for first, second in pairs])
+    ways = [name for name in _WAYS if name not in across]
+    reasons = [_no_verdict(*pair, ways) for pair in pairs]
+    known = [pair for pair, reason in zip(pairs, reasons, strict=True) if reason is None]
+    verdicts = iter(judged_together([_verdict(*pair, threshold, between) for pair in known]))
+    changes = [_change(*pair, reason, verdicts) for pair, reason in zip(pairs, reasons, strict=True)]
+    failures = _failures(after, across)
+    for key, row in old.items():
+        if key not in new:
+            reason = failures.get(key, "not in the second table")
+            changes.append(Change(_key(row), MISSING, _seconds(row), None, reason=reason))
+    changes += [
+        Change(_key(row), NEW, None, _seconds(row), reason="no time in the first table")
+        for key, row in new.items() if key not in old
+    ]  # fmt: skip
+    return sorted(changes, key=lambda change: (change.ratio is None, -(change.ratio or 0), KINDS.index(change.kind)))
+
+
+def _by_key(frame: pd.DataFrame, across: Sequence[str], which: str) -> dict[Hashable, dict[str, Any]]:
+    found: dict[Hashable, dict[str, Any]] = {}
+    for row in tables.timed(frame).to_dict("records"):
+        if (key := _matched(row, across)) in found:
+            raise UsageError(
+                f"the {which} table has several points that differ only in {' or '.join(across)}: which of them to "
+                "compare is not known; give tables of one kind"
+            )
+        found[key] = {str(name): value for name, value in row.items()}
+    return found
+
+
+def _matched(row: dict[Any, Any], across: Sequence[str]) -> Hashable:
+    return tables.point_id(row | dict.fromkeys(across)) if across else row["point_id"]
+
+
+def _failures(frame: pd.DataFrame, across: Sequence[str]) -> dict[Hashable, str]:
+    """Why a point has no time: the status and the error of its latest row."""
+    failed = frame[~frame["status"].isin(tables.TIMED)].sort_values("started_at", kind="stable")
+    return {
+        _matched(row, across): f"{row['status']}: {row['error']}" if isinstance(row["error"], str) else row["status"]
+        for row in failed.to_dict("records")
+    }
+
+
+def _no_verdict(old: dict[str, Any], new: dict[str, Any], ways: Sequence[str]) -> str | None:
+    """Why two rows of a point cannot be judged; None if they can. Of what is on record they must share the `ways`."""
+    if any(row["samples_seconds"] is None or len(row["samples_seconds"]) == 0 for row in (old, new)):
+        return "a time without samples"
+    if disturbed := {flag for row in (old, new) for flag in _flags(row)} & _DISTURBED:
+        return f"disturbed in every try: {', '.join(sorted(disturbed))}"
+    for name in ways:
+        then, now = old[name], new[name]
+        if pd.notna(then) and pd.notna(now) and then != now:
+            return f"timed in another way: {name} was {then}, and is {now}"
+    return None
+
+
+def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between: float) -> Verdict:
+    samples = [row["samples_seconds"] for row in (old, new)]
+    try:
+        return verdict(*samples, threshold=threshold, between=between)
+    except ValueError as error:
+        raise BadData(
+            f"point {new['point_id']}: {error}; `latbench validate` tells which table is damaged"
+        ) from error
+
+
+def _change(old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[Verdict]) -> Change:
+    """With the next verdict, if nothing is against one."""
+    key, before, after = _key(new), _seconds(old), _seconds(new)
+    if reason is not None:
+        return Change(key, UNCLEAR, before, after, after / before, reason=reason)
+    found = next(verdicts)
+    return Change(key, found.kind, before, after, found.ratio, found.low, found.high)
+
+
+_DISTURBED = {"preempted", "slow_spell"}  # flags of rows that are no measure of a change
+
+
+def _flags(row: dict[str, Any]) -> list[str]:
+    return row["flags"].split("+") if isinstance(row["flags"], str) else []
+
+
+def _alike(row: dict[str, Any], other: dict[str, Any] | None) -> bool:
+    return other is not None and row["device"] == other["device"]
+
+
+def _corrected(row: dict[str, Any], usual: float | None) -> dict[str, Any]:
+    """At the pace that is `usual`, by default the row's own."""
+    ratio = (row["reference_seconds"] or 0.0) / (usual or row["reference_usual_seconds"] or 1.0)
+    if not ratio > 0:
+        raise BadData(f"point {row['point_id']} has no reference_ratio: how slow the machine was then is not known")
+    samples = None if row["samples_seconds"] is None else [sample / ratio for sample in row["samples_seconds"]]
+    return row | {"samples_seconds": samples, "median_seconds": row["median_seconds"] / ratio}
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return float(row["median_seconds"])
+
+
+def _key(row: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: tables.plain(field.type, row[field.name]) for field in tables.KEY}

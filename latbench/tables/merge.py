@@ -1,0 +1,111 @@
+"""Several tables into one, in memory that grows with their rows by a hash each, and what sorting those takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from latbench.errors import BadData, UsageError
+from latbench.tables import comparability as likeness
+from latbench.tables import row_hashes as digests
+from latbench.tables import storage as places
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+
+# Of a part that is written, in memory: whichever comes first.
+PART_ROWS, PART_BYTES = 1 << 17, 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge wrote: the new parts, how many rows they hold, and how many there were in all sources."""
+
+    parts: list[Place]
+    rows: int
+    read: int
+
+
+def merge(sources: Sequence[str | Place], folder: str | Place, *, mixed: bool = False) -> Merged:
+    """Write every row of the tables `sources`, equal rows once and in their order, as a table in `folder`; with their
+    environments.
+
+    Raises UsageError for tables of unlike devices or modes unless `mixed`, BadData as `tables.read` does, and
+    EnvironmentUnusable where the disk refuses. Nothing is written before all sources were read once. Until all is
+    written nobody can read the new table: with parts missing, it would look like a whole one.
+    """
+    # Parts never change, but a sweep may add some meanwhile.
+    into, given = places.at(folder), {places.at(source): tables.parts(source) for source in sources}
+    values: dict[Place, _Values] = {source: _Values() for source in given}
+    hashes = []
+    for source, table in _tables(given):
+        values[source].add(table)
+        hashes.append(digests.rows(table))
+    if not hashes:
+        raise BadData(f"nothing to merge: there are no rows in {', '.join(places.shown(str(s)) for s in given)}")
+    if not mixed:
+        _check_alike(values)
+    first = digests.first_of_equals(np.concatenate(hashes))
+    environments = [row for source in given for row in tables.environment_rows(source)]
+    every = (table for _, table in _tables(given))
+    with tables.unfinished(into):
+        for row in environments:
+            tables.write_environment(into, row)
+        written = [tables.write_rows(into, table) for table in _pieces(_chosen(every, first))]
+    return Merged(written, int(first.sum()), len(first))
+
+
+class _Values(defaultdict[str, set[Hashable]]):
+    """The devices and modes of a table, by column."""
+
+    def __init__(self) -> None:
+        super().__init__(set)
+
+    def add(self, table: pa.Table) -> None:
+        for name in ("device", *likeness.MODES):
+            self[name].update(pc.unique(table[name].drop_null()).to_pylist())
+
+
+def _check_alike(values: dict[Place, _Values]) -> None:
+    for unlike in (likeness.unlike_devices(values), likeness.unlike_modes(values)):
+        if unlike is not None:
+            raise UsageError(f"they do not belong in one table, {unlike}; --allow-mixed merges them all the same")
+
+
+def _tables(parts: Mapping[Place, Sequence[Place]]) -> Iterator[tuple[Place, pa.Table]]:
+    """Each source with its rows, in pieces."""
+    return ((source, table) for source, own in parts.items() for part in own for table in tables.batches(part))
+
+
+def _chosen(pieces: Iterable[pa.Table], chosen: NDArray[np.bool_]) -> Iterator[pa.Table]:
+    """The rows for which `chosen` (rows of all,) is true."""
+    start = 0
+    for table in pieces:
+        yield table.filter(pa.array(chosen[start : start + table.num_rows]))
+        start += table.num_rows
+
+
+def _pieces(pieces: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in pieces of PART_ROWS, or fewer where they take more than PART_BYTES; the last is smaller."""
+    waiting: list[pa.Table] = []
+    for piece in pieces:
+        for small in _small(piece):
+            together = [*waiting, small]
+            rows, size = sum(table.num_rows for table in together), sum(table.nbytes for table in together)
+            if waiting and (rows > PART_ROWS or size > PART_BYTES):
+                yield pa.concat_tables(waiting)
+                together = [small]
+            waiting = together
+    if waiting:
+        yield pa.concat_tables(waiting)
+
+
+def _small(piece: pa.Table) -> Iterator[pa.Table]:
+    """A piece in slices of which several make a part."""
+    rows = max(1, min(PART_ROWS // 8, PART_BYTES * piece.num_rows // (8 * max(piece.nbytes, 1))))
+    return (piece.slice(start, rows) for start in range(0, piece.num_rows, rows))

@@ -1,0 +1,467 @@
+"""Is a table what it claims to be? Everything that can be known from the files alone, row by row and between rows.
+
+A finding is of a file and has a severity: `corrupt` where the content contradicts itself, `suspect` where it is
+unlikely, `note` where it is only worth knowing. Files are read in pieces and columns are checked as a whole, so a
+table of millions of rows takes minutes at most, and of each row only 32 bytes stay in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from latbench.base import environments
+from latbench.base.median_interval import interval_rank
+from latbench.errors import BadData
+from latbench.tables import plausibility as gates
+from latbench.tables import row_hashes as digests
+from latbench.tables import storage as places
+from latbench.tables import table as tables
+from latbench.tables.storage import Place
+
+# No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
+MOST_FLOP_PER_SECOND = 1e16
+LONGEST_SECONDS = 3600.0
+MOST_OF_A_FILE = 1000  # findings of one severity; what is wrong with every row is told by a few
+_CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
+_FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
+
+_NEVER_NULL = (
+    "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
+)  # fmt: skip
+# What whoever measures knows; of what others published it may be missing.
+_OF_A_TIME = ("threads", "context", "cache_mode", "launch_mode", "dtype_w", "dtype_a", "dtype_out")
+_ON_RECORD = ("run_id", "env_id", "timer")
+_OF_A_LAYER = ("m", "k", "n")
+_OF_A_CONVOLUTION = (
+    "batch", "c_in", "h", "w", "c_out", "kh", "kw",
+    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
+)  # fmt: skip
+_WORDS = {
+    "purpose": ("sweep", "verify", "baseline", "import"),
+    "op": ("linear", "conv2d", "model"),
+    "context": ("isolated", "network"),
+    "cache_mode": ("rotated", "warm", "cold"),
+    "launch_mode": ("call", "graph"),
+    "stop_reason": ("relative_error", "plateau", "budget", "failed"),
+}
+# The least that numbers may be, and the most where there is one.
+_LEAST = tables.LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
+_LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
+_LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
+_LEAST |= dict.fromkeys(("c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
+_LEAST |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "inner_loops", "bytes_min"), 1)
+_POSITIVE = ("clock_hertz", "drift_ratio", "roofline_seconds")
+_SHARES = ("steal_fraction",)
+_FIRST_YEAR = 2010  # no kernel for sparse networks is older
+_CLOCKS_DIFFER = timedelta(days=1)
+_WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
+_SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
+# What makes a measurement: one run does not measure a point twice at the same moment.
+_MEASUREMENT = ("point_id", "run_id", "started_at")
+
+Bools = NDArray[np.bool_]
+Hashes = NDArray[np.uint64]
+Reals = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, or worth knowing, with a file of a table."""
+
+    path: Place
+    severity: str
+    text: str
+
+
+def findings(path: str | Place) -> Iterator[Finding]:
+    """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
+    path = places.at(path)
+    parts = tables.parts(path)
+    described: set[str] = set()
+    for file in tables.environment_files(path):
+        described.add(file.name)
+        try:
+            fault = environments.fault(tables.read_environment(file))
+        except BadData as error:
+            fault = str(error).removeprefix(f"{file}: ")
+        if fault is not None:
+            yield Finding(file, "corrupt", fault)
+    measured = _Measured(parts)
+    for number, part in enumerate(parts):
+        if not tables.PART_NAME.fullmatch(part.name):
+            text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
+            yield Finding(part, "note", text)
+        unknown: set[str] = set()
+        rows, found, off_record = 0, Counter[str](), Counter[str]()
+        try:
+            for start, table in tables.part_batches(part):
+                rows += table.num_rows
+                for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
+                    found[severity] += 1
+                    if found[severity] <= MOST_OF_A_FILE:
+                        point = table["point_id"][row]
+                        yield Finding(part, severity, f"row {start + row + 1} (point {point}): {text}")
+                off_record.update(_off_record(table))
+                measured.add(number, start, table)
+                named = pc.unique(table["env_id"].drop_null()).to_pylist()
+                unknown |= {env_id for env_id in named if environments.file_name(env_id) not in described}
+        except BadData as error:
+            yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
+        else:
+            if not rows:
+                yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
+        for severity, count in found.items():
+            if count > MOST_OF_A_FILE:
+                yield Finding(part, severity, f"{count - MOST_OF_A_FILE} more findings of this kind are not listed")
+        for name, count in off_record.items():
+            yield Finding(part, "note", f"{count} times have no {name}: where they come from is not on record")
+        for env_id in sorted(unknown):
+            text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
+            yield Finding(part, "suspect", text)
+    yield from measured.findings(path)
+    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, places.Remote) else []:
+        yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
+
+
+class _Measured:
+    """The rows seen so far, in 32 bytes each: the point, the measurement, all of the row, and where it stands."""
+
+    def __init__(self, parts: list[Place]) -> None:
+        self.parts = parts
+        self._points: list[Hashes] = []
+        self._measurements: list[Hashes] = []
+        self._contents: list[Hashes] = []
+        self._at: list[Hashes] = []
+        self._blocks: defaultdict[str, set[int]] = defaultdict(set)
+
+    def add(self, number: int, start: int, table: pa.Table) -> None:
+        """The rows of part `number` from row `start` on."""
+        for seen, columns in (
+            (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
+        ):  # fmt: skip
+            seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
+        self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
+        known = table.select(["run_id", "block"]).drop_null()
+        for pair in known.group_by(["run_id", "block"]).aggregate([]).to_pylist():
+            self._blocks[pair["run_id"]].add(pair["block"])
+
+    def findings(self, path: Place) -> Iterator[Finding]:
+        """Rows that say unlike things of one measurement, and how many are there more than once."""
+        if not self._at:
+            return
+        measurements = np.concatenate(self._measurements)
+        order = np.argsort(measurements, kind="stable")
+        again = _again(measurements[order])
+        contents, at = np.concatenate(self._contents), np.concatenate(self._at)
+        conflicts = again[contents[order[again + 1]] != contents[order[again]]]
+        for index in conflicts:
+            (first, row), (part, other) = (self._where(int(at[order[i]])) for i in (index, index + 1))
+            text = f"row {other}: the same measurement as in row {row} of {first.name}, with other values"
+            yield Finding(part, "corrupt", text)
+        if copies := len(again) - len(conflicts):
+            yield Finding(path, "note", f"{copies} rows are there more than once; `latbench merge` keeps one of each")
+        del measurements, order, contents, at
+        repeats = _again(np.sort(np.concatenate(self._points)))
+        if repeated := len(repeats) - int((np.diff(repeats) == 1).sum()):
+            yield Finding(path, "note", f"{repeated} points have more than one row: readers take the latest")
+
+        for run, blocks in sorted(self._blocks.items()):
+            # A run numbers its blocks as it writes them, each as a part; damaged ones may be deleted, as is advised.
+            if missing := max(blocks) + 1 - len({block for block in blocks if block >= 0}):
+                text = (
+                    f"run {run} has rows of {len(blocks)} blocks, and {missing} more were written: parts are missing"
+                )
+                yield Finding(path, "note", text)
+
+    def _where(self, place: int) -> tuple[Place, int]:
+        return self.parts[place >> 40], (place & ((1 << 40) - 1)) + 1
+
+
+def _again(ordered: Hashes) -> NDArray[np.int64]:
+    """Where the next of these rising values is the same."""
+    return np.flatnonzero(ordered[1:] == ordered[:-1])
+
+
+# Rows: each check yields (severity, row, text) of the rows that fail it ---------------------------------------------
+
+_Found = Iterator[tuple[str, int, str]]
+
+
+def _row_findings(table: pa.Table) -> _Found:
+    checks = (
+        _identity, _words, _ranges, _structure, _shape, _sparsity, _times, _samples, _comparisons, _physics, _moments,
+    )  # fmt: skip
+    for check in checks:
+        yield from check(table)
+
+
+def _identity(table: pa.Table) -> _Found:
+    # What others published may name a layer and not say which operation it is.
+    imported = pc.and_(pc.equal(table["purpose"], "import"), pc.not_equal(table["model"], ""))
+    without_op = imported.fill_null(False).to_numpy()
+    for name in _NEVER_NULL:
+        missing = table[name].is_null().to_numpy()
+        yield from _each("corrupt", missing & ~without_op if name == "op" else missing, _always(f"{name} is null"))
+    ids = tables.point_ids(table)
+    wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
+    yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")
+    status = table["status"]
+    unknown = ~pc.is_in(status, pa.array(tables.STATUSES)).to_numpy() & status.is_valid().to_numpy()
+    yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
+    failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
+    with_time = failed & table["median_seconds"].is_valid().to_numpy()
+    yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
+
+
+def _off_record(table: pa.Table) -> Counter[str]:
+    """How many of our own times lack what is known of each run, by column."""
+    ours = _timed_here(table)
+    return Counter({name: n for name in _ON_RECORD if (n := int((ours & table[name].is_null().to_numpy()).sum()))})
+
+
+def _timed_here(table: pa.Table) -> Bools:
+    timed: Bools = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    return timed & ~_imported(table)
+
+
+def _words(table: pa.Table) -> _Found:
+    for name, known in _WORDS.items():
+        column = table[name]
+        strange = ~pc.is_in(column, pa.array(known)).to_numpy() & column.is_valid().to_numpy()
+        yield from _each("suspect", strange, _unlike(name, column, f"latbench writes {', '.join(known)}"))
+
+
+def _ranges(table: pa.Table) -> _Found:
+    for name, least in _LEAST.items():
+        values = _reals(table, name)
+        yield from _each("corrupt", (values < least) | np.isinf(values), _valued(name, values))
+    for name in _POSITIVE:
+        values = _reals(table, name)
+        yield from _each("corrupt", (values <= 0) | np.isinf(values), _valued(name, values))
+    for name in _SHARES:
+        values = _reals(table, name)
+        yield from _each("corrupt", values > 1, _valued(name, values, ": more than all"))
+
+
+def _structure(table: pa.Table) -> _Found:
+    """Against what the pattern says; a whole model's pattern says nothing of it."""
+    patterns = table["pattern"].combine_chunks().dictionary_encode()
+    layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
+    index = patterns.indices.fill_null(-1).to_numpy()
+    for level, pattern in enumerate(patterns.dictionary.to_pylist()):
+        rows = index == level
+        try:
+            expected = tables.structure(pattern)
+        except ValueError as error:
+            yield from _each("corrupt", rows, _always(str(error)))
+            continue
+        if expected["format"] is None:
+            yield from _each("corrupt", rows & layer, _always(f"{pattern} is the pattern of no layer"))
+        for name, value in expected.items():
+            column = table[name]
+            same = column.is_null() if value is None else pc.equal(column, value).fill_null(False)
+            yield from _each(
+                "corrupt", rows & layer & ~same.to_numpy(), _unlike(name, column, f"pattern {pattern} says {value}")
+            )
+
+
+def _unlike(name: str, column: pa.ChunkedArray, other: str) -> Callable[[int], str]:
+    return lambda row: f"{name} is {column[row]}, and {other}"
+
+
+def _shape(table: pa.Table) -> _Found:
+    conv = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy()
+    linear = pc.equal(table["op"], "linear").fill_null(False).to_numpy()
+    ours = _timed_here(table)
+    for rows, names in (
+        (ours & (linear | conv), _OF_A_LAYER), (ours & conv, _OF_A_CONVOLUTION), (ours, _OF_A_TIME),
+    ):  # fmt: skip
+        for name in names:
+            yield from _each("corrupt", rows & table[name].is_null().to_numpy(), _always(f"{name} is null"))
+    k, kh, kw, c_in = (_reals(table, name) for name in ("k", "kh", "kw", "c_in"))
+    wrong = conv & (k != kh * kw * c_in) & ~np.isnan(c_in)
+    yield from _each(
+        "corrupt",
+        wrong,
+        lambda row: f"k is {k[row]:g}, and the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
+    )
+
+
+def _sparsity(table: pa.Table) -> _Found:
+    target, actual, nnz = (_reals(table, name) for name in ("sparsity_target", "sparsity_actual", "nnz"))
+    layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
+    yield from _each(
+        "corrupt", layer & table["sparsity_target"].is_null().to_numpy(), _always("sparsity_target is null")
+    )
+    for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
+        outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
+        yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))
+    weights = _reals(table, "m") * _reals(table, "k")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
+    yield from _each(
+        "corrupt", wrong,
+        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights is no sparsity of {actual[row]:g}",
+    )  # fmt: skip
+    far = ~wrong & ~np.isnan(nnz) & (np.abs(actual - target) > _FAR_FROM_TARGET)
+    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was wanted")
+
+
+def _times(table: pa.Table) -> _Found:
+    for name in _SUMMARY:
+        seconds = _reals(table, name, null=1.0)
+        wrong = ~((seconds > 0) & (seconds < math.inf))
+        if name == "std_seconds":
+            wrong = ~((seconds >= 0) & (seconds < math.inf))
+        yield from _each("corrupt", wrong, _valued(name, seconds, ": no time"))
+    absent = tables.without_time(table) & table["median_seconds"].is_null().to_numpy()
+    yield from _each("corrupt", absent, lambda row: f"status {table['status'][row]} and no time")
+
+
+def _samples(table: pa.Table) -> _Found:
+    lists = table["samples_seconds"].combine_chunks()
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
+    flat = lists.flatten().to_numpy(zero_copy_only=False)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if len(lengths) else lengths
+    bad = np.zeros(len(lengths), bool)
+    bad[np.repeat(np.arange(len(lengths)), lengths)[~((flat > 0) & (flat < math.inf))]] = True
+    yield from _each(
+        "corrupt", bad, lambda row: f"samples must be positive finite seconds, not {_few(lists[row].as_py())}"
+    )
+    counts = _reals(table, "sample_count", null=0.0)
+    yield from _each(
+        "corrupt", counts != lengths, lambda row: f"sample_count is {counts[row]:g}, and it has {lengths[row]}"
+    )
+    columns = {name: _reals(table, name) for name in _SUMMARY}
+    burst_errors = _reals(table, "burst_error").copy()
+    wrong = burst_errors < 0
+    yield from _each("corrupt", wrong, _valued("burst_error", burst_errors))
+    burst_errors[wrong] = math.nan
+    for length in np.unique(lengths[(lengths > 0) & ~bad]):
+        rows = np.flatnonzero((lengths == length) & ~bad)
+        summary = summaries(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
+        for name, expected in summary.items():
+            found = columns[name][rows]
+            # Not relative to the value alone: the spread of equal samples is rounding.
+            close = np.abs(found - expected) <= _CLOSE * summary["median_seconds"]
+            for index in np.flatnonzero(~close & ~(np.isnan(found) & np.isnan(expected))):
+                said = "none" if np.isnan(expected[index]) else f"{float(expected[index])!r}"
+                yield "corrupt", int(rows[index]), f"{name} is {float(found[index])!r}, and its samples give {said}"
+    bare = (lengths == 0) & ~np.isnan(columns["median_seconds"])
+    yield from _each("suspect", bare & ~_imported(table), lambda _: "a time without the samples it comes from")
+
+
+def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
+    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
+    where it says None.
+    """
+    ordered = np.sort(samples, axis=1)
+    count = samples.shape[1]
+    q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
+    nothing = np.full(len(samples), math.nan)
+    rank = interval_rank(count)
+    low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
+    if rank is not None:
+        low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))
+    return {
+        "median_seconds": median,
+        "min_seconds": ordered[:, 0],
+        "mean_seconds": ordered.mean(axis=1),
+        "q25_seconds": q25,
+        "q75_seconds": q75,
+        "p95_seconds": p95,
+        "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
+        "low_seconds": low,
+        "high_seconds": high,
+    }
+
+
+def _comparisons(table: pa.Table) -> _Found:
+    """Columns that follow from the median and what stands beside it."""
+    median, roofline, meanwhile, usual = (
+        _reals(table, name)
+        for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
+    )
+    for name, seconds in (("reference_seconds", meanwhile), ("reference_usual_seconds", usual)):
+        yield from _each("corrupt", seconds <= 0, _valued(name, seconds, ": no time"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = meanwhile / usual
+        derived = {"utilisation": roofline / median, "reference_ratio": ratio, "corrected_seconds": median / ratio}
+    for name, expected in derived.items():
+        found = _reals(table, name)
+        missing = np.isnan(expected)
+        wrong = ~(np.abs(found - expected) <= _CLOSE * np.abs(expected)) & ~missing
+        yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+        bare = missing & ~np.isnan(found)
+        yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
+    timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
+    yield from _each(
+        "corrupt",
+        fast,
+        lambda row: f"status {table['status'][row]}, but {gates.too_fast(median[row], roofline[row])}",
+    )
+
+
+def _physics(table: pa.Table) -> _Found:
+    median = _reals(table, "median_seconds")
+    long = median > LONGEST_SECONDS
+    yield from _each(
+        "suspect", long & ~np.isinf(median), lambda row: f"a call of {median[row]:g} s: times are in seconds"
+    )
+    m, k, n, sparsity, nnz = (_reals(table, name) for name in ("m", "k", "n", "sparsity_target", "nnz"))
+    dense, kept = (_reals(table, name) for name in ("flop_dense", "flop_nnz"))
+    layer = pc.not_equal(table["op"], "model").fill_null(False).to_numpy()
+    for name, found, weights in (("flop_dense", dense, m * k), ("flop_nnz", kept, nnz)):
+        wrong = layer & (np.abs(found - 2 * weights * n) > _CLOSE * found)
+        yield from _each("corrupt", wrong, _valued(name, found, ": not two for each weight and position"))
+    work = np.where(np.isnan(kept), 2 * m * k * n * (1 - sparsity), kept)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = np.where(median > 0, work / median, 0.0)
+    yield from _each(
+        "suspect", rate > MOST_FLOP_PER_SECOND,
+        lambda row: f"{rate[row]:.2g} operations a second is beyond any device: times are in seconds",
+    )  # fmt: skip
+
+
+def _moments(table: pa.Table) -> _Found:
+    moments = table["started_at"]
+    earliest, latest = datetime(_FIRST_YEAR, 1, 1, tzinfo=UTC), datetime.now(UTC) + _CLOCKS_DIFFER
+    odd = pc.or_(pc.less(moments, earliest), pc.greater(moments, latest)).fill_null(False).to_numpy()
+    yield from _each("suspect", odd, lambda row: f"started_at is {moments[row]}: a clock was wrong")
+
+
+def _imported(table: pa.Table) -> Bools:
+    found: Bools = pc.equal(table["purpose"], "import").fill_null(False).to_numpy()
+    return found
+
+
+def _each(severity: str, failing: Bools, text: Callable[[int], str]) -> _Found:
+    return ((severity, int(row), text(int(row))) for row in np.flatnonzero(failing))
+
+
+def _always(text: str) -> Callable[[int], str]:
+    return lambda _: text
+
+
+def _valued(name: str, values: Reals, remark: str = "") -> Callable[[int], str]:
+    return lambda row: f"{name} is {values[row]:g}{remark}"
+
+
+def _reals(table: pa.Table, name: str, null: float = math.nan) -> Reals:
+    """A column as float64 (rows,)."""
+    values: Reals = table[name].cast(pa.float64(), safe=False).fill_null(null).to_numpy()  # whole numbers rounded
+    return values
+
+
+def _few(samples: list[float | None]) -> str:
+    return f"{samples[:5]}{' ...' if len(samples) > 5 else ''}"

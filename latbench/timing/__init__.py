@@ -1,0 +1,1 @@
+"""Timing one piece of work: samples on a CPU, events and graphs on a GPU."""

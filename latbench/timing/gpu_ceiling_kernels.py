@@ -1,0 +1,59 @@
+"""The kernels of gpu_ceilings.cu and their launches, as plain values: what they do, and what they leave behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sparse_kernels.cuda.program import Launch, Operand, Variant
+from sparse_kernels.cuda.targets import ARCHITECTURES
+
+THREADS = 512  # of a block
+BLOCKS = 2  # a multiprocessor: the 1024 threads that Turing's have room for keep any of them busy
+CHAINS = 8  # of a thread: beyond latency x units together with the other threads
+STEPS = 2**14  # of a chain: a third of a millisecond and more, beside which a launch does not count
+FACTOR = 0.5  # s = s / 2 + 1 / 2 ends at 1, whatever it starts with
+PIECE_BYTES = 16  # the widest load of a thread
+READ_BYTES = 2**30  # by a launch at least, for the same reason
+
+SOURCE = Path(__file__).with_name("gpu_ceilings.cu")
+_DEFINES = {"THREADS": THREADS, "CHAINS": CHAINS}
+MULTIPLY_ADDS = Variant(str(SOURCE), "multiply_adds", _DEFINES, ARCHITECTURES)
+READ_PIECES = Variant(str(SOURCE), "read_pieces", _DEFINES, ARCHITECTURES)
+VARIANTS = (MULTIPLY_ADDS, READ_PIECES)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A launch that does so many operations, or reads so many bytes (`done`), and leaves `result` in each of
+    `threads` elements of OUT, of type `dtype`; reads have words that are all 1 for X.
+    """
+
+    launch: Launch
+    done: float
+    threads: int
+    dtype: str
+    result: float
+
+
+def multiply_adds(multiprocessors: int, steps: int = STEPS) -> Fixed:
+    """Chains of float32 multiply-adds on every ordinary core; so many `steps`, 32 or more, end at 1."""
+    threads = THREADS * BLOCKS * multiprocessors
+    arguments = (Operand.OUT, np.int32(steps), np.float32(FACTOR))
+    done = 2.0 * CHAINS * steps * threads
+    return Fixed(_launch(MULTIPLY_ADDS, multiprocessors, arguments), done, threads, "float32", float(CHAINS))
+
+
+def reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> Fixed:
+    """Reads of the first `size` bytes of X, a power of two, again and again until `least` bytes are read."""
+    threads = THREADS * BLOCKS * multiprocessors
+    count = -(-max(least, size) // (PIECE_BYTES * threads))
+    arguments = (Operand.X, Operand.OUT, np.uint32(size // PIECE_BYTES - 1), np.int32(count))
+    done = float(PIECE_BYTES * threads * count)
+    return Fixed(_launch(READ_PIECES, multiprocessors, arguments), done, threads, "uint32", PIECE_BYTES / 4 * count)
+
+
+def _launch(variant: Variant, multiprocessors: int, arguments: tuple[Operand | np.generic, ...]) -> Launch:
+    return Launch(variant, (BLOCKS * multiprocessors, 1, 1), (THREADS, 1, 1), 0, arguments)

@@ -1,0 +1,310 @@
+"""Times on a GPU: samples between CUDA events, taken in batches while the host runs ahead of the device.
+
+Pure: what does the work is a `Driver` (torch or CuPy, see latbench.timing.gpu_drivers), the clock is an argument.
+
+A sample is `mark, work, mark`. Events tell the device's time only if the host has queued all three before the
+device gets there, else the host's launch latency is timed as well; nvbench blocks the stream with a kernel for that.
+Here the device first flushes its L2 for as long as the host needs to queue a batch (measured, with some to spare).
+
+cache_mode says what lies in the L2 when a call begins:
+    cold      nothing of it: every call is preceded by a flush. One call a sample, so no graph.
+    rotated   weights, activations and results of several copies are used in turn: when a copy is, the others have
+              since touched ROTATED_TIMES_L2 times what the L2 holds.
+    warm      whatever the last call of the same copy left.
+launch_mode: `call` launches as the library does; `graph` replays the same calls as one CUDA graph, which leaves out
+the launches that a call of a few microseconds otherwise consists of.
+
+Events tick every half microsecond, so calls are repeated within a sample until that is below a percent; cold ones
+cannot be, and below 20 microseconds say little. What NVML says of the device is read while a batch still runs. Where
+it was slowed down by heat or by its power supply the batch does not count, as long as there are others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from latbench.timing.sampling import Burst, Clock
+
+Call = Callable[[], Any]
+
+CACHE_MODES = ("cold", "rotated", "warm")
+LAUNCH_MODES = ("call", "graph")
+
+# Caches that are hashed over slices need more than their size to be displaced.
+FLUSH_TIMES_L2 = 2
+ROTATED_TIMES_L2 = 2
+LEAST_TIMES_L2 = 1.5  # with less between two turns of a copy, part of it may wait in the L2
+
+SHORTEST_SAMPLE_SECONDS = 2e-4  # events tick every 0.5 us: 0.25% of this
+MOST_LOOPS = 1024  # nodes of a graph: more take long to capture
+BATCH_SECONDS = 5e-3
+MOST_SAMPLES_A_BATCH = 50
+MOST_QUEUED = 500  # calls of a sample: a stream takes about a thousand operations before the host has to wait
+HEAD_START = 1.5  # of the host, over what it took to queue a batch when measured
+MOST_FLUSHES = 400
+TRIALS, TRIAL_FLUSHES = 3, 20
+
+
+class NotCaptured(Exception):
+    """These launches cannot become a CUDA graph; the message is the library's."""
+
+
+class State(Protocol):
+    """The device's state at one moment, as far as timing asks."""
+
+    @property
+    def throttled(self) -> bool:
+        """Whether heat or the power supply slows the device down."""
+
+
+Watch = Callable[[], State | None]
+"""Reads the device's state; None where nobody can tell."""
+
+
+class Driver(Protocol):
+    """What timing asks of a CUDA library; everything is queued on one stream."""
+
+    @property
+    def l2_bytes(self) -> int:
+        """What the L2 holds."""
+
+    def flush(self) -> None:
+        """Queue what writes FLUSH_TIMES_L2 as much as the L2 holds, and so leaves nothing useful in it."""
+
+    def mark(self) -> Any:
+        """Queue an event."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """The device's time between two marks that it has passed."""
+
+    def capture(self, work: Call) -> Call:
+        """The kernels that `work` launches as one graph, ready to be queued. RuntimeError where that cannot be."""
+
+    def spoil(self, result: Any) -> None:
+        """Queue what makes every element of an array NaN."""
+
+    def wait(self) -> None:
+        """Return when the device has done everything queued; raises if it failed."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a point is timed."""
+
+    cache: str
+    launch: str
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHE_MODES or self.launch not in LAUNCH_MODES:
+            raise ValueError(f"no timing mode {self.cache} {self.launch}")
+        if self.cache == "cold" and self.launch == "graph":
+            raise ValueError("a flush between the calls of a graph would be timed with them: cold calls are launched")
+
+
+class EventTimer:
+    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample.
+
+    It holds on to the calls that are `needed`: a graph knows the addresses of their arrays only.
+    """
+
+    def __init__(
+        self,
+        work: Call,
+        driver: Driver,
+        mode: Mode,
+        *,
+        inner_loops: int,
+        samples: int,
+        flushes: int,
+        needed: Sequence[Call] = (),
+        watch: Watch = lambda: None,
+        clock: Clock = perf_counter,
+    ) -> None:
+        self.inner_loops, self.samples, self.flushes = inner_loops, samples, flushes
+        self.facts: dict[str, Any] = {
+            "timer": "cuda_event",
+            "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
+        }
+        self._work, self._driver, self._mode, self._needed = work, driver, mode, needed
+        self._watch, self._clock = watch, clock
+
+    def run(self) -> None:
+        """Do the work of one sample, and wait for it."""
+        _wait_for(self._driver, self._work)
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`, one batch at least, in seconds a call."""
+        end = self._clock() + seconds
+        self.run()  # what ran before took the caches, and let the clocks fall
+        batches = [self._batch()]
+        while self._clock() < end:
+            batches.append(self._batch())
+        quiet = [batch for batch in batches if not batch.throttled]
+        counted = quiet or batches
+        return Burst(
+            [sample for batch in counted for sample in batch.samples],
+            preempted=not quiet,
+            states=tuple(batch.state for batch in counted if batch.state is not None),
+            discarded=sum(len(batch.samples) for batch in batches) - sum(len(batch.samples) for batch in counted),
+        )
+
+    def _batch(self) -> _Batch:
+        for _ in range(self.flushes):
+            self._driver.flush()
+        if self._mode.cache == "warm":
+            self._work()  # the flushes were for the host's sake
+        marks = [_sample(self._driver, self._mode, self._work) for _ in range(self.samples)]
+        state = self._watch()  # the device still runs what was queued
+        self._driver.wait()
+        return _Batch([self._driver.seconds(*pair) / self.inner_loops for pair in marks], state)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    samples: list[float]
+    state: State | None
+
+    @property
+    def throttled(self) -> bool:
+        return self.state is not None and self.state.throttled
+
+
+def prepare(
+    calls: Sequence[Call],
+    driver: Driver,
+    mode: Mode,
+    *,
+    watch: Watch = lambda: None,
+    clock: Clock = perf_counter,
+) -> EventTimer:
+    """Find out how often to repeat `calls` and how far the host must run ahead; captures the graph.
+
+    `calls` do the same work on copies of their own. Only the first is used unless the mode is rotated. Raises
+    NotCaptured, and whatever a call raises.
+    """
+    used = list(calls) if mode.cache == "rotated" else list(calls)[:1]
+    for call in used:
+        _wait_for(driver, call)  # compiles, and allocates what a capture may not
+    gained = _gained(driver, clock)
+    room = MOST_FLUSHES * gained / HEAD_START / 2  # a sample, and the one that warms up before it
+
+    def turn() -> None:
+        _all(used)
+
+    most = MOST_LOOPS
+    if mode.launch == "call":
+        most = min(MOST_QUEUED, int(room * len(used) / _queueing_seconds(driver, turn, clock)))
+    loops = inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
+    work = _repeated(used, loops)
+    if mode.launch == "graph":
+        try:
+            work = driver.capture(work)
+        except RuntimeError as error:
+            raise NotCaptured(str(error)) from error
+        _wait_for(driver, work)
+    queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
+    samples = batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
+    return EventTimer(
+        work, driver, mode,
+        inner_loops=loops,
+        samples=samples,
+        flushes=head_start(queueing=(samples + 1) * queueing, gained=gained),
+        needed=used,
+        watch=watch,
+        clock=clock,
+    )  # fmt: skip
+
+
+def inner_loops(mode: Mode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
+    """How many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
+    if mode.cache == "cold":
+        return 1
+    turns = math.ceil(SHORTEST_SAMPLE_SECONDS / max(once, 1e-9) / copies)
+    return copies * max(1, min(turns, most // copies))
+
+
+def batch_size(*, seconds: float, queueing: float, room: float) -> int:
+    """How many samples make a batch, if each takes the device `seconds` and the host `queueing`, and the device can
+    be kept busy for `room` seconds meanwhile.
+    """
+    return max(1, min(MOST_SAMPLES_A_BATCH, int(BATCH_SECONDS / seconds), int(room / max(queueing, 1e-9))))
+
+
+def head_start(*, queueing: float, gained: float) -> int:
+    """How many flushes keep the device busy while the host queues a batch, if it gains so much by each."""
+    return max(1, min(MOST_FLUSHES, math.ceil(HEAD_START * queueing / gained)))
+
+
+def copies_for(bytes_each: int, l2_bytes: int, most: int) -> int:
+    """How many copies that touch `bytes_each` are to be used in turn, `most` at most: so many that the others touch
+    ROTATED_TIMES_L2 times what the L2 holds before it is a copy's turn again.
+    """
+    return min(most, 1 + -(-ROTATED_TIMES_L2 * l2_bytes // max(1, bytes_each)))
+
+
+def displaced(bytes_each: int, l2_bytes: int, copies: int) -> bool:
+    """Whether the others of so many copies displace what a copy left in the L2."""
+    return (copies - 1) * bytes_each >= LEAST_TIMES_L2 * l2_bytes
+
+
+def _repeated(calls: Sequence[Call], loops: int) -> Call:
+    if loops == 1:
+        return calls[0]
+    turn = list(itertools.islice(itertools.cycle(calls), loops))
+    return lambda: _all(turn)
+
+
+def _all(calls: Sequence[Call]) -> None:
+    for call in calls:
+        call()
+
+
+def _sample(driver: Driver, mode: Mode, work: Call) -> tuple[Any, Any]:
+    if mode.cache == "cold":
+        driver.flush()
+    start = driver.mark()
+    work()
+    return start, driver.mark()
+
+
+def _wait_for(driver: Driver, work: Call) -> None:
+    work()
+    driver.wait()
+
+
+def _seconds_of(driver: Driver, work: Call) -> float:
+    """The median time of `work`, after flushes that let the host run ahead as it will when it counts."""
+    times = []
+    for _ in range(TRIALS):
+        for _ in range(TRIAL_FLUSHES):
+            driver.flush()
+        start = driver.mark()
+        work()
+        end = driver.mark()
+        driver.wait()
+        times.append(driver.seconds(start, end))
+    return max(float(np.median(times)), 1e-9)
+
+
+def _gained(driver: Driver, clock: Clock) -> float:
+    """By how much the host gets ahead of the device with every flush; a tenth of the flush at worst."""
+    flush = _seconds_of(driver, driver.flush)
+    return max(flush - _queueing_seconds(driver, driver.flush, clock), flush / 10)
+
+
+def _queueing_seconds(driver: Driver, run: Call, clock: Clock) -> float:
+    """The median time that the host takes to queue `run`."""
+    times = []
+    for _ in range(TRIALS):
+        began = clock()
+        run()
+        times.append(clock() - began)
+        driver.wait()
+    return max(float(np.median(times)), 1e-9)

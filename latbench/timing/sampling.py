@@ -1,0 +1,416 @@
+"""The timing loop: bursts of samples, several runs in turn, until each median is known well enough.
+
+Pure: the clock is an argument, nothing here knows what it times. One sample is the mean of `inner_loops` calls, so
+that the clock's own resolution and cost stay far below it. Runs are sampled in rounds, a short burst each in random
+order: a machine that slows down slows them all (google/benchmark#1051: this cuts run-to-run variance by 40%), and
+the bursts of one run lie so far apart that they see it in several moods. How much they disagree is part of the error.
+A noisy result is a fact (`converged` is false), not an exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import math
+import random
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from latbench.base.median_interval import median_interval
+from latbench.machines import devices
+
+Clock = Callable[[], float]
+Run = Callable[[], object]
+
+
+class Used(NamedTuple):
+    """What this process used so far, and what it had to do without.
+
+    Involuntary context switches; CPU seconds; seconds that its threads waited for a core, all together; the clock
+    ticks of the machine. None where the system does not say.
+    """
+
+    switches: int
+    cpu_seconds: float
+    waited_seconds: float | None = None
+    machine: devices.CpuTimes | None = None
+
+
+Usage = Callable[[], Used]
+"""Reads what this process used so far."""
+
+SHORTEST_SAMPLE_SECONDS = 1e-4  # a thousand times what reading perf_counter costs (50-100 ns)
+MOST_INNER_LOOPS = 1_000_000
+
+FEWEST_SAMPLES = 10
+FEWEST_ROUNDS = 5  # the spread between bursts is part of the noise
+PLATEAU_ROUNDS = 6
+SESSION_ROUNDS = 16  # of each of several sessions: about what a run takes when there is one
+# nvbench's idea: stop where more samples do not make the error smaller. Independent ones would by 29% if doubled.
+PLATEAU_GAIN, PLATEAU_BURSTS = 0.05, 16
+NOISY_ERROR = 0.1  # a run whose median is not even known to this may use its budget STRETCH times over
+STRETCH = 2
+SLOW_STRETCH = 20  # calls so slow that they have not even given the six samples of an interval by then
+
+# Measured on two cores: alone, a run is preempted 0 to 3 times in a burst of 30 ms, about 25 times a CPU second;
+# beside one to four busy processes 200 to 300 times, and its median is 1.3 to 13 times longer.
+PREEMPTIONS_PER_SECOND = 60
+# Of the time that the threads of its process ran or would have, the share that they waited for a core in a burst.
+# Measured on two cores with two threads: 0.25% alone, 20% and more beside one busy process, which need not show in
+# context switches: a thread may wake up to a taken core.
+MOST_WAITED = 0.05
+# Of the time of all processors, the share that the hypervisor gave to others in a burst. It is counted in ticks of
+# 10 ms: on two cores each is a third of a burst of 15 ms, on 64 a hundredth.
+MOST_STOLEN = 0.05
+SLOW_CLOCK = 0.75  # of the fastest clock seen: nvbench's threshold
+
+PREEMPTED, STOLEN, SLOWED = "preempted", "stolen", "slow_clock"
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Samples taken one after the other, in seconds a call.
+
+    `preempted` if other processes took the cores then, or if a GPU was slowed down by heat; `reasons`: how that
+    showed. `states`: what the device reported meanwhile, if it reports anything. `discarded`: how many more samples
+    were taken, and left out at once. rest_seconds: how long threads were given to come to rest afterwards. began: by
+    the clock of who measures.
+    """
+
+    samples: list[float]
+    preempted: bool = False
+    states: tuple[Any, ...] = ()
+    reasons: tuple[str, ...] = ()
+    discarded: int = 0
+    rest_seconds: float = 0.0
+    began: float = math.nan
+
+
+Sampler = Callable[[float], Burst]
+"""Times something for about the given seconds; a burst without samples if it cannot go on."""
+
+
+@dataclass
+class Timing:
+    """What was sampled so far, burst by burst. Preempted bursts do not count as long as there are enough others."""
+
+    bursts: list[Burst] = field(default_factory=list)
+    medians: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    stop_reason: str = ""
+
+    def add(self, burst: Burst) -> None:
+        """Take in a burst."""
+        self.bursts.append(burst)
+        samples = np.sort(self.samples)
+        self.medians.append(float(np.median(samples)))
+        self.errors.append(max(_sample_error(samples), self.burst_error or 0.0))
+
+    @property
+    def preempted(self) -> bool:
+        """Whether preempted bursts had to be counted, because there were not enough others."""
+        quiet = sum(not burst.preempted for burst in self.bursts)
+        return quiet < min(FEWEST_ROUNDS, len(self.bursts))
+
+    @property
+    def counted(self) -> list[Burst]:
+        """The bursts that count."""
+        return self.bursts if self.preempted else [burst for burst in self.bursts if not burst.preempted]
+
+    @property
+    def samples(self) -> list[float]:
+        """The samples that count, in the order they were taken."""
+        return [sample for burst in self.counted for sample in burst.samples]
+
+    @property
+    def discarded(self) -> int:
+        """How many samples were taken and do not count."""
+        every = sum(len(burst.samples) + burst.discarded for burst in self.bursts)
+        return every - sum(len(burst.samples) for burst in self.counted)
+
+    @property
+    def reasons(self) -> list[str]:
+        """How disturbances showed, in the bursts that count and in those that do not."""
+        return sorted({reason for burst in self.bursts for reason in burst.reasons})
+
+    @property
+    def states(self) -> list[Any]:
+        """What the device reported during the bursts that count."""
+        return [state for burst in self.counted for state in burst.states]
+
+    @property
+    def converged(self) -> bool:
+        """Whether the median is known to the error that was asked for."""
+        return self.stop_reason == "relative_error"
+
+    @property
+    def relative_error(self) -> float:
+        """Half the 95% interval of the median over the median; infinite while there are too few samples to tell.
+
+        The larger of two: as if every sample told something of its own, and as the bursts disagree.
+        """
+        return self.errors[-1]
+
+    @property
+    def burst_error(self) -> float | None:
+        """The second of the two alone; None with one burst."""
+        return burst_error([burst.samples for burst in self.counted])
+
+    def drift(self) -> float | None:
+        """The median of the later half of the counted bursts over that of the earlier half; None with one burst."""
+        bursts = self.counted
+        if len(bursts) < 2:
+            return None
+        early, late = (
+            np.median([sample for burst in half for sample in burst.samples])
+            for half in (bursts[: len(bursts) // 2], bursts[len(bursts) // 2 :])
+        )
+        return float(late / early)
+
+
+def _sample_error(ordered: np.ndarray) -> float:
+    """Half the 95% interval of the median of rising samples, over the median."""
+    low, high = median_interval(ordered)
+    middle = float(np.median(ordered))
+    return math.inf if low is None or high is None or middle <= 0 else (high - low) / 2 / middle
+
+
+# The standard error of a median of normal values is this much larger than that of their mean (sqrt(pi / 2)), and the
+# median absolute deviation this much smaller than the standard deviation.
+_OF_A_MEDIAN, _MAD = 1.2533, 0.6745
+
+
+def burst_error(bursts: Sequence[Sequence[float]]) -> float | None:
+    """Half the 95% interval of the median of the medians of `bursts` (samples each), over it; None of a single burst,
+    which may not be the next one's like.
+    """
+    if len(bursts) < 2:
+        return None
+    medians = np.array([np.median(burst) for burst in bursts])
+    middle = float(np.median(medians))
+    if middle <= 0:  # no time at all: a gate says so
+        return math.inf
+    deviation = float(np.median(np.abs(medians - middle))) / _MAD
+    return 1.96 * _OF_A_MEDIAN * deviation / math.sqrt(len(medians)) / middle
+
+
+class Timer(Protocol):
+    """Something that is ready to be timed and knows how; `inner_loops` calls make one sample."""
+
+    @property
+    def inner_loops(self) -> int:
+        """How many calls each sample is the mean of."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Columns of the point's row."""
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`, at least one."""
+
+
+class WallClock:
+    """Times a callable by this process's clock.
+
+    Its `facts`, if it has any, are columns of the point's row. Where it has `rest_seconds`, its threads spin on for
+    so long after a call, and a burst ends when they have come to rest, before another engine is timed.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.inner_loops = calibrate(run)
+        self.facts: dict[str, Any] = getattr(run, "facts", {})
+        self._run = run
+        self._rest_seconds: float = getattr(run, "rest_seconds", 0.0)
+        self._fastest_hertz = 0.0
+
+    def burst(self, seconds: float) -> Burst:
+        """Samples taken for about `seconds`, at least one."""
+        taken = replace(burst(self._run, seconds, self.inner_loops), rest_seconds=self._rest_seconds)
+        hertz = devices.scaling_hertz()  # while the cores are still warm from it
+        sleep(self._rest_seconds)
+        if hertz is None:
+            return taken
+        self._fastest_hertz = max(self._fastest_hertz, hertz)
+        if hertz >= SLOW_CLOCK * self._fastest_hertz:
+            return taken
+        return replace(taken, preempted=True, reasons=(*taken.reasons, SLOWED))
+
+
+_THREADS = Path("/proc/self/task")
+
+
+def process_usage() -> Used:
+    """What all threads of this process used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    waited = 0
+    try:
+        for thread in _THREADS.iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it just ended
+                waited += int((thread / "schedstat").read_bytes().split()[1])
+    except (OSError, IndexError):  # not Linux, or a kernel that keeps no count
+        return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime)
+    return Used(used.ru_nivcsw, used.ru_utime + used.ru_stime, waited / 1e9, devices.cpu_times())
+
+
+def calibrate(run: Run, *, clock: Clock = perf_counter) -> int:
+    """How many calls of `run` make one sample long enough to be read off the clock; calls it a few times."""
+    run()
+    loops = 1
+    while loops < MOST_INNER_LOOPS:
+        seconds = _time(run, loops, clock)
+        if seconds >= SHORTEST_SAMPLE_SECONDS:  # one long reading may be others' doing
+            seconds = min(seconds, _time(run, loops, clock))
+        if seconds >= SHORTEST_SAMPLE_SECONDS:
+            break
+        # Aim a little beyond, but never trust one short reading with a leap.
+        wanted = 1.2 * SHORTEST_SAMPLE_SECONDS / max(seconds, 1e-9)
+        loops = min(MOST_INNER_LOOPS, max(loops + 1, int(loops * min(wanted, 10.0))))
+    return loops
+
+
+def burst(
+    run: Run, seconds: float, inner_loops: int, *, clock: Clock = perf_counter, usage: Usage = process_usage
+) -> Burst:
+    """Samples of `run` taken for about `seconds`, at least one: each the mean seconds a call of `inner_loops` calls.
+
+    One untimed sample goes first: what ran before took the caches and put this run's threads to sleep. Garbage is not
+    collected meanwhile.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        before = usage()
+        _time(run, inner_loops, clock)
+        end = clock() + seconds
+        samples = [_time(run, inner_loops, clock) / inner_loops]
+        while clock() < end:
+            samples.append(_time(run, inner_loops, clock) / inner_loops)
+        after = usage()
+    finally:
+        if collecting:
+            gc.enable()
+    reasons = disturbances(before, after)
+    return Burst(samples, bool(reasons), reasons=reasons)
+
+
+def disturbances(before: Used, after: Used) -> tuple[str, ...]:
+    """How it shows that others had the cores between two readings: PREEMPTED, STOLEN; nothing if it does not.
+
+    Where the system counts how long threads waited for a core, switches are not looked at: each may be a moment.
+    """
+    ran = after.cpu_seconds - before.cpu_seconds
+    if before.waited_seconds is not None and after.waited_seconds is not None:
+        waited = after.waited_seconds - before.waited_seconds
+        preempted = waited > MOST_WAITED * (ran + waited)
+    else:
+        preempted = after.switches - before.switches > 1 + PREEMPTIONS_PER_SECOND * ran
+    stolen = False
+    if before.machine is not None and after.machine is not None:
+        ticks = after.machine.total - before.machine.total
+        stolen = after.machine.steal - before.machine.steal > MOST_STOLEN * ticks
+    return ((PREEMPTED,) if preempted else ()) + ((STOLEN,) if stolen else ())
+
+
+def _time(run: Run, loops: int, clock: Clock) -> float:
+    start = clock()
+    for _ in range(loops):
+        run()
+    return clock() - start
+
+
+def measure(
+    run: Run,
+    *,
+    rel_error: float = 0.01,
+    max_seconds: float = 2.0,
+    round_seconds: float = 0.05,
+    clock: Clock = perf_counter,
+    usage: Usage = process_usage,
+) -> Timing:
+    """Time one callable in this process; see `interleave` for when it stops."""
+    loops = calibrate(run, clock=clock)
+
+    def sampler(seconds: float) -> Burst:
+        return burst(run, seconds, loops, clock=clock, usage=usage)
+
+    finished = interleave(
+        {"run": sampler}, rel_error=rel_error, max_seconds=max_seconds, round_seconds=round_seconds, clock=clock
+    )
+    return next(finished)[1]
+
+
+def interleave(
+    samplers: Mapping[str, Sampler],
+    *,
+    rel_error: float = 0.01,
+    max_seconds: float = 2.0,
+    round_seconds: float = 0.05,
+    clock: Clock = perf_counter,
+    order: random.Random | None = None,
+    between: Callable[[], None] = lambda: None,
+    sessions: int = 1,
+    renew: Callable[[int], None] = lambda session: None,
+) -> Iterator[tuple[str, Timing]]:
+    """Sample all `samplers` in rounds, a burst of about `round_seconds` each, and yield each as it finishes.
+
+    One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
+    for several rounds its median has stayed within a quarter of that although samples scatter, or twice as many
+    bursts have not made the interval narrower (plateau), when it has used `max_seconds` (budget; up to twice that
+    while it is not known to 10%, or bursts were preempted and too few were not; longer for calls so slow that there
+    are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
+    every burst.
+
+    The samples come from so many `sessions`: after SESSION_ROUNDS rounds of each but the last, `renew` is called with
+    the number of the next, from 1 on, to build everything anew. Each adds `max_seconds` to what a run may use; one
+    that has used them waits for the next session. None finishes before the last, which is as long for those that have
+    seconds left.
+    """
+    shuffle = (order or random.Random(0)).shuffle
+    timings = {name: Timing() for name in samplers}
+    spent = dict.fromkeys(samplers, 0.0)
+    for session in range(sessions):
+        if session and timings:
+            renew(session)
+        last, granted = session == sessions - 1, (session + 1) * max_seconds
+        for rounds in itertools.count(1) if last else range(SESSION_ROUNDS):
+            names = [name for name in timings if last or spent[name] < granted]
+            if not names:
+                break
+            shuffle(names)
+            for name in names:
+                between()
+                timing, start = timings[name], clock()
+                sampled = samplers[name](round_seconds)
+                spent[name] += clock() - start - sampled.rest_seconds
+                if not sampled.samples:
+                    timing.stop_reason = "failed"
+                else:
+                    timing.add(replace(sampled, began=start))
+                    if last and (sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
+                        timing.stop_reason = _stop(timing, spent[name], rel_error, granted)
+                if timing.stop_reason:
+                    yield name, timings.pop(name)
+
+
+def _stop(timing: Timing, spent: float, rel_error: float, max_seconds: float) -> str:
+    error = timing.relative_error
+    known = len(timing.bursts) >= FEWEST_ROUNDS and error <= NOISY_ERROR and not timing.preempted
+    if known and error <= rel_error and len(timing.samples) >= FEWEST_SAMPLES:
+        return "relative_error"
+    recent = timing.medians[-PLATEAU_ROUNDS:]
+    steady = len(timing.medians) > PLATEAU_ROUNDS and max(recent) - min(recent) <= rel_error / 4 * recent[-1]
+    bursts = len(timing.errors)
+    useless = bursts >= PLATEAU_BURSTS and error > (1 - PLATEAU_GAIN) * timing.errors[bursts // 2 - 1]
+    if known and (steady or useless):
+        return "plateau"
+    most = STRETCH if math.isfinite(error) else SLOW_STRETCH
+    if (known and spent >= max_seconds) or spent >= most * max_seconds:
+        return "budget"
+    return ""

@@ -1,0 +1,1 @@
+"""What is to be measured: layers of networks, and the points of a sweep."""
