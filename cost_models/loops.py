@@ -19,9 +19,9 @@ ones had a say. On tables of another CPU sums of them are 14% off where a plain 
 ResNet20), and both are 18% off for three linear shapes.
 
 What it does not know: which lines another core has just written, threads that wait for each other, that each thread
-lays out all of x where tokens are few, and which layers a matrix unit multiplies (`sparse_kernels.cpu.matrix`,
-`matrix_conv2d`). Amounts of its own for that (tiles, thirds, sums) brought the unseen shapes of a CPU with one no
-nearer: trees on 29 shapes find out as much.
+lays out all of x where tokens are few, and which layers a matrix unit multiplies
+(`sparse_kernels.cpu.kernels.amx_linear`, `matrix_conv2d`). Amounts of its own for that (tiles, thirds, sums) brought
+the unseen shapes of a CPU with one no nearer: trees on 29 shapes find out as much.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _LANES = 16
 _FAR, _LONG_ROWS = 2**20, 3125  # elements of x and y, of a row of x, from which on kernel tokens waits for memory
 _CLOSE_BYTES = 48 * 2**10  # first-level cache
 _PAGE_BYTES, _PAGES = 4096, 64  # what a first-level TLB holds, about
-# `sparse_kernels.cpu.single`: elements of x in a stage, columns of a row in it, and elements at most
+# `sparse_kernels.cpu.kernels.unstructured_rows`: elements of x in a stage, columns of a row in it, and elements at
+# most
 _STAGE, _WORTHWHILE, _FARTHEST = 7_500, 12, 2**16
 
 
@@ -88,10 +89,10 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
 def along_outputs(X: pd.DataFrame) -> Mask:
     """Whether each row of X, (rows,), is a linear layer with its outputs along the vector, of token-major x and y.
 
-    As `sparse_kernels.cpu.linear.default` chooses for a vector unit that works in halves (Zen 4): groups of rows must
-    fill vectors, and where they fill but one, or are permuted and x has no long rows, many tokens are better along
-    the vector. Of few tokens they need to fill but a half of one. A unit that does not work so (Zen 5) wants fewer
-    permuted ones along the vector; to know that brought its unseen shapes no nearer.
+    As `sparse_kernels.cpu.plans.linear.default` chooses for a vector unit that works in halves (Zen 4): groups of
+    rows must fill vectors, and where they fill but one, or are permuted and x has no long rows, many tokens are
+    better along the vector. Of few tokens they need to fill but a half of one. A unit that does not work so (Zen 5)
+    wants fewer permuted ones along the vector; to know that brought its unseen shapes no nearer.
     """
     m, k, n = (X[name].to_numpy(np.float64) for name in SIZES)
     structure = Structure.of(X)
@@ -111,7 +112,8 @@ def along_outputs(X: pd.DataFrame) -> Mask:
 
 
 def stages(k: Array, vectors: Array, density: Array) -> Array:
-    """How many stages of columns single rows have, as `sparse_kernels.cpu.single.single_rows` cuts them."""
+    """How many stages of columns single rows have, as `sparse_kernels.cpu.kernels.unstructured_rows.single_rows` cuts
+    them."""
     together = np.minimum(4, vectors) * _LANES
     close = np.minimum(np.ceil(k * together / _STAGE), np.floor(k * density / _WORTHWHILE))
     stride = np.maximum(together, _LANES)
@@ -134,7 +136,7 @@ class Images:
 
     @classmethod
     def of(cls, X: pd.DataFrame) -> Self:
-        """As `sparse_kernels.cpu.conv2d` lays them."""
+        """As `sparse_kernels.cpu.plans.conv2d` lays them."""
         batch, c_in, h, w, kh, kw = (_column(X, name, 1) for name in ("batch", "c_in", "h", "w", "kh", "kw"))
         down, right = _column(X, "stride_h", 1), _column(X, "stride_w", 1)
         above, left = _column(X, "padding_h", 0), _column(X, "padding_w", 0)
@@ -175,7 +177,7 @@ def _token_major(X: pd.DataFrame) -> Mask:
 
 
 def _low_tile(height: Array) -> Array:
-    """By how much a register tile of fewer than 8 rows is slower (`sparse_kernels.cpu.rows.tile`)."""
+    """By how much a register tile of fewer than 8 rows is slower (`sparse_kernels.cpu.kernels.row_panels.tile`)."""
     rows = np.select([height >= 8, height >= 4], [8.0, 4.0], 2.0)
     return np.asarray((1 + 1 / rows) / (1 + 1 / 8), np.float64)
 

@@ -8,7 +8,8 @@ y = plan(x, bias, activation="relu")
 
 from sparse_kernels.formats import NotOfPattern, Packed, pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
-from sparse_kernels.plan import Plan, matmul, prepare, prepare_conv2d
+from sparse_kernels.plan_protocol import Plan
+from sparse_kernels.planner import matmul, prepare, prepare_conv2d
 from sparse_kernels.registry import MissingLibrary, UnknownKernel
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

@@ -27,8 +27,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
-from sparse_kernels.framing import keep_frames
-from sparse_kernels.graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
+from sparse_kernels.fx_graphs import activation, called_once, element_wise, erase, hooked, only_user, tidy, wrap
 from sparse_kernels.nn import (
     GPU_BACKENDS,
     SparseConv2d,
@@ -38,9 +37,10 @@ from sparse_kernels.nn import (
     set_weight_matrix,
     weight_matrix,
 )
+from sparse_kernels.pad_propagation import keep_frames
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.pooling import pool_channels_last
-from sparse_kernels.tiles import OnTiles
+from sparse_kernels.torch_tiles import OnTiles
 
 # How far results may lie apart, of their own size: a norm folded into a layer moves a few roundings, and kernels that
 # add in another order move some in every layer.

@@ -40,13 +40,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparse_kernels import prepare, prepare_conv2d
-from sparse_kernels.cpu import threads
-from sparse_kernels.cpu.frames import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.framed import PLAIN, address_of, finished, framable, plain
+from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
-from sparse_kernels.tiles import Tiles, tiles_shape, worthwhile
+from sparse_kernels.torch_tiles import Tiles, tiles_shape, worthwhile
 
 if TYPE_CHECKING:
     from sparse_kernels.cuda.machine import Machine
@@ -395,7 +395,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    from sparse_kernels.cpu.attention import run
+    from sparse_kernels.cpu.kernels.attention import run
 
     # A single element may have any stride: torch calls that contiguous, and `contiguous` would leave it.
     form = torch.contiguous_format
@@ -466,7 +466,7 @@ class SparseLinear(_Sparse):
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:
-        from sparse_kernels.cpu import linear
+        from sparse_kernels.cpu.plans import linear
 
         linear.check_precision(packed, precision)
 
@@ -515,7 +515,7 @@ class SparseLinear(_Sparse):
     @functools.cached_property
     def lays_out(self) -> bool:
         """Whether the layer lays many tokens out in tiles, so that it saves time to get or give them so."""
-        from sparse_kernels.cpu import linear
+        from sparse_kernels.cpu.plans import linear
 
         return self.backend == "numba" and linear.lays_out(self.packed)
 
@@ -600,7 +600,7 @@ class SparseConv2d(_Sparse):
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:
-        from sparse_kernels.cpu import conv2d
+        from sparse_kernels.cpu.plans import conv2d
 
         conv2d.check_precision(packed, precision)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.formats import BlockWeight, DenseWeight, Packed, VectorWeight, unpack
-from sparse_kernels.plan import ACTIVATIONS, LAYOUTS
+from sparse_kernels.plan_protocol import ACTIVATIONS, LAYOUTS
 from sparse_kernels.reference import finish, patches
 from sparse_kernels.shapes import Conv2dShape
 

@@ -18,8 +18,8 @@ from typing import ClassVar
 import numpy as np
 
 from sparse_kernels import shuffle
-from sparse_kernels.selection import Mask, Scores, check_scores, check_sparsity, top, top_units, top_vectors
 from sparse_kernels.shapes import Conv2dShape, Shape
+from sparse_kernels.top_units import Mask, Scores, check_scores, check_sparsity, top, top_units, top_vectors
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from sparse_kernels.graphs import call, called_once, changed, element_wise, only_user
+from sparse_kernels.fx_graphs import call, called_once, changed, element_wise, only_user
 
 _POOLS = (F.max_pool2d, torch.max_pool2d)
 

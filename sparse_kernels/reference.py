@@ -18,7 +18,7 @@ from sparse_kernels.formats import (
     VectorWeight,
     copied,
 )
-from sparse_kernels.plan import Array, check_call
+from sparse_kernels.plan_protocol import Array, check_call
 from sparse_kernels.shapes import Conv2dShape
 
 

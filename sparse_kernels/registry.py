@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparse_kernels.plan import Plan
+    from sparse_kernels.plan_protocol import Plan
 
 KERNELS = {
     ("dense", "linear", "reference"): "sparse_kernels.reference:prepare",
@@ -22,18 +22,18 @@ KERNELS = {
     ("block", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("vector", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("shflbw", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
-    ("dense", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("unstructured", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("nm", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("block", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("vector", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("shflbw", "linear", "numba"): "sparse_kernels.cpu.linear:prepare",
-    ("dense", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
-    ("unstructured", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
-    ("nm", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
-    ("block", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
-    ("vector", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
-    ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.conv2d:prepare",
+    ("dense", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("unstructured", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("nm", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("block", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("vector", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("shflbw", "linear", "numba"): "sparse_kernels.cpu.plans.autotune:prepare_or_tune",
+    ("dense", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
+    ("unstructured", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
+    ("nm", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
+    ("block", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
+    ("vector", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
+    ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare",
     ("dense", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
     ("unstructured", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",
     ("nm", "linear", "cupy"): "sparse_kernels.cuda.plan:prepare",

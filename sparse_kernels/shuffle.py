@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.selection import Scores, top, top_vectors
+from sparse_kernels.top_units import Scores, top, top_vectors
 
 Order = NDArray[np.int64]
 

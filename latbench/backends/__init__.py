@@ -23,8 +23,8 @@ from latbench.machines import devices
 from latbench.workloads.minimum_work import inputs_read
 from latbench.workloads.points import Point
 from sparse_kernels import oracle
-from sparse_kernels.cpu.scratch import at_cache_line
-from sparse_kernels.cpu.target import rotated_bytes
+from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
+from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
 from sparse_kernels.formats import Packed, pack, rounded
 from sparse_kernels.patterns import Pattern, ShflBW, VectorWise
 from sparse_kernels.shapes import Conv2dShape, Shape

@@ -10,9 +10,9 @@ from llvmlite import ir
 from numba import njit, prange, types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu import amx
-from sparse_kernels.cpu.emitter import FLOATS, PAIRS_BY_UNIT, Emitter, with_literals
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emitter, with_literals
 
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count

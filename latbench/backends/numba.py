@@ -10,9 +10,9 @@ import numpy as np
 import sparse_kernels
 from latbench.backends import Engine, Layer, Unsupported, copies_for
 from latbench.workloads.points import Point
-from sparse_kernels.cpu import conv2d, linear
-from sparse_kernels.cpu.target import host
-from sparse_kernels.plan import Plan
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.plans import conv2d, linear
+from sparse_kernels.plan_protocol import Plan
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 PRECISIONS = {

@@ -91,7 +91,7 @@ def handed_on(threads: int) -> HandedOn:
 def find(threads: int) -> Ceilings:
     """Measure the ceilings of this process's CPU with `threads` threads; takes some seconds."""
     from latbench.backends import ceiling_kernels
-    from sparse_kernels.cpu.target import host
+    from sparse_kernels.cpu.codegen.cpu_target import host
 
     rates: dict[int, float] = {}
     for size in _WORKING_SETS:

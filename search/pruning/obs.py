@@ -28,8 +28,8 @@ from search.pruning.adaprune import AdaPrune
 from search.pruning.oneshot import DAMPING, Pruned
 from search.pruning.units import Units, units_of
 from sparse_kernels.patterns import Pattern, ShflBW
-from sparse_kernels.selection import Mask
 from sparse_kernels.shuffle import group_rows
+from sparse_kernels.top_units import Mask
 
 MEMORY_BYTES = 2**28
 PENDING = 32

@@ -22,8 +22,8 @@ from torch import Tensor
 from search.pruning.oneshot import DAMPING, OneShot, Pruned
 from search.pruning.units import Units, units_of
 from sparse_kernels.patterns import Pattern, ShflBW
-from sparse_kernels.selection import Mask, top
 from sparse_kernels.shuffle import group_rows
+from sparse_kernels.top_units import Mask, top
 
 LAZY_COLUMNS = 128
 

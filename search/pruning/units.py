@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, VectorNM, VectorWise
-from sparse_kernels.selection import Mask, Scores, top_units
+from sparse_kernels.top_units import Mask, Scores, top_units
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from sparse_kernels.cuda import variants
 from sparse_kernels.cuda.machine import Array, CupyMachine, Kernel, Machine
 from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
 
 LINEAR_LAYOUT = "feature_major"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.formats import Packed
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
 
 DTYPES = ("float16", "bfloat16")

@@ -20,7 +20,7 @@ from sparse_kernels.numba_cuda.library import cuda, require_device
 from sparse_kernels.numba_cuda.operands import check_apart, on_gpu
 from sparse_kernels.numba_cuda.tile import Tile
 from sparse_kernels.numba_cuda.transpose import transpose
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
 
 DTYPES = ("float32", "float16")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from sparse_kernels import prepare
-from sparse_kernels.cpu.scratch import addresses
+from sparse_kernels.cpu.runtime.scratch_buffers import addresses
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import parse

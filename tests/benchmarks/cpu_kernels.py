@@ -47,16 +47,17 @@ from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import Placement
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
-from sparse_kernels.cpu.conv2d import Conv2dPlan
-from sparse_kernels.cpu.frames import Framed, Places
-from sparse_kernels.cpu.images import copy
-from sparse_kernels.cpu.linear import PRECISIONS
-from sparse_kernels.cpu.scratch import at_cache_line
-from sparse_kernels.cpu.target import host
-from sparse_kernels.cpu.transpose import blocked
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.kernels.image_layout import copy
+from sparse_kernels.cpu.kernels.transpose_tiles import blocked
+from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.plans.conv2d import Conv2dPlan
+from sparse_kernels.cpu.plans.linear import PRECISIONS
+from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, Dense, Unstructured, parse
-from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, Plan, prepare, prepare_conv2d
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS, Plan
+from sparse_kernels.planner import prepare, prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 LINEAR = [LinearShape(m, k, n) for m, k, n in ((768, 768, 128), (2048, 512, 128), (512, 2048, 128))]

@@ -25,9 +25,9 @@ from cpu_kernels import BLOCK_SECONDS, SPINNING_SECONDS, conv2d_run, least
 
 from latbench.workloads import workload as workloads
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, linear
-from sparse_kernels.cpu.scratch import at_cache_line
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.plans import conv2d, linear
+from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import Dense, parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape

@@ -20,7 +20,7 @@ from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import Placement
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import parse
-from sparse_kernels.plan import prepare_conv2d
+from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
 
 SHAPE = Conv2dShape(1, 256, 56, 56, 512, 1, 1, (2, 2))

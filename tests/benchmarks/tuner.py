@@ -25,10 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.backends import copies_for, synthetic_mask
-from sparse_kernels.cpu import linear, tuner
+from sparse_kernels.cpu.plans import autotune as tuner
+from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import Packed, pack
 from sparse_kernels.patterns import NM, Dense, parse
-from sparse_kernels.plan import LAYOUTS, Plan
+from sparse_kernels.plan_protocol import LAYOUTS, Plan
 from sparse_kernels.shapes import LinearShape
 
 SHAPES = (

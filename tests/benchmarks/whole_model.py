@@ -34,8 +34,8 @@ from search.job import prunable_layers
 from search.options import OWN
 from search.overhead import FREE, dense_engines
 from sparse_kernels import nn as sparse
-from sparse_kernels.cpu.frames import Framed
-from sparse_kernels.tiles import Tiles
+from sparse_kernels.cpu.layouts.padded_images import Framed
+from sparse_kernels.torch_tiles import Tiles
 
 PRUNED = "pruned"
 COVERAGE = 0.9

@@ -12,7 +12,7 @@ from sparse_kernels.cuda import csr
 from sparse_kernels.cuda.program import DTYPES, NotSupported
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, Unstructured
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,7 @@ from sparse_kernels.cuda.program import DTYPES, NotSupported
 from sparse_kernels.cuda.targets import ARCHITECTURES, TARGETS
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, Unstructured
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 
 TWO_OF_FOUR = [NM(2, 4), NM(1, 4), NM(2, 8), NM(1, 8), NM(1, 16)]
 OTHERS = [NM(2, 4), NM(1, 3), NM(4, 8), NM(1, 16), NM(1, 32), NM(3, 10), NM(20, 100), NM(2, 256)]

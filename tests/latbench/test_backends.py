@@ -17,7 +17,7 @@ from latbench import backends
 from latbench.backends import Engine, Layer, Rotation, Unsupported
 from latbench.workloads.points import KERNELS, Point
 from sparse_kernels import oracle
-from sparse_kernels.cpu import target
+from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.formats import pack
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise

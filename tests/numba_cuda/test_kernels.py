@@ -19,7 +19,7 @@ from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.numba_cuda.tile import Tile
 from sparse_kernels.numba_cuda.transpose import transpose
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import LAYOUTS
+from sparse_kernels.plan_protocol import LAYOUTS
 from sparse_kernels.reference import finish
 from sparse_kernels.shapes import Conv2dShape
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,7 +17,7 @@ LATER = [pytest.mark.slow] if host().pairs else []
 @pytest.fixture(params=["unit", pytest.param("multiply-adds", marks=LATER)])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies pairs of bfloat16: the unit, where there is one, and what stands in for it elsewhere."""
-    from sparse_kernels.cpu import conv2d, linear
+    from sparse_kernels.cpu.plans import conv2d, linear
 
     if request.param == "unit":
         if not host().pairs:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu.frames import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import Framed, Places
 from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.patterns import NM, Dense, Pattern
 from sparse_kernels.shapes import Conv2dShape

@@ -36,8 +36,8 @@ from sparse_kernels import (
     prepare_conv2d,
     unpack,
 )
-from sparse_kernels.cpu.transpose import tokens_in_tile
-from sparse_kernels.plan import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS
+from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
+from sparse_kernels.plan_protocol import ACTIVATIONS, BLOCKED_LAYOUTS, LAYOUTS
 from sparse_kernels.reference import finish, patches
 
 LARGEST = float(np.finfo(np.float32).max)

@@ -8,12 +8,16 @@ import pytest
 from numba import njit
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import amx, linear, matrix, transpose
-from sparse_kernels.cpu.target import host
-from sparse_kernels.cpu.thirds import TOO_LARGE, has_thirds, thirds
+from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.bf16_split import TOO_LARGE, has_thirds, thirds
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.kernels import amx_linear as matrix
+from sparse_kernels.cpu.kernels import transpose_tiles as transpose
+from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
+from sparse_kernels.planner import prepare
 
 by_the_unit = pytest.mark.skipif(not host().matrix, reason="this processor has no matrix unit")
 UNITS = [pytest.param(True, id="emulated"), pytest.param(False, id="amx", marks=by_the_unit)]

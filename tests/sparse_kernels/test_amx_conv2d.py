@@ -12,12 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, matrix, matrix_conv2d, scratch
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.kernels import amx_conv2d as matrix_conv2d
+from sparse_kernels.cpu.kernels import amx_linear as matrix
+from sparse_kernels.cpu.plans import conv2d
+from sparse_kernels.cpu.runtime import scratch_buffers as scratch
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.nn import SparseConv2d
 from sparse_kernels.patterns import BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import prepare_conv2d
+from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
 
 by_the_unit = pytest.mark.skipif(not host().matrix, reason="this processor has no matrix unit")

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels.convert import CONVERTED, FOLDED, LayerPattern, _same, convert
-from sparse_kernels.cpu import target
+from sparse_kernels.cpu.codegen import cpu_target as target
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.tiles import Tiles
+from sparse_kernels.torch_tiles import Tiles
 
 
 class Residual(nn.Module):

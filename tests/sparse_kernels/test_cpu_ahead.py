@@ -4,8 +4,10 @@ from itertools import chain
 
 import pytest
 
-from sparse_kernels.cpu import ahead, blocks, vectors
-from sparse_kernels.cpu.micro import PACE_BITS
+from sparse_kernels.cpu.codegen import prefetch as ahead
+from sparse_kernels.cpu.codegen.register_tiles import PACE_BITS
+from sparse_kernels.cpu.kernels import token_blocks as blocks
+from sparse_kernels.cpu.layouts import vector_grid as vectors
 
 walk, step, standing = (function.py_func for function in (ahead.walk, ahead.step, ahead.standing))
 

@@ -8,8 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.cpu import scratch
-from sparse_kernels.cpu.attention import attention
+from sparse_kernels.cpu.kernels.attention import attention
+from sparse_kernels.cpu.runtime import scratch_buffers as scratch
 from sparse_kernels.patterns import VectorWise
 
 SIZES = [

@@ -5,11 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparse_kernels.cpu import threads
-from sparse_kernels.cpu.call import LinearPlan
+from sparse_kernels.cpu.launch.linear_call import LinearPlan
+from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
-from sparse_kernels.plan import ACTIVATIONS, Plan, prepare
+from sparse_kernels.plan_protocol import ACTIVATIONS, Plan
+from sparse_kernels.planner import prepare
 
 M, K, N = 9, 6, 3
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from sparse_kernels.cpu.compiled import _Files
+from sparse_kernels.cpu.runtime.kernel_cache import _Files
 
 # Prints what kernels of these constants give, how many came from disk, and what was warned of.
 PROGRAM = """
 import sys, warnings
 import numpy as np
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 def adding(constant):
     @in_parts

@@ -13,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d, images, rows, single
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.kernels import image_layout as images
+from sparse_kernels.cpu.kernels import row_panels as rows
+from sparse_kernels.cpu.kernels import unstructured_rows as single
+from sparse_kernels.cpu.plans import conv2d
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import prepare_conv2d
+from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
 
 PATTERNS = [Dense(), Unstructured(), NM(1, 2), BlockWise(4, 3), VectorWise(8), VectorWise(3), ShflBW(8)]

@@ -18,11 +18,34 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import blocks, few, linear, panels, rows, scratch, single, target, tokens, transpose, vectors
-from sparse_kernels.cpu.micro import AHEAD
+from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.codegen.register_tiles import AHEAD
+from sparse_kernels.cpu.kernels import (
+    row_panels as rows,
+)
+from sparse_kernels.cpu.kernels import (
+    small_batch as few,
+)
+from sparse_kernels.cpu.kernels import (
+    token_blocks as blocks,
+)
+from sparse_kernels.cpu.kernels import (
+    token_major as tokens,
+)
+from sparse_kernels.cpu.kernels import (
+    transpose_tiles as transpose,
+)
+from sparse_kernels.cpu.kernels import (
+    unstructured_rows as single,
+)
+from sparse_kernels.cpu.layouts import panels
+from sparse_kernels.cpu.layouts import vector_grid as vectors
+from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.runtime import scratch_buffers as scratch
 from sparse_kernels.formats import pack, rounded, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise, parse
-from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
+from sparse_kernels.planner import prepare
 
 ALL_LAYOUTS = (*LAYOUTS, *BLOCKED_LAYOUTS)
 

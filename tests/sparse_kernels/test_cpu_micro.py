@@ -8,13 +8,13 @@ import pytest
 import torch
 from numba import njit
 
-from sparse_kernels.cpu.emitter import FLOATS
-from sparse_kernels.cpu.micro import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
-from sparse_kernels.cpu.split import share
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, lanes_to_tokens, tokens_to_lanes
+from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
+from sparse_kernels.cpu.runtime.work_split import share
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import Dense
-from sparse_kernels.plan import prepare
+from sparse_kernels.planner import prepare
 
 
 def activated(x, activation, layout):

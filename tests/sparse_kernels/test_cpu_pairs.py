@@ -12,12 +12,19 @@ import torch
 from halves import nearest
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import blocks, linear, panels, rows, target, transpose, tuner
-from sparse_kernels.cpu.linear import Choice, RowPlan
+from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.kernels import row_panels as rows
+from sparse_kernels.cpu.kernels import token_blocks as blocks
+from sparse_kernels.cpu.kernels import transpose_tiles as transpose
+from sparse_kernels.cpu.layouts import panels
+from sparse_kernels.cpu.plans import autotune as tuner
+from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.plans.linear import Choice, RowPlan
 from sparse_kernels.formats import Packed, bfloat16, pack, rounded, unpack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
+from sparse_kernels.planner import prepare
 
 PATTERNS = [Dense(), VectorWise(32), VectorWise(4), VectorWise(3), ShflBW(32), BlockWise(16, 4)]
 # A kernel each: all layouts with panels of 8 rows, all panels with one layout.

@@ -9,11 +9,11 @@ from convolving import by_torch, framed, operands, view
 from halves import nearest
 
 from sparse_kernels import oracle
-from sparse_kernels.cpu import conv2d
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.plans import conv2d
 from sparse_kernels.formats import rounded
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import prepare_conv2d
+from sparse_kernels.planner import prepare_conv2d
 from sparse_kernels.shapes import Conv2dShape
 
 SHAPES = [

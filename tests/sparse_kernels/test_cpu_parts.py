@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from numba import carray
 
-from sparse_kernels.cpu.launch import integers_at
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.launch.native_call import integers_at
+from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 
 @pytest.fixture(autouse=True)
@@ -246,7 +246,7 @@ def printed(program: str, folder: Path) -> str:
 ONE_POOL = """
 import os
 import numba, numpy as np, torch
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 torch.set_num_threads(2)
 numba.set_num_threads(2)
@@ -278,7 +278,7 @@ FORKED = """
 import os
 import numba, numpy as np
 from sparse_kernels.cpu import threads
-from sparse_kernels.cpu.parts import in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 @in_parts
 def fill(part, x, parts):

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 from numba import njit
 
-from sparse_kernels.cpu.panels import Panels, groups, panels
-from sparse_kernels.cpu.put import put_rows
-from sparse_kernels.cpu.target import host
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.codegen.scatter_rows import put_rows
+from sparse_kernels.cpu.layouts.panels import Panels, groups, panels
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import ShflBW
-from sparse_kernels.plan import ACTIVATIONS
+from sparse_kernels.plan_protocol import ACTIVATIONS
 
 LANES = sorted({4, 8, 16, host().lanes})
 

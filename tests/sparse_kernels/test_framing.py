@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.cpu import frames
-from sparse_kernels.framed import frame, plain
+from sparse_kernels.cpu.layouts import padded_images as frames
 from sparse_kernels.nn import SparseConv2d, set_weight_matrix, weight_matrix
+from sparse_kernels.padded_conv import frame, plain
 from sparse_kernels.patterns import Pattern, Unstructured, VectorWise
 
 

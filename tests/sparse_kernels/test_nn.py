@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_kernels import prepare
-from sparse_kernels.framed import plain
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
+from sparse_kernels.padded_conv import plain
 from sparse_kernels.patterns import Dense, VectorWise, parse
-from sparse_kernels.tiles import Tiles
+from sparse_kernels.torch_tiles import Tiles
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
 

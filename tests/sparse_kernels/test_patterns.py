@@ -18,7 +18,7 @@ from sparse_kernels import (
     pack,
     parse,
 )
-from sparse_kernels.selection import top_units
+from sparse_kernels.top_units import top_units
 
 quick = settings(deadline=None, derandomize=True, max_examples=40)
 

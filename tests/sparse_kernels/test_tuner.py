@@ -16,11 +16,15 @@ from torch import nn
 
 from sparse_kernels import oracle
 from sparse_kernels.convert import LayerPattern, convert
-from sparse_kernels.cpu import linear, target, transpose, tuner
+from sparse_kernels.cpu.codegen import cpu_target as target
+from sparse_kernels.cpu.kernels import transpose_tiles as transpose
+from sparse_kernels.cpu.plans import autotune as tuner
+from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import Packed, pack, unpack
 from sparse_kernels.nn import SparseLinear
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
-from sparse_kernels.plan import BLOCKED_LAYOUTS, LAYOUTS, prepare
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, LAYOUTS
+from sparse_kernels.planner import prepare
 
 ALL_LAYOUTS = (*LAYOUTS, "token_blocked")
 PATTERNS: list[Pattern] = [
@@ -354,7 +358,7 @@ RACE = """
 import sys
 from pathlib import Path
 from sparse_kernels.cpu import tuner
-from sparse_kernels.cpu.linear import Choice
+from sparse_kernels.cpu.plans.linear import Choice
 
 path, key, choices = Path(sys.argv[1]), {"device": "one"}, [Choice("rows", (4, v, 16)) for v in (1, 2, 4)]
 for turn in range(300):

@@ -266,7 +266,7 @@ def _cold_weights() -> str:
     """From where a sweep's weights come, as far as copies of them help."""
     from latbench.backends import MOST_COPIES, cold_bytes
     from latbench.base.number_format import size
-    from sparse_kernels.cpu.target import rotated_bytes
+    from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 
     most = cold_bytes()
     if most < rotated_bytes():

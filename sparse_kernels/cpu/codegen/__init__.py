@@ -1,0 +1,1 @@
+"""Emits vector code: loops over registers, tiles of the matrix unit, prefetches."""

@@ -1,0 +1,81 @@
+"""The vector unit that compiled kernels run on: what Numba generates code for, which NUMBA_CPU_NAME may lower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from numba.core.registry import cpu_target
+
+from sparse_kernels.cpu.codegen import amx_tiles as amx
+
+
+@dataclass(frozen=True)
+class Target:
+    """A vector unit.
+
+    name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
+    multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
+    adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
+    matrix unit beside it (`amx`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as float32.
+    """
+
+    name: str
+    lanes: int
+    registers: int
+    fused: bool
+    halves: bool = False
+    shared: bool = False
+    matrix: bool = False
+    pairs: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it works on 512 bits at once and does nothing else with that: AMD's since Zen 5.
+
+        Its multiply-adds take half the time of a unit that works in halves, so more of them wait for the caches.
+        """
+        return self.lanes == 16 and not self.halves and not self.shared
+
+
+# Lanes of the narrowest vectors: 128 bits.
+NARROWEST = 4
+
+_LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
+
+
+@cache
+def rotated_bytes() -> int:
+    """How many bytes of weights must be read before the same ones come from memory again, as in a large model.
+
+    Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that throws out any
+    line, not the oldest one, still holds 6% of them then; of one and a half times its size it would hold 42%.
+    """
+    text = _LAST_CACHE.read_text().strip() if _LAST_CACHE.exists() else ""
+    return int(text[:-1]) * 2**10 * 3 if text.endswith("K") and text[:-1].isdigit() else 64 * 2**20
+
+
+@cache
+def host() -> Target:
+    """The vector unit of this process.
+
+    A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
+    kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
+    """
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    if triple.startswith(("aarch64", "arm64")):
+        return Target("neon", 4, 32, fused=True)
+    if {"avx512f", "avx512vl", "avx512dq"} <= has:
+        # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
+        of_amd = cpu.startswith("znver")
+        return Target(
+            "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available(),
+            pairs={"avx512bf16", "avx512bw"} <= has,
+        )  # fmt: skip
+    if "avx2" in has and "fma" in has:
+        return Target("avx2", 8, 16, fused=True)
+    if "avx" in has:
+        return Target("avx", 8, 16, fused=False)
+    return Target("simd128", 4, 16, fused=False)

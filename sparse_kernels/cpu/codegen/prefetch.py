@@ -1,0 +1,71 @@
+"""Cache lines that tiles fetch while they multiply: what will be read or written next, and lies far away.
+
+A register tile waits for nothing while its columns are multiplied, so memory has time to bring something else. It has
+to be asked evenly: AMD's cores drop what is fetched beyond the two dozen lines that they can wait for at once, which
+is most of it where many are asked for in a row (64 rows of 768 floats, laid out in 16.5 us from memory: 13.2 us if
+all were asked for just before, 7 to 8 with 25 cycles or more from one to the next). So a tile asks for at most one
+line with each of its columns (`micro.row_tile`).
+
+A walk is what is fetched in the course of many tiles: runs of lines, `pitch` bytes from one run to the next, `stride`
+bytes from one line of a run to the next. It is a plain tuple, which costs nothing in a compiled kernel:
+
+    at       address of the run
+    stride   bytes from line to line
+    length   lines of a run
+    pitch    bytes from run to run
+    done     lines of this run that were asked for
+    left     lines of all runs that were not
+    each     how many of them a tile is to ask for
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from sparse_kernels.cpu.codegen.register_tiles import PACE_BITS, fetch
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE
+
+LINE_BYTES = 4 * LINE
+
+# Elements of x and y from which on it pays to walk: 2 MB. Less has often just been written and lies in the second
+# level; to fetch it again costs up to 6% (128 tokens).
+FAR = 2**19
+
+
+@njit(inline="always")
+def fetch_now(at, size):  # type: ignore[no-untyped-def]
+    """Fetch `size` bytes from a cache line's start on, at once: what would be waited for line by line.
+
+    Of many lines some are dropped, as said above; what is not is at hand all the same.
+    """
+    for line in range(at, at + size, LINE_BYTES):
+        fetch(line)
+
+
+@njit(inline="always")
+def standing(at):  # type: ignore[no-untyped-def]
+    """A walk that goes nowhere; `at` is fetched over and over, so it should be at hand."""
+    return at, 0, 1, 0, 0, 0, 0
+
+
+@njit(inline="always")
+def walk(at, stride, length, pitch, lines, tiles):  # type: ignore[no-untyped-def]
+    """A walk over `lines` lines, `length` a run, in the course of `tiles` (>= 1) tiles that have columns enough.
+
+    A tile stays in one run; as few tiles share each run, evenly, as it takes to be done in time.
+    """
+    each = max(1, (lines + tiles - 1) // tiles)
+    turns = max(1, length // each)
+    return at, stride, length, pitch, 0, lines, max(each, (length + turns - 1) // turns)
+
+
+@njit(inline="always")
+def step(going, columns):  # type: ignore[no-untyped-def]
+    """What a tile of so many columns fetches, as `row_tile` takes it: line, stride, pace. And the walk behind it."""
+    at, stride, length, pitch, done, left, each = going
+    lines = min(each, left, length - done, columns)
+    line, pace = at + done * stride, ((lines << PACE_BITS) + columns - 1) // max(columns, 1)
+    done += lines
+    if done == length:
+        at, done = at + pitch, 0
+    return line, stride, pace, (at, stride, length, pitch, done, left - lines, each)

@@ -1,0 +1,1 @@
+"""How panels of weights, vectors and padded images lie in memory."""

@@ -1,0 +1,134 @@
+"""Images in frames of zeros: what lies between two convolutions of a converted model.
+
+A convolution reads zeros around each image. In a frame they are there: every row of an image is followed by `margin`
+zeros, every image of a channel by as many rows of them, and some come before the first, so that one image's are
+those of the next as well. A convolution with stride 1 whose output is as large as its input reads such images where
+they lie, at a fixed distance for each channel and tap, and writes its own into the same kind of frame: nothing is
+laid out, nothing collected. What it computes where there is no position is written as zero.
+
+Images start at a cache line. Who makes a frame has zeros in it; who writes into one keeps them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from sparse_kernels.cpu.runtime.scratch_buffers import LINE, address, aligned
+from sparse_kernels.plan_protocol import Array
+
+# Bytes of frames that nobody uses and that are kept for the next call.
+KEPT = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where images (batch, channels, h, w) lie in a flat array; margin None: as torch has them, without a frame."""
+
+    batch: int
+    channels: int
+    h: int
+    w: int
+    margin: int | None = None
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, channels, h, w)."""
+        return self.batch, self.channels, self.h, self.w
+
+    @cached_property
+    def row(self) -> int:
+        """Elements from one row to the next."""
+        return self.w + (self.margin or 0)
+
+    @cached_property
+    def channel(self) -> int:
+        """Elements from one channel to the next."""
+        rows = (self.h + (self.margin or 0)) * self.row
+        return rows if self.margin is None else _whole_lines(rows)
+
+    @cached_property
+    def image(self) -> int:
+        """Elements from one image to the next."""
+        return self.channels * self.channel
+
+    @cached_property
+    def first(self) -> int:
+        """Where the first position is; before it lies the upper left of the frame."""
+        return _whole_lines((self.margin or 0) * (self.row + 1))
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the array: a vector may be read at any position that a tap reaches."""
+        behind = 0 if self.margin is None else self.first + LINE
+        return self.first + self.batch * self.image + behind
+
+    def of_batch(self, batch: int) -> Places:
+        """The same for another number of images."""
+        return self if batch == self.batch else replace(self, batch=batch)
+
+
+def _whole_lines(elements: int) -> int:
+    return -(-elements // LINE) * LINE
+
+
+class _Spare:
+    """Frames that nobody uses. A frame just given back is the likeliest to lie in a cache, so it goes out first.
+
+    Giving back is one step of a deque, because it may happen at any time, even while this thread takes a frame: when
+    Python collects garbage.
+    """
+
+    def __init__(self) -> None:
+        self._returned: deque[tuple[Places, Array]] = deque()
+        self._turn = threading.Lock()
+        self._free: dict[Places, list[Array]] = {}
+        self._bytes = 0
+
+    def take(self, places: Places) -> Array:
+        with self._turn:
+            self._sort_in()
+            if buffers := self._free.get(places):
+                self._bytes -= buffers[-1].nbytes
+                return buffers.pop()
+        return aligned(places.size)
+
+    def give_back(self, places: Places, buffer: Array) -> None:
+        self._returned.append((places, buffer))
+
+    def _sort_in(self) -> None:
+        while self._returned:
+            places, buffer = self._returned.popleft()
+            # The shape used last is at the end; what was not used for longest goes.
+            self._free[places] = [*self._free.pop(places, []), buffer]
+            self._bytes += buffer.nbytes
+        while self._bytes > KEPT:
+            oldest = next(iter(self._free))
+            self._bytes -= sum(each.nbytes for each in self._free.pop(oldest))
+
+
+_spare = _Spare()
+
+
+class Framed:
+    """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it."""
+
+    def __init__(self, places: Places) -> None:
+        self.array, self.places = _spare.take(places), places
+        self.address = address(self.array)
+
+    def __getstate__(self) -> tuple[Places, Array]:
+        return self.places, self.array
+
+    def __setstate__(self, state: tuple[Places, Array]) -> None:
+        places, array = state
+        self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
+        self.array[:] = array
+
+    def __del__(self, give_back: Callable[[Places, Array], None] = _spare.give_back) -> None:
+        # Bound above: when Python ends, what the module names may be gone before this object is.
+        if hasattr(self, "places"):
+            give_back(self.places, self.array)

@@ -1,0 +1,1 @@
+"""Which kernel runs a layer: linear layers, convolutions, and the search for the fastest."""

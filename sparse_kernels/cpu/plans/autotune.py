@@ -1,0 +1,285 @@
+"""Which kernel and register tile a linear layer runs with, found by trying: `prepare(..., tune=True)`.
+
+A few choices that may be faster than the default one for this weight and number of tokens are timed in turn, on
+synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another
+choice than the default is taken only where it is faster by more than the noise (`fastest`), for some 50 ms of calls
+a layer, as much again to set up the copies, and a second for each kernel that this machine has not compiled yet.
+
+What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
+pattern, density, precision, layout, number of tokens and of threads. A file that is not as it should be is
+replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core.registry import cpu_target
+from numpy.typing import NDArray
+
+from sparse_kernels.cpu.codegen.cpu_target import host, rotated_bytes
+from sparse_kernels.cpu.kernels import row_panels as rows
+from sparse_kernels.cpu.kernels import token_blocks as blocks
+from sparse_kernels.cpu.layouts.vector_grid import TILE
+from sparse_kernels.cpu.plans import linear
+from sparse_kernels.cpu.plans.linear import Choice
+from sparse_kernels.cpu.runtime.kernel_cache import VERSION
+from sparse_kernels.formats import Packed
+from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, Plan
+
+Call = Callable[[], object]
+Clock = Callable[[], float]
+
+# How much faster another choice must be in three of four pairs. The same plan at other addresses differs by up to 3%,
+# and what is read from memory by more, for seconds at a time, where other machines share the processor.
+FASTER = 1.05
+
+# What is timed together, so that the clock and what ran before do not count.
+BLOCK_SECONDS = 5e-4
+
+# How long all choices are tried, and then the best of them against the default; rounds at least and at most.
+TRIAL_SECONDS, TRIAL_ROUNDS = 0.02, (3, 9)
+FINAL_SECONDS, FINAL_ROUNDS = 0.03, (9, 31)
+
+# Copies of the weights that take turns, so that they come from memory, as in latbench's tables.
+MOST_COPIES = 256
+
+
+def prepare_or_tune(packed: Packed, layout: str, n: int, precision: str = "float32", *, tune: bool = False) -> Plan:
+    """Make a linear layer ready with its usual kernel, or with the fastest of a few that are tried (`tune`)."""
+    return prepare(packed, layout, n, precision=precision) if tune else linear.prepare(packed, layout, n, precision)
+
+
+def prepare(packed: Packed, layout: str, n: int, folder: Path | None = None, precision: str = "float32") -> Plan:
+    """The plan of a linear layer that is the fastest for n tokens and the threads that Numba uses now.
+
+    folder: where results are kept, the user's cache unless given.
+    """
+    return linear.build(packed, layout, n, choose(packed, layout, n, folder, precision=precision), precision)
+
+
+def choose(
+    packed: Packed,
+    layout: str,
+    n: int,
+    folder: Path | None = None,
+    clock: Clock = perf_counter,
+    precision: str = "float32",
+) -> Choice:
+    """The fastest choice, as found before or now."""
+    choices = candidates(packed, layout, n, precision)
+    if len(choices) == 1:
+        return choices[0]
+    key = _key(packed, layout, n, precision)
+    path = _path(key, folder or cache_folder())
+    choice = _read(path, key, choices)
+    if choice is None:
+        choice = choices[fastest(_calls(packed, layout, n, choices, precision), clock)]
+        _write(path, key, choice)
+    return choice
+
+
+# ------------------------------------------------------------------------------------------------ what to try
+
+
+def candidates(packed: Packed, layout: str, n: int, precision: str = "float32") -> list[Choice]:
+    """The default choice, then those that may be faster for n tokens: few, because each may have to be compiled.
+
+    What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
+    blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
+    of one thread alone, and any other tile for token-blocked x.
+    """
+    default = linear.default(packed, layout, n, precision)
+    if layout in BLOCKED_LAYOUTS or n == 0:
+        return [default]
+    vectors, others = linear.by_vectors(packed, layout, n), []
+    if default.kernel in ("amx", "pairs"):
+        return [default, vectors]
+    if layout == "token_major" and (vectors.kernel == "tokens" or n <= TILE * host().lanes):
+        others += _by_tokens(packed, n)
+    if vectors.kernel == "rows" or vectors.tile[2] < host().lanes or 2 * n > host().lanes:
+        others += _by_rows(packed, layout, n)
+    if 2 * n > host().lanes and (matrix := linear.by_matrix(packed, precision)) is not None:
+        others.append(matrix)
+    return list(dict.fromkeys([default, *others]))
+
+
+def _by_tokens(packed: Packed, n: int) -> list[Choice]:
+    """Fewer tokens at a time where fewer are computed in vain; narrow vectors for few tokens and low groups."""
+    tile = linear.narrow_tile(packed)
+    if tile is None or tile[2] < host().lanes < n:
+        return []
+
+    def computed(size: int) -> int:
+        return -(-n // size) * size
+
+    most, vectors, lanes = tile
+    fewer = min(most * 3 // 4, most // 2, key=computed)
+    # A smaller tile costs more, unless it saves a tenth of the tokens; two of them have a tile of their own.
+    sizes = (most, fewer) if n > 2 and 10 * computed(fewer) <= 9 * computed(most) else (most,)
+    return [Choice("tokens", (size, vectors, lanes)) for size in sizes]
+
+
+def _by_rows(packed: Packed, layout: str, n: int) -> list[Choice]:
+    """The other way in which x may come to kernel rows; single rows also by a narrower tile."""
+    size, vectors, lanes = tile = linear.row_tile(packed, layout, n)
+    total, threads = -(-n // lanes), numba.get_num_threads()
+    each = -(-total // threads)
+    choices = [Choice("rows", tile)]
+    if size == 1 and vectors > 2:
+        choices.append(Choice("rows", (size, vectors - 1, lanes)))
+    if blocks.enough(n, lanes, threads):
+        # In blocks each thread has vectors of its own; after a pass all come together, and threads share the panels.
+        way, together = ("pass", total) if layout == "token_major" else ("blocks", each)
+        width = vectors if size == 1 else rows.even((size, vectors), together, host())
+        if way == "blocks" or each < total < TILE * threads:
+            choices.append(Choice("rows", (size, width, lanes), way))
+    return choices
+
+
+# ------------------------------------------------------------------------------------------------ which is fastest
+
+
+def fastest(calls: Sequence[Call], clock: Clock = perf_counter) -> int:
+    """The place of the fastest call, where the first one is the default: 0 unless another is surely faster.
+
+    All are timed in turn, a block of calls at a time. The one with the least median meets the default again, in new
+    pairs of blocks, because the best of several was also the luckiest. It wins if it is faster by FASTER in three
+    quarters of the pairs.
+    """
+    once = min(_seconds(calls[0], 1, clock) for _ in range(3))
+    loops = max(1, round(BLOCK_SECONDS / max(once, 1e-7)))
+    times = _in_turn(calls, loops, _rounds(TRIAL_SECONDS, loops * once * len(calls), *TRIAL_ROUNDS), clock)
+    best = int(np.argmin(np.median(times, axis=0)))
+    if best == 0:
+        return 0
+    pair = (calls[0], calls[best])
+    times = _in_turn(pair, loops, _rounds(FINAL_SECONDS, loops * once * 2, *FINAL_ROUNDS), clock)
+    return best if np.quantile(times[:, 0] / times[:, 1], 0.25) > FASTER else 0
+
+
+def _rounds(seconds: float, round_seconds: float, fewest: int, most: int) -> int:
+    return int(min(max(seconds / max(round_seconds, 1e-9), fewest), most))
+
+
+def _in_turn(calls: Sequence[Call], loops: int, rounds: int, clock: Clock) -> NDArray[np.float64]:
+    """Seconds (rounds, calls) of blocks of `loops` calls, every other round in the opposite order."""
+    times = np.empty((rounds, len(calls)))
+    for number in range(rounds):
+        for i in range(len(calls))[:: 1 if number % 2 else -1]:
+            times[number, i] = _seconds(calls[i], loops, clock)
+    return times
+
+
+def _seconds(call: Call, loops: int, clock: Clock) -> float:
+    start = clock()
+    for _ in range(loops):
+        call()
+    return clock() - start
+
+
+def _calls(packed: Packed, layout: str, n: int, choices: Sequence[Choice], precision: str) -> list[Call]:
+    """A call of the layer for each choice, on the same synthetic x; its copies of the weights take turns."""
+    rng = np.random.default_rng(0)
+    m, k = packed.shape
+    lead, tokens = {
+        "token_major": ((n,), ()),
+        "feature_major": ((), (n,)),
+    }[layout]
+    x = rng.standard_normal((*lead, k, *tokens), np.float32)
+    y, bias = np.empty((*lead, m, *tokens), np.float32), np.zeros(m, np.float32)
+
+    def call(choice: Choice) -> Call:
+        plan = linear.build(packed, layout, n, choice, precision)
+        copies = min(MOST_COPIES, -(-rotated_bytes() // plan.nbytes))
+        plans = [plan, *(plan.copy() for _ in range(copies - 1))]
+        for each in plans:
+            each(x, bias, None, y)  # what is compiled, and worked out once for so many tokens, is so here
+        turn = itertools.cycle(plans)
+        return lambda: next(turn)(x, bias, None, y)
+
+    return [call(choice) for choice in choices]
+
+
+# ------------------------------------------------------------------------------------------------ what was found
+
+
+def cache_folder() -> Path:
+    """Where results are kept: LATBENCH_CACHE or the user's cache folder."""
+    if given := os.environ.get("LATBENCH_CACHE"):
+        return Path(given) / "tuning"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "latbench" / "tuning"
+
+
+@cache
+def device() -> str:
+    """The vector unit and the processor, as Numba's compiler and the operating system call it."""
+    _, cpu, _ = cpu_target.target_context.codegen().magic_tuple()
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return " ".join([host().name, cpu, *(named[:1] or [platform.processor()])])
+
+
+def _key(packed: Packed, layout: str, n: int, precision: str) -> dict[str, Any]:
+    """What the fastest choice depends on."""
+    m, k = packed.shape
+    return {
+        "device": device(),
+        "version": VERSION,
+        "compiler": numba.__version__,
+        "m": m,
+        "k": k,
+        "n": n,
+        "threads": numba.get_num_threads(),
+        "layout": layout,
+        "pattern": str(packed.pattern),
+        "density": round(packed.nnz / (m * k), 2),
+        "precision": precision,
+    }
+
+
+def _path(key: dict[str, Any], folder: Path) -> Path:
+    return folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path, key: dict[str, Any], choices: Sequence[Choice]) -> Choice | None:
+    """The choice that is kept for this key, if it is one of these."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return next((it for it in choices if found == _document(key, it)), None)
+
+
+def _write(path: Path, key: dict[str, Any], choice: Choice) -> None:
+    """Keep a choice; others see all of the file or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_text(json.dumps(_document(key, choice)))
+            whole.replace(path)
+    except OSError as error:
+        warnings.warn(
+            f"what was tuned is not kept, {path.parent} cannot be written ({error.strerror}): set LATBENCH_CACHE",
+            stacklevel=2,
+        )
+
+
+def _document(key: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    return {"key": key, "choice": {**asdict(choice), "tile": list(choice.tile)}}

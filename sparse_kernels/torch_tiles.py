@@ -1,0 +1,55 @@
+"""What lies between two sparse layers of a converted model: tokens as the CPU's kernels read them.
+
+A sparse layer on a CPU lays its tokens out in tiles, multiplies, and puts the result back in torch's order. Where
+only element-wise functions stand before the next sparse layer, the way back and forth is saved: `convert` asks the
+first one to keep its tiles, and wraps the functions in `OnTiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparse_kernels.cpu.codegen.cpu_target import host
+from sparse_kernels.cpu.kernels import token_blocks as blocks
+from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tokens (*lead, features) in layout token_blocked: values (tiles, features, tokens of a tile).
+
+    What is beyond the last token means nothing.
+    """
+
+    values: Tensor
+    lead: torch.Size
+
+
+class OnTiles(nn.Module):
+    """An element-wise function or module that takes tiles as well."""
+
+    def __init__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.function, self.args, self.kwargs = function, args, kwargs
+
+    def forward(self, x: Tensor | Tiles) -> Tensor | Tiles:
+        """The function of x, in the form that x has."""
+        if isinstance(x, Tiles):
+            return Tiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
+        return self.function(x, *self.args, **self.kwargs)
+
+
+def tiles_shape(n: int, features: int) -> tuple[int, int, int]:
+    """The shape of tiles that hold n tokens."""
+    tokens = tokens_in_tile()
+    return -(-n // tokens), features, tokens
+
+
+def worthwhile(n: int) -> bool:
+    """Whether n tokens are so many that kernels lay them out block by block, with as many threads as torch uses."""
+    return blocks.enough(n, host().lanes, torch.get_num_threads())
