@@ -27,7 +27,7 @@ from latbench.workloads import workload as workloads
 from search.database import Database
 from search.onnx_export import export
 from search.options import OWN
-from search.pruning.folder import in_precision, load_pruned
+from search.pruning.storage.model_folder import in_precision, load_pruned
 from search.task import load
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.nn import SparseConv2d, SparseLinear, set_weight_matrix, weight_matrix
@@ -249,7 +249,7 @@ def database_pruned(
     reference: str, threads: int, backend: str, folder: str, model_hash: str, choices: Choices
 ) -> Run | deepsparse.Model:
     """The model on `backend` with the weights and masks that the layer database has for these choices."""
-    from search.pruning.apply import stitch
+    from search.pruning.one_shot.stitch import stitch
 
     task = load(reference)
     model = task.model()

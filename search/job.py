@@ -45,7 +45,7 @@ from search.options import in_network, measured_layers, predicted_layers, swept_
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
 from search.promise import Kept, Measured, Search, corrected, keep_promise, measured
-from search.pruning.build import DEFAULT_METHOD, build_database, made_by
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
 from search.sessions import Chosen, Session
 from search.solve import sum_in_order
 from search.strategies import find
@@ -98,7 +98,7 @@ class Inputs:
     """The task's model and what was measured for its layers, with the hashes that say which they are.
 
     There is no cost model where the table holds the layers' own times. `method` is how layers are pruned, one of
-    `search.pruning.build.ONE_SHOT_METHODS`.
+    `search.pruning.one_shot.fill_database.ONE_SHOT_METHODS`.
     """
 
     task: Task

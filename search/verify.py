@@ -29,7 +29,7 @@ from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.overhead import conditions, dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
-from search.pruning.folder import read_manifest
+from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
 from search.trials import code_of
 

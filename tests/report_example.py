@@ -19,8 +19,8 @@ from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Layer, Workload
 from search.database import Database
 from search.profile import LayerChoice, Profile
-from search.pruning import folder as pruned
-from search.pruning.folder import FILES
+from search.pruning.storage import model_folder as pruned
+from search.pruning.storage.model_folder import FILES
 from search.verify import Verdict, manifest_hash
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

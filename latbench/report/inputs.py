@@ -129,7 +129,7 @@ def _model(path: Path) -> ModelFile:
 
 
 def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
-    from search.pruning.folder import read_manifest
+    from search.pruning.storage.model_folder import read_manifest
     from search.verify import manifest_hash
 
     manifest = read_manifest(folder)

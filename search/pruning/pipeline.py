@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from latbench.errors import BadData, UsageError
 from search.database import Database, model_hash
 from search.profile import Profile
-from search.pruning.apply import stitch
-from search.pruning.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.checkpoint import Checkpoint
-from search.pruning.global_adaprune import global_adaprune
-from search.pruning.recipe import Recipe
-from search.pruning.targets import targets_of
-from search.pruning.train import recipe_targets, train
+from search.pruning.masks.layer_targets import targets_of
+from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
+from search.pruning.one_shot.global_adaprune import global_adaprune
+from search.pruning.one_shot.stitch import stitch
+from search.pruning.training.checkpoint import Checkpoint
+from search.pruning.training.recipe import Recipe
+from search.pruning.training.train import recipe_targets, train
 from search.task import Task
 from sparse_kernels.nn import refuses
 

@@ -29,9 +29,9 @@ from search import task as tasks
 from search.database import Database
 from search.engines import DENSE_ENGINES
 from search.profile import Profile
-from search.pruning.apply import stitch
-from search.pruning.build import DEFAULT_METHOD, ONE_SHOT_METHODS
-from search.pruning.folder import save_pruned
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
+from search.pruning.one_shot.stitch import stitch
+from search.pruning.storage.model_folder import save_pruned
 from search.verify import Verdict
 
 LEAST, SHARE = 1.2, 0.9

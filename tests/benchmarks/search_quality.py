@@ -30,7 +30,7 @@ from search.database import Database
 from search.evaluations import Found, Judging
 from search.judges import Judges
 from search.problem import Problem
-from search.pruning.build import DEFAULT_METHOD, ONE_SHOT_METHODS
+from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.solve import Infeasible, solve
 from search.strategies import find, quadratic_priors
 from search.trials import Trials

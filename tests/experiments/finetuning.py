@@ -48,12 +48,12 @@ from search import job, profile
 from search import task as tasks
 from search.database import Database
 from search.profile import Profile
-from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.build import ONE_SHOT_METHODS, build_database
-from search.pruning.global_adaprune import global_adaprune
-from search.pruning.hessian import input_hessians
-from search.pruning.recipe import Recipe
-from search.pruning.train import train
+from search.pruning.one_shot.batchnorm import tune_batchnorm
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database
+from search.pruning.one_shot.global_adaprune import global_adaprune
+from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.training.recipe import Recipe
+from search.pruning.training.train import train
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Dense, parse
 

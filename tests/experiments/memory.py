@@ -23,7 +23,7 @@ from latbench.cli.commands.prune import prune
 from search import task as tasks
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
-from search.pruning.build import ONE_SHOT_METHODS, build_database, made_by
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, made_by
 
 WIDTH, LAYERS = 4096, 16
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from search import task as tasks
 from search.database import model_hash
 from search.job import prunable_layers
-from search.pruning.adaprune import AdaPrune
-from search.pruning.batchnorm import tune_batchnorm
-from search.pruning.build import ONE_SHOT_METHODS, made_by
-from search.pruning.hessian import input_hessians
-from search.pruning.oneshot import OneShot, Pruned
-from search.pruning.sparsegpt import SparseGPT
+from search.pruning.one_shot.adaprune import AdaPrune
+from search.pruning.one_shot.base import OneShot, Pruned
+from search.pruning.one_shot.batchnorm import tune_batchnorm
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, made_by
+from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.sparsegpt import SparseGPT
 from sparse_kernels.nn import refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Pattern, parse
 

@@ -5,11 +5,12 @@
 
 A Transformer of 2 + 2 layers, d 128, FFN 512, trained from scratch on words ($LATBENCH_DATA/multi30k). Its eight FFN
 layers go to 1:16 (5 seeds), 1:8 and 2:4, the negative control (3 seeds each), by each method, at equal steps and at
-equal training FLOPs of the FFN layers as `search.pruning.flops` counts them for transposable masks, as the papers do:
-there is a kernel for the input gradient then, too (the softmax over words, dense in all, would hide the difference).
-The seed fixes the weights and the order of sentences, so that methods are compared in pairs. First each method gets
-the same number of trials, at 1:16 and equal steps, judged on validation data with a seed of their own; test data is
-only ever reported. BLEU is sacrebleu's, of greedy translations in lower-cased words and marks, one reference.
+equal training FLOPs of the FFN layers as `search.pruning.training.flops` counts them for transposable masks, as the
+papers do: there is a kernel for the input gradient then, too (the softmax over words, dense in all, would hide the
+difference). The seed fixes the weights and the order of sentences, so that methods are compared in pairs. First each
+method gets the same number of trials, at 1:16 and equal steps, judged on validation data with a seed of their own;
+test data is only ever reported. BLEU is sacrebleu's, of greedy translations in lower-cased words and marks, one
+reference.
 
 A run is one JSON line of RESULTS, by default results/translation.jsonl beside this file. What is there is not run
 again: the command may be stopped at any time and goes on anywhere, and several of it may run at once on one machine,
@@ -43,11 +44,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from latbench.machines import devices
-from search.pruning.flops import count_forward, layer_cost, training_flop
-from search.pruning.pruner import Pruner
-from search.pruning.recipe import Recipe
-from search.pruning.targets import Target, targets_of
-from search.pruning.train import learning_rate
+from search.pruning.masks.layer_targets import Target, targets_of
+from search.pruning.training.flops import count_forward, layer_cost, training_flop
+from search.pruning.training.pruner import Pruner
+from search.pruning.training.recipe import Recipe
+from search.pruning.training.train import learning_rate
 from sparse_kernels.patterns import NM, Unstructured, parse
 
 RESULTS = Path(__file__).parent / "results" / "translation.jsonl"

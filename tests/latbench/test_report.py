@@ -369,7 +369,7 @@ def test_files_from_another_table_are_pointed_out(files: Any) -> None:
 )
 def test_a_damaged_manifest_is_one_line(files: Any, damage: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = dict(inputs.read(files.table, **files.files).manifest or {})
-    monkeypatch.setattr("search.pruning.folder.read_manifest", lambda folder: whole | damage)
+    monkeypatch.setattr("search.pruning.storage.model_folder.read_manifest", lambda folder: whole | damage)
     with pytest.raises(BadData, match="is not as latbench prune wrote it"):
         inputs.read(files.table, **files.files)
 

@@ -25,7 +25,7 @@ from search.engines import (
 )
 from search.engines import tensors as engine_tensors
 from search.problem import DENSE
-from search.pruning.folder import in_precision
+from search.pruning.storage.model_folder import in_precision
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.oracle import WrongResult

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from latbench.errors import BadData
-from search.pruning import dynamic_mfac, fisher, mfac, woodfisher
-from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.scores import Score
+from search.pruning.saliency import dynamic_mfac, mfac, woodfisher
+from search.pruning.saliency import fisher_blocks as fisher
+from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
+from search.pruning.saliency.magnitude import Score
 
 DAMPING = 0.01
 SCORES = (MFAC, WoodFisher, DynamicMFAC)

@@ -5,20 +5,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from search.pruning.acdc import ACDC
-from search.pruning.asp import ASP
-from search.pruning.flops import Flop, count_forward, layer_cost, step_cost, training_flop
-from search.pruning.gmp import GMP
-from search.pruning.grow_and_prune import GrowAndPrune
-from search.pruning.held import Held
-from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Pruner, Stage, When
-from search.pruning.rigl import RigL
-from search.pruning.sr_ste import SRSTE
-from search.pruning.ste import STE
-from search.pruning.step import STEP
-from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target
+from search.pruning.masks.layer_targets import Target
+from search.pruning.training.flops import Flop, count_forward, layer_cost, step_cost, training_flop
+from search.pruning.training.methods.acdc import ACDC
+from search.pruning.training.methods.asp import ASP
+from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.gmp import GMP
+from search.pruning.training.methods.grow_and_prune import GrowAndPrune
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL
+from search.pruning.training.methods.sr_ste import SRSTE
+from search.pruning.training.methods.ste import STE
+from search.pruning.training.methods.step import STEP
+from search.pruning.training.methods.structure_decay import StructureDecay
+from search.pruning.training.pruner import Pruner, Stage, When
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
 HALF, THIN = Target(NM(2, 4), 0.5, along="both"), Target(NM(1, 16), 15 / 16, along="both")

@@ -22,7 +22,7 @@ from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
 from search.problem import Problem
 from search.promise import Kept, Measured
-from search.pruning.build import made_by
+from search.pruning.one_shot.fill_database import made_by
 from search.sessions import Session
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix

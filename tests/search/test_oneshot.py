@@ -11,15 +11,17 @@ from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
 from search.database import Database, model_hash
-from search.pruning import auto, build, obs, sparsegpt
-from search.pruning.adaprune import AdaPrune
-from search.pruning.auto import Auto
-from search.pruning.build import ONE_SHOT_METHODS, build_database, made_by
-from search.pruning.magnitude import Magnitude
-from search.pruning.obs import ExactOBS, eliminate
-from search.pruning.oneshot import OneShot
-from search.pruning.sparsegpt import SparseGPT
-from search.pruning.units import Units, units_of
+from search.pruning.masks.prunable_units import Units, units_of
+from search.pruning.one_shot import auto, sparsegpt
+from search.pruning.one_shot import exact_obs as obs
+from search.pruning.one_shot import fill_database as build
+from search.pruning.one_shot.adaprune import AdaPrune
+from search.pruning.one_shot.auto import Auto
+from search.pruning.one_shot.base import OneShot
+from search.pruning.one_shot.exact_obs import ExactOBS, eliminate
+from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database, made_by
+from search.pruning.one_shot.magnitude import Magnitude
+from search.pruning.one_shot.sparsegpt import SparseGPT
 from search.task import Task, load
 from sparse_kernels.formats import pack, unpack
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise

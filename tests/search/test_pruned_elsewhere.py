@@ -19,10 +19,10 @@ from latbench.errors import BadData, LatbenchError, UsageError
 from search import onnx_export
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
-from search.pruning.build import build_database
-from search.pruning.folder import load_pruned, read_manifest, read_masks, save_pruned
-from search.pruning.packed import load_packed, write_packed
-from search.pruning.targets import Target, Targets, targets_of
+from search.pruning.masks.layer_targets import Target, Targets, targets_of
+from search.pruning.one_shot.fill_database import build_database
+from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
+from search.pruning.storage.packed_file import load_packed, write_packed
 from search.task import Task, load
 from search.verify import manifest_hash
 from sparse_kernels.convert import LayerPattern, convert

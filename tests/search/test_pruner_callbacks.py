@@ -15,20 +15,20 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
-from search.pruning.acdc import ACDC
-from search.pruning.asp import ASP
-from search.pruning.callbacks import lightning_callback, transformers_callback
-from search.pruning.gmp import GMP
-from search.pruning.grow_and_prune import GrowAndPrune
-from search.pruning.held import Held
-from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Pruner
-from search.pruning.rigl import RigL
-from search.pruning.sr_ste import SRSTE
-from search.pruning.ste import STE
-from search.pruning.step import STEP
-from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target
+from search.pruning.masks.layer_targets import Target
+from search.pruning.training.callbacks import lightning_callback, transformers_callback
+from search.pruning.training.methods.acdc import ACDC
+from search.pruning.training.methods.asp import ASP
+from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.gmp import GMP
+from search.pruning.training.methods.grow_and_prune import GrowAndPrune
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL
+from search.pruning.training.methods.sr_ste import SRSTE
+from search.pruning.training.methods.ste import STE
+from search.pruning.training.methods.step import STEP
+from search.pruning.training.methods.structure_decay import StructureDecay
+from search.pruning.training.pruner import Pruner
 from sparse_kernels.patterns import NM
 
 HALF = Target(NM(2, 4), 0.5)

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData, UsageError
-from search.pruning.acdc import ACDC
-from search.pruning.asp import ASP
-from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.gmp import GMP, cubic_sparsity
-from search.pruning.grow_and_prune import GrowAndPrune
-from search.pruning.held import Held
-from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Stage, When
-from search.pruning.rigl import RigL, surviving
-from search.pruning.scores import Score
-from search.pruning.sr_ste import SRSTE
-from search.pruning.ste import STE
-from search.pruning.step import STEP
-from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, erk, targets_of, uniform
+from search.pruning.masks.layer_targets import Target, erk, targets_of, uniform
+from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
+from search.pruning.saliency.magnitude import Score
+from search.pruning.training.methods.acdc import ACDC
+from search.pruning.training.methods.asp import ASP
+from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.gmp import GMP, cubic_sparsity
+from search.pruning.training.methods.grow_and_prune import GrowAndPrune
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL, surviving
+from search.pruning.training.methods.sr_ste import SRSTE
+from search.pruning.training.methods.ste import STE
+from search.pruning.training.methods.step import STEP
+from search.pruning.training.methods.structure_decay import StructureDecay
+from search.pruning.training.pruner import Stage, When
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorNM, VectorWise
 
 HALF = Target(NM(2, 4), 0.5)

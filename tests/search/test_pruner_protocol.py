@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from latbench.errors import BadData, UsageError
-from search.pruning.acdc import ACDC
-from search.pruning.asp import ASP
-from search.pruning.fisher_scores import MFAC, DynamicMFAC, WoodFisher
-from search.pruning.gmp import GMP
-from search.pruning.grow_and_prune import GrowAndPrune
-from search.pruning.held import Held
-from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Pruner
-from search.pruning.recipe import Recipe
-from search.pruning.rigl import RigL
-from search.pruning.scores import Score
-from search.pruning.sr_ste import SRSTE
-from search.pruning.ste import STE
-from search.pruning.step import STEP
-from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import Target, Targets, erk, targets_of
+from search.pruning.masks.layer_targets import Target, Targets, erk, targets_of
+from search.pruning.saliency.fisher import MFAC, DynamicMFAC, WoodFisher
+from search.pruning.saliency.magnitude import Score
+from search.pruning.training.methods.acdc import ACDC
+from search.pruning.training.methods.asp import ASP
+from search.pruning.training.methods.fixed_mask import Held
+from search.pruning.training.methods.gmp import GMP
+from search.pruning.training.methods.grow_and_prune import GrowAndPrune
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL
+from search.pruning.training.methods.sr_ste import SRSTE
+from search.pruning.training.methods.ste import STE
+from search.pruning.training.methods.step import STEP
+from search.pruning.training.methods.structure_decay import StructureDecay
+from search.pruning.training.pruner import Pruner
+from search.pruning.training.recipe import Recipe
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, ShflBW, Unstructured, VectorWise
 

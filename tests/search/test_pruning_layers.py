@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from latbench.errors import BadData
 from search.database import Database, model_hash
-from search.pruning.adaprune import AdaPrune
-from search.pruning.apply import stitch
-from search.pruning.build import build_database, made_by
-from search.pruning.hessian import input_hessians
-from search.pruning.magnitude import magnitude
+from search.pruning.one_shot.adaprune import AdaPrune
+from search.pruning.one_shot.fill_database import build_database, made_by
+from search.pruning.one_shot.hessian import input_hessians
+from search.pruning.one_shot.magnitude import magnitude
+from search.pruning.one_shot.stitch import stitch
 from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import NM, BlockWise, Pattern, ShflBW, Unstructured, VectorWise
@@ -172,7 +172,7 @@ def test_adaprune_is_least_squares_row_by_row(
 ) -> None:
     weight, x, hessian = problem(rng, 12, 9, 40)
     mask = magnitude(weight, pattern, sparsity, hessian)
-    monkeypatch.setattr("search.pruning.adaprune.CHOLESKY_COST", 1e9 if iterations else 0)
+    monkeypatch.setattr("search.pruning.one_shot.adaprune.CHOLESKY_COST", 1e9 if iterations else 0)
     ridge = 0.01 * float(hessian.diagonal().mean())
     result = AdaPrune(weight, hessian, iterations=iterations).fit(mask)
     assert torch.equal(result.weight != 0, mask)
@@ -208,7 +208,7 @@ def test_adaprune_is_better_than_magnitude_alone(pattern: Pattern, sparsity: flo
 def test_adaprune_drops_at_each_level_the_least_of_what_was_refitted_before(
     pattern: Pattern, sparsity: float, levels: list[float], rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.pruning.adaprune.CHOLESKY_COST", 0)  # exact at every level
+    monkeypatch.setattr("search.pruning.one_shot.adaprune.CHOLESKY_COST", 0)  # exact at every level
     weight, x, hessian = problem(rng, 6, 16, 60)
     samples = np.hstack([x, np.sqrt(0.01 * float(hessian.diagonal().mean())) * np.eye(16)])
     outputs = weight.double().numpy() @ samples
@@ -299,7 +299,7 @@ def test_a_build_that_the_system_kills_in_mid_write_goes_on_and_loses_nothing(ta
         "import os, signal\n"
         "from pathlib import Path\n"
         "from search import database\n"
-        "from search.pruning.build import build_database\n"
+        "from search.pruning.one_shot.fill_database import build_database\n"
         "from search.task import load\n"
         "write, written = database.save_file, []\n"
         "def save(tensors, path, **more):\n"

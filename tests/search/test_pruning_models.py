@@ -24,15 +24,15 @@ from latbench.errors import BadData, UsageError
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
 from search.pruning import pipeline
-from search.pruning.apply import stitch
-from search.pruning.batchnorm import batchnorms, tune_batchnorm
-from search.pruning.build import build_database, made_by
-from search.pruning.folder import FILES, beside, load_pruned, save_pruned, unshared
-from search.pruning.global_adaprune import global_adaprune
-from search.pruning.masks import apply_masks
-from search.pruning.packed import write_packed
-from search.pruning.recipe import Recipe
-from search.pruning.train import Trained, train
+from search.pruning.masks.bits import apply_masks
+from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm
+from search.pruning.one_shot.fill_database import build_database, made_by
+from search.pruning.one_shot.global_adaprune import global_adaprune
+from search.pruning.one_shot.stitch import stitch
+from search.pruning.storage.model_folder import FILES, beside, load_pruned, save_pruned, unshared
+from search.pruning.storage.packed_file import write_packed
+from search.pruning.training.recipe import Recipe
+from search.pruning.training.train import Trained, train
 from search.task import Task, load
 from sparse_kernels.nn import weight_matrix
 from sparse_kernels.patterns import Dense, Unstructured, VectorWise
@@ -563,7 +563,7 @@ def test_a_folder_whose_name_goes_on_is_another_one(tmp_path: Path) -> None:
 def test_a_killed_write_leaves_no_half_folder(task: Task, database: Database, tmp_path: Path) -> None:
     profile_of(task, CHOICES).save(tmp_path / "profile.json")
     dying = (
-        "import os, signal, search.pruning.folder as folder\n"
+        "import os, signal, search.pruning.storage.model_folder as folder\n"
         "from pathlib import Path\n"
         "folder.layer_facts = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "from latbench.cli.commands.prune import prune\n"

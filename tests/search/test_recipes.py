@@ -15,18 +15,18 @@ from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
 from search.database import Database, model_hash
 from search.profile import LayerChoice, Profile
-from search.pruning.build import build_database
-from search.pruning.checkpoint import Checkpoint
-from search.pruning.fisher_scores import MFAC
-from search.pruning.folder import load_pruned
-from search.pruning.gmp import GMP
-from search.pruning.mask_decay import MaskDecay
+from search.pruning.masks.layer_targets import targets_of
+from search.pruning.one_shot.fill_database import build_database
 from search.pruning.pipeline import check_recipe
-from search.pruning.recipe import TRAINING_METHODS, Recipe, load
-from search.pruning.rigl import RigL
-from search.pruning.structure_decay import StructureDecay
-from search.pruning.targets import targets_of
-from search.pruning.train import learning_rate, train
+from search.pruning.saliency.fisher import MFAC
+from search.pruning.storage.model_folder import load_pruned
+from search.pruning.training.checkpoint import Checkpoint
+from search.pruning.training.methods.gmp import GMP
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL
+from search.pruning.training.methods.structure_decay import StructureDecay
+from search.pruning.training.recipe import TRAINING_METHODS, Recipe, load
+from search.pruning.training.train import learning_rate, train
 from search.task import Task
 from search.task import load as load_task
 from sparse_kernels.nn import weight_matrix

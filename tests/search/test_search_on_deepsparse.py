@@ -25,7 +25,7 @@ from search.end_to_end import Engine, Timings
 from search.job import Inputs, Settings
 from search.layer_times import rows
 from search.problem import DENSE, Option
-from search.pruning.build import build_database, made_by
+from search.pruning.one_shot.fill_database import build_database, made_by
 from search.sessions import Session
 from search.task import Task
 from sparse_kernels.oracle import WrongResult

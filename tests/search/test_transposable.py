@@ -6,7 +6,7 @@ import networkx
 import numpy as np
 import pytest
 
-from search.pruning.transposable import transposable_mask
+from search.pruning.masks.transposable import transposable_mask
 from sparse_kernels.patterns import NM
 
 

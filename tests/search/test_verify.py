@@ -18,7 +18,7 @@ from search import task as tasks
 from search.end_to_end import Timings, time_engines
 from search.overhead import conditions
 from search.profile import LayerChoice, Profile
-from search.pruning.folder import save_pruned
+from search.pruning.storage.model_folder import save_pruned
 from search.task import Task
 from search.verify import (
     PRUNED,

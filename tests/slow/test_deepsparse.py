@@ -26,7 +26,7 @@ from search.engines import DENSE_ENGINES, IN_BFLOAT16
 from search.layer_times import Settings, measure, rows
 from search.onnx_export import export, layer_values
 from search.profile import LayerChoice, Profile
-from search.pruning.folder import save_pruned
+from search.pruning.storage.model_folder import save_pruned
 from search.verify import PRUNED, verify
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured

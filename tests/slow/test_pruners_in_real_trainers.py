@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import UsageError
-from search.pruning.callbacks import lightning_callback, transformers_callback
-from search.pruning.fisher_scores import MFAC
-from search.pruning.gmp import GMP
-from search.pruning.mask_decay import MaskDecay
-from search.pruning.pruner import Pruner
-from search.pruning.rigl import RigL
+from search.pruning.saliency.fisher import MFAC
+from search.pruning.training.callbacks import lightning_callback, transformers_callback
+from search.pruning.training.methods.gmp import GMP
+from search.pruning.training.methods.mask_decay import MaskDecay
+from search.pruning.training.methods.rigl import RigL
+from search.pruning.training.pruner import Pruner
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # theirs, of what they are about to change
 

@@ -60,10 +60,11 @@ def prune(
     from search import profile as profiles
     from search import task as tasks
     from search.database import Database
-    from search.pruning import folder, pipeline
-    from search.pruning import recipe as recipes
-    from search.pruning.checkpoint import Checkpoint
-    from search.pruning.packed import write_packed
+    from search.pruning import pipeline
+    from search.pruning.storage import model_folder as folder
+    from search.pruning.storage.packed_file import write_packed
+    from search.pruning.training import recipe as recipes
+    from search.pruning.training.checkpoint import Checkpoint
 
     searched = profiles.load(profile)
     loaded = tasks.load(task)
@@ -122,7 +123,7 @@ def prune(
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """The pruned model in that folder as an ONNX file, for the task's example inputs."""
     from search.onnx_export import export
-    from search.pruning.folder import load_pruned
+    from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())
     export(model, task.example(), onnx)

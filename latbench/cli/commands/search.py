@@ -186,7 +186,7 @@ def _check(
     from search.engines import BACKENDS
     from search.judges import PLACES
     from search.options import OWN
-    from search.pruning.build import ONE_SHOT_METHODS
+    from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES
 
     for kind, name, known in (

@@ -1,0 +1,1 @@
+"""Masks: which units of a layer a pattern keeps, for how much sparsity, and as bits."""

@@ -1,0 +1,1 @@
+"""One-shot pruning: each layer is pruned and refitted from calibration data."""

@@ -1,0 +1,1 @@
+"""Which weights matter: scores by magnitude, Fisher information and M-FAC."""

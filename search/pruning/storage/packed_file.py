@@ -1,0 +1,140 @@
+"""A pruned model in one small file: the bits of each mask, and the weights that are kept.
+
+    packed.safetensors
+        <layer>.weight.values (nnz,)      the kept weights, row after row of the matrix (m, k)
+        <layer>.weight.mask (m, k/8)      numpy.packbits of each row of the mask (m, k), True = kept
+        everything else                   as in model.safetensors
+        metadata                          {weight: pattern} of the profile's layers; format "pt"; sha256 of all this
+
+At a sparsity s it takes 1 - s + 1/32 of the dense bytes. It is read without the folder that it was written from: its
+own checksum tells whether it is as it was written. The folder's manifest has the SHA-256 of the whole file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from latbench.base.files import remove_left, sha256, write_atomically
+from latbench.errors import BadData, EnvironmentUnusable
+from search import profile as profiles
+from search.database import tensors_hash
+from search.pruning.storage.model_folder import PACKED, layer_pattern, read_manifest, read_masks, write_manifest
+from sparse_kernels.convert import LayerPattern
+from sparse_kernels.nn import as_matrix, as_weight
+from sparse_kernels.patterns import parse
+
+ADVICE = "copy it again, or write it anew with `latbench prune --packed`"
+
+
+def write_packed(folder: Path) -> Path:
+    """Write `packed.safetensors` into the folder of a pruned model, which is whole; returns its path.
+
+    The folder's manifest then says its bytes and SHA-256. Raises EnvironmentUnusable when the disk refuses, BadData
+    as `read_manifest` does.
+    """
+    manifest = read_manifest(folder)
+    masks = read_masks(folder)
+    pruned = {_weight_of(layer): mask for layer, mask in masks.items()}
+    layers = profiles.load(folder / "profile.json").layers
+    tensors = {}
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - a file is no mapping
+            tensor = file.get_tensor(name)
+            if name in pruned:
+                tensors[f"{name}.values"] = as_matrix(tensor)[torch.from_numpy(pruned[name])]
+                tensors[f"{name}.mask"] = torch.from_numpy(np.packbits(pruned[name], axis=1))
+            else:
+                tensors[name] = tensor
+    patterns = {_weight_of(layer): choice.pattern for layer, choice in layers.items()}
+    metadata = {"format": "pt", "sha256": _checksum(tensors.items(), patterns), **patterns}
+    path = folder / PACKED
+    for name in (PACKED, "manifest.json"):
+        remove_left(folder, name)
+    try:
+        write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+    except SafetensorError as error:
+        raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
+    write_manifest(folder, {**manifest, "packed": {"bytes": path.stat().st_size, "sha256": sha256(path)}})
+    return path
+
+
+def load_packed(path: Path, model: nn.Module) -> tuple[nn.Module, dict[str, LayerPattern]]:
+    """Put the weights in a packed file into `model`, in place; returns it and {layer: pattern} as `load_pruned` does.
+
+    Raises BadData when the file is missing or not as it was written, or is one of another model, which is then left
+    as it was.
+    """
+    path = Path(path)
+    damaged = BadData(f"{path}: not as it was written: {ADVICE}")
+    if path.is_file() and not _as_listed(path):
+        raise damaged
+    own = model.state_dict()
+    try:
+        with safe_open(path, "pt") as file:
+            names, patterns = set(file.keys()), dict(file.metadata() or {})
+            patterns.pop("format", None)
+            checksum = patterns.pop("sha256", None)
+            wanted = [[name] if name in names else [f"{name}.values", f"{name}.mask"] for name in own]
+            if {name for parts in wanted for name in parts} != names:
+                raise BadData(f"{path}: not the packed weights of this model")
+            if _checksum(((name, file.get_tensor(name)) for name in names), patterns) != checksum:
+                raise damaged
+            choices = {_layer_of(name): LayerPattern(parse(spec)) for name, spec in patterns.items()}
+            masks = {}
+            for name, tensor in own.items():  # all is looked at before anything is written
+                if name in names:
+                    fits = file.get_slice(name).get_shape() == list(tensor.shape)
+                else:
+                    m, k = as_matrix(tensor).shape
+                    bits = file.get_tensor(f"{name}.mask").numpy()
+                    fits = bits.shape == (m, -(-k // 8))
+                    if fits:
+                        masks[name] = mask = np.unpackbits(bits, axis=1, count=k).astype(bool)
+                        fits = file.get_slice(f"{name}.values").get_shape() == [np.count_nonzero(mask)]
+                        choices[_layer_of(name)] = layer_pattern(patterns[name], mask)
+                if not fits:
+                    raise BadData(f"{path}: not the packed weights of this model: {name} is of another shape")
+            for name, tensor in own.items():
+                if name in names:
+                    tensor.copy_(file.get_tensor(name))
+                else:
+                    values = file.get_tensor(f"{name}.values")
+                    matrix = values.new_zeros(masks[name].shape)
+                    matrix[torch.from_numpy(masks[name])] = values
+                    tensor.copy_(as_weight(matrix, tensor.shape))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        first = " ".join(str(error).split())[:200]
+        raise BadData(f"{path}: not the packed weights of a model ({first}): {ADVICE}") from None
+    return model.eval(), choices
+
+
+def _checksum(tensors: Iterable[tuple[str, Tensor]], patterns: Mapping[str, str]) -> str:
+    """The SHA-256 of what a packed file holds, in whatever order."""
+    each = {name: tensors_hash([(name, tensor)]) for name, tensor in tensors}
+    return hashlib.sha256(json.dumps([each, patterns], sort_keys=True).encode()).hexdigest()
+
+
+def _as_listed(path: Path) -> bool:
+    """Whether the file is the one that the manifest beside it lists; True where none does: it was moved elsewhere."""
+    try:
+        listed = json.loads((path.parent / "manifest.json").read_text(encoding="utf-8"))["packed"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return path.name != PACKED or sha256(path) == listed
+
+
+def _weight_of(layer: str) -> str:
+    return f"{layer}.weight" if layer else "weight"
+
+
+def _layer_of(weight: str) -> str:
+    return weight.removesuffix("weight").removesuffix(".")

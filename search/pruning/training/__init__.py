@@ -1,0 +1,1 @@
+"""Training under masks: the pruners, their schedules, recipes and checkpoints."""

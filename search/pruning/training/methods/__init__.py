@@ -1,0 +1,1 @@
+"""The methods that training under masks knows, one a file."""
