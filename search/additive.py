@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from search.solve import Choice, Floats, Places
+from search.knapsack.arrays import Choice, Floats, Places
 
 OWN = 0.2
 """Standard deviation of an option's own factor."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from latbench.errors import UsageError
+from search.knapsack.arrays import Choice, Floats, sum_in_order
 from search.layers import DENSE_OPTION, ROUNDING, Layer, Option
-from search.solve import Choice, Floats, sum_in_order
 from search.weight_bytes import weight_bytes
 from sparse_kernels.shapes import Shape
 

@@ -25,9 +25,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from search.knapsack.arrays import BadProblem, Choice, Floats, Infeasible, Solution, sum_in_order
+from search.knapsack.one_budget import solve
 from search.layers import Interval, Layer
 from search.problem import Problem
-from search.solve import BadProblem, Choice, Floats, Infeasible, Solution, solve, sum_in_order
 
 WIDTH = 1.25
 """Upper by lower end of a cell: the tangent is at most 0.7% of s too high in it."""

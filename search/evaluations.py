@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from search.solve import BadProblem, Choice
+from search.knapsack.arrays import BadProblem, Choice
 
 AT_ONCE = 8
 """Profiles handed to the judge together: what it can share out, and how finely time is watched."""

@@ -40,6 +40,7 @@ from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.evaluations import Found, Judging
 from search.judges import Judges, panel
+from search.knapsack.arrays import sum_in_order
 from search.layers import options_of
 from search.options import in_network, measured_layers, predicted_layers, swept_rows
 from search.problem import Choice, Layer, Option, Problem
@@ -47,7 +48,6 @@ from search.profile import LayerChoice, Profile
 from search.promise import Kept, Measured, Search, corrected, keep_promise, measured
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database, made_by
 from search.sessions import Chosen, Session
-from search.solve import sum_in_order
 from search.strategies import find
 from search.task import Task
 from search.trials import Trials, key_of

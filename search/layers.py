@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from latbench.errors import UsageError
-from search.solve import Choice, Floats
+from search.knapsack.arrays import Choice, Floats
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorNM, VectorWise, parse
 from sparse_kernels.shapes import Shape
 

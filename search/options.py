@@ -17,8 +17,8 @@ from latbench.machines import devices
 from latbench.tables import table as tables
 from latbench.tables.storage import Place
 from latbench.workloads.points import describe, shape_columns, sparsities_of
+from search.knapsack.arrays import Floats
 from search.layers import DENSE, Layer, Option
-from search.solve import Floats
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Shape
 

@@ -27,11 +27,11 @@ from latbench.errors import BadData
 from latbench.machines import devices
 from search.end_to_end import Engine, Progress, time_engines
 from search.engines import DENSE_ENGINES, IN_BFLOAT16, SHARING
+from search.knapsack.arrays import Floats, sum_in_order
 from search.layers import options_of
 from search.options import OWN
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem, every_option, uniform_choice
 from search.sessions import Chosen, Session, profile_name
-from search.solve import Floats, sum_in_order
 from search.task import Task
 from sparse_kernels.cpu.runtime import kernel_cache as compiled
 

@@ -20,6 +20,9 @@ import numpy as np
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import read_spdy_profile
 from search.also import Also, bytes_of_weights, order_of
+from search.knapsack.arrays import Choice, Floats, Infeasible, Solver, is_finite, sum_in_order
+from search.knapsack.one_budget import solve
+from search.knapsack.two_budgets import solve_two
 from search.layers import (
     DENSE,
     DENSE_OPTION,
@@ -35,9 +38,7 @@ from search.layers import (
     uniform_choice,
 )
 from search.selection import Selection, TradeOffs
-from search.solve import Choice, Floats, Infeasible, Solver, is_finite, solve, sum_in_order
 from search.spdy import quadratic_prior
-from search.two import solve_two
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -219,9 +220,9 @@ class Problem:
     def frontier(self, resolution: float = 0.0) -> TradeOffs:
         """Every efficient trade-off between speedup and total error, profiles on demand.
 
-        With a `resolution` in seconds, those that lie nearer to each other are one (`search.frontier`): for predicted
-        times, which may have millions. Raises UsageError where there is a second budget, BadProblem where there are
-        too many to list.
+        With a `resolution` in seconds, those that lie nearer to each other are one (`search.knapsack.pareto`): for
+        predicted times, which may have millions. Raises UsageError where there is a second budget, BadProblem where
+        there are too many to list.
         """
         self._check_errors()
         if self.also is not None:

@@ -28,10 +28,10 @@ from latbench.errors import PromiseMissed
 from search import risk
 from search.engines import DENSE_ENGINES
 from search.evaluations import Found
+from search.knapsack.arrays import Infeasible
 from search.layers import ROUNDING
 from search.problem import Choice, Interval, Problem
 from search.sessions import Session
-from search.solve import Infeasible
 
 # A profile that is faster than it has to be by more than this gave away accuracy for nothing.
 TO_SPARE = 0.03

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.importers.text_formats import write_spdy_profile
-from search.frontier import Frontier, frontier
+from search.knapsack.arrays import Choice, Floats, sum_in_order
+from search.knapsack.pareto import Frontier, frontier
 from search.layers import options_of
-from search.solve import Choice, Floats, sum_in_order
 
 if TYPE_CHECKING:
     import pandas as pd

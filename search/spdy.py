@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from search.evaluations import Evaluations
-from search.solve import Choice, Floats, Solver
+from search.knapsack.arrays import Choice, Floats, Solver
 
 DRAWS = 100
 TRIALS = 100

@@ -15,7 +15,7 @@ import numpy as np
 
 from search.additive import AdditiveLoss, Prior
 from search.evaluations import Evaluations
-from search.solve import Choice, Solver
+from search.knapsack.arrays import Choice, Solver
 
 WIDTH = 8
 """Profiles a round."""

@@ -19,8 +19,8 @@ import numpy as np
 from search.additive import layer_priors
 from search.end_to_end import Progress
 from search.evaluations import Enough, Evaluations, Found, Judging
+from search.knapsack.arrays import Choice, Floats
 from search.problem import Problem, every_option
-from search.solve import Choice, Floats
 from search.spdy import quadratic_prior, spdy_search
 from search.staged import staged_search
 

@@ -32,11 +32,11 @@ from latbench.report.figures import (
 )
 from latbench.workloads import workload as workloads
 from search import layer_errors
-from search.frontier import frontier
+from search.knapsack.arrays import sum_in_order
+from search.knapsack.pareto import frontier
 from search.layers import DENSE, every_option, uniform_choice
 from search.problem import Problem
 from search.profile import Profile
-from search.solve import sum_in_order
 
 if TYPE_CHECKING:
     from search.verify import Verdict

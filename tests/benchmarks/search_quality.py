@@ -29,9 +29,10 @@ from search import task as tasks
 from search.database import Database
 from search.evaluations import Found, Judging
 from search.judges import Judges
+from search.knapsack.arrays import Infeasible
+from search.knapsack.one_budget import solve
 from search.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
-from search.solve import Infeasible, solve
 from search.strategies import find, quadratic_priors
 from search.trials import Trials
 

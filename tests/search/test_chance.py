@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from search.chance import apart, solve_with_chance, tangent, upper
+from search.knapsack.arrays import BadProblem, Infeasible, sum_in_order
+from search.knapsack.one_budget import solve
 from search.layers import DENSE, Interval, Layer, Option, tie
 from search.limits import of as limits_of
 from search.problem import Problem
-from search.solve import BadProblem, Infeasible, solve, sum_in_order
 from sparse_kernels.shapes import LinearShape
 
 

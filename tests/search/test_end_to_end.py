@@ -25,10 +25,10 @@ from search.end_to_end import (
     time_engines,
     undisturbed,
 )
+from search.knapsack.arrays import Infeasible
 from search.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
 from search.problem import DENSE, Interval, Layer, Option
 from search.sessions import Session
-from search.solve import Infeasible
 
 ENGINES = """
 import time

@@ -9,8 +9,8 @@ import pytest
 
 from latbench.runners.worker import resolve
 from search.evaluations import Evaluation, Found
+from search.knapsack.arrays import Choice
 from search.problem import DENSE, Interval, Layer, Option, Problem
-from search.solve import Choice
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPTIONS = (Option(DENSE, 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))

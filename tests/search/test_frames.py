@@ -13,9 +13,9 @@ import search
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import read_spdy, read_spdy_profile
 from search import sources
+from search.knapsack.arrays import Infeasible, sum_in_order
 from search.layers import DENSE, Interval, Option
 from search.problem import Problem
-from search.solve import Infeasible, sum_in_order
 from sparse_kernels.shapes import LinearShape
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from search._states import extend_between
-from search.frontier import frontier
-from search.solve import BadProblem, solve
+from search.knapsack.arrays import BadProblem
+from search.knapsack.one_budget import solve
+from search.knapsack.pareto import frontier
+from search.knapsack.states import extend_between
 
 Arrays = list[np.ndarray]
 
@@ -72,8 +73,8 @@ def test_pieces_of_a_layer_make_the_same_frontier(rng: np.random.Generator, monk
     sizes = rng.integers(1, 9, 7)
     seconds, errors = ([rng.integers(0, 50, n) / 7 for n in sizes] for _ in range(2))
     whole = frontier(seconds, errors)
-    monkeypatch.setattr(sys.modules["search.frontier"], "AT_ONCE", 40)
-    monkeypatch.setattr(sys.modules["search.frontier"], "SAMPLED", 100)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "AT_ONCE", 40)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "SAMPLED", 100)
     parts = frontier(seconds, errors)
     np.testing.assert_array_equal((parts.seconds, parts.errors), (whole.seconds, whole.errors))
 
@@ -89,8 +90,8 @@ def test_not_all_sums_are_formed_where_there_are_too_many(
         formed += len(found[0])
         return found
 
-    monkeypatch.setattr("search._states.extend_between", counted)
-    monkeypatch.setattr(sys.modules["search.frontier"], "AT_ONCE", 1000)
+    monkeypatch.setattr("search.knapsack.states.extend_between", counted)
+    monkeypatch.setattr(sys.modules["search.knapsack.pareto"], "AT_ONCE", 1000)
     seconds = [rng.random(30) for _ in range(4)]
     with pytest.raises(BadProblem, match="more than 30,000 efficient"):
         frontier(seconds, [1 - t for t in seconds], max_points=30_000)

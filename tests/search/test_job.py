@@ -19,12 +19,12 @@ from search.also import Also
 from search.end_to_end import Timings
 from search.evaluations import Found
 from search.job import Settings, prunable_layers, searcher
+from search.knapsack.arrays import Infeasible
 from search.layers import options_of
 from search.limits import Limits
 from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
 from search.promise import Kept, Measured, keep_promise, measured
 from search.sessions import Session
-from search.solve import Infeasible
 from search.strategies import STRATEGIES, find
 from search.task import Task
 

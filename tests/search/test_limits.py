@@ -9,10 +9,10 @@ import pytest
 
 from latbench.errors import BadData, UsageError
 from search import limits
+from search.knapsack.arrays import Infeasible, sum_in_order
 from search.layers import DENSE, Interval, Layer, Option
 from search.limits import Limits
 from search.problem import Problem
-from search.solve import Infeasible, sum_in_order
 
 OPTIONS = (
     Option(DENSE, 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.5), Option("vector:8", 0.75),

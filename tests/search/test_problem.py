@@ -11,6 +11,7 @@ import pytest
 from latbench.errors import BadData, UsageError
 from search.also import Also
 from search.building import problem_of
+from search.knapsack.arrays import Infeasible, Solution, sum_in_order
 from search.layers import (
     DENSE,
     Interval,
@@ -23,7 +24,6 @@ from search.layers import (
     uniform_choice,
 )
 from search.problem import Problem
-from search.solve import Infeasible, Solution, sum_in_order
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 

@@ -17,10 +17,10 @@ from search import job, overhead, profile, sessions, verify
 from search import task as tasks
 from search.end_to_end import PROCESSES, Engine, Timings
 from search.job import Inputs, Settings
+from search.knapsack.arrays import Infeasible
 from search.problem import DENSE, Layer, Option
 from search.profile import Profile
 from search.pruning.one_shot.fill_database import build_database
-from search.solve import Infeasible
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy import optimize, sparse
 
 from latbench.importers.text_formats import read_spdy
-from search._states import ROOM, extend
-from search.solve import BadProblem, Infeasible, Solution, efficient, solve
+from search.knapsack.arrays import BadProblem, Infeasible, Solution
+from search.knapsack.one_budget import efficient, solve
+from search.knapsack.states import ROOM, extend
 
 Arrays = list[np.ndarray]
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from search.evaluations import Enough, Evaluations, Found
-from search.solve import Choice, Infeasible, Solver, solve
+from search.knapsack.arrays import Choice, Infeasible, Solver
+from search.knapsack.one_budget import solve
 from search.spdy import quadratic_prior, spdy_search
 
 LAYERS, OPTIONS = 7, 4

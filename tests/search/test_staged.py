@@ -10,7 +10,8 @@ import pytest
 
 from search.additive import AdditiveLoss, layer_priors
 from search.evaluations import AT_ONCE, Enough, Evaluations, Found
-from search.solve import BadProblem, Choice, Infeasible, Solver, solve
+from search.knapsack.arrays import BadProblem, Choice, Infeasible, Solver
+from search.knapsack.one_budget import solve
 from search.spdy import spdy_search
 from search.staged import staged_search
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, sparse
 
-from search._states import efficient_in_three
-from search.solve import BadProblem, Infeasible, solve
-from search.two import solve_two
+from search.knapsack.arrays import BadProblem, Infeasible
+from search.knapsack.one_budget import solve
+from search.knapsack.states import efficient_in_three
+from search.knapsack.two_budgets import solve_two
 
 Arrays = list[np.ndarray]
 
@@ -148,7 +149,7 @@ def test_states_without_end_are_cut_before_they_fill_the_memory(rng: np.random.G
     assert exact.bound == exact.error
     for room in (100, 2000):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("search._states.ROOM", room)
+            patched.setattr("search.knapsack.states.ROOM", room)
             short = solve_two(seconds, errors, 1.35, other, 1.35, max_states=room // 10)
         assert total(seconds, short.choice) <= 1.35 and total(other, short.choice) <= 1.35
         assert short.bound <= exact.error <= short.error

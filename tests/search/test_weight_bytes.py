@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from latbench.errors import UsageError
+from search.knapsack.arrays import Infeasible
 from search.layers import DENSE, Interval, Layer, Option
 from search.problem import Problem
-from search.solve import Infeasible
 from search.weight_bytes import weight_bytes
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse

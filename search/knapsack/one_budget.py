@@ -17,59 +17,28 @@ Sinha and Zoltners 1979 (only the lower convex hull of a layer's options matters
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from latbench.errors import BadData, PromiseMissed
-
-Choice = tuple[int, ...]
-"""One option a layer, as places in the layers' arrays."""
-
-Floats = NDArray[np.float64]
-Places = NDArray[np.intp]
-Labels = tuple[Floats, Floats, NDArray[np.int64], float]
-
-EPS = float(np.finfo(np.float64).eps)
-
-LEAST_SECONDS = 1e-300
+from search.knapsack.arrays import (
+    EPS,
+    LEAST_SECONDS,
+    BadProblem,
+    Choice,
+    Floats,
+    Infeasible,
+    Labels,
+    Places,
+    Solution,
+    is_finite,
+    sum_in_order,
+)
 
 NARROW = (30, 1000)
 """States a layer of the passes that only lower the ceiling."""
-
-
-class BadProblem(BadData, ValueError):
-    """The arrays do not state a problem: ragged, empty, negative or not finite."""
-
-
-class Infeasible(PromiseMissed):
-    """No profile fits the budget; the fastest one takes `fastest_seconds`."""
-
-    def __init__(self, budget: float, fastest_seconds: float, sentence: str | None = None) -> None:
-        super().__init__(sentence or f"no profile fits {budget:.6g} s: the fastest one takes {fastest_seconds:.6g} s")
-        self.budget = budget
-        self.fastest_seconds = fastest_seconds
-
-
-@dataclass(frozen=True)
-class Solution:
-    """One option a layer. `seconds` and `error` are the sums in layer order; no profile that fits is below `bound`.
-
-    `bound == error` certifies the optimum; it is smaller only where `max_states` cut the search short.
-    """
-
-    choice: Choice
-    seconds: float
-    error: float
-    bound: float
-
-
-Solver = Callable[[Sequence[Floats]], Solution]
-"""What finds the profile of least error within its budgets, for errors that hold an array a layer."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +76,7 @@ def solve(
     it the least promising states are dropped, and the solution's `bound` says what that may have cost.
     Raises BadProblem for what states no problem, Infeasible when nothing fits.
     """
-    from search._states import trace_back
+    from search.knapsack.states import trace_back
 
     options = efficient_options(seconds, errors)
     if not is_finite(budget):
@@ -163,8 +132,8 @@ def contending(
 
 
 def label(options: Options, relaxation: Relaxation, budget: float, best: float, spare: Spare, width: int) -> Labels:
-    """`search._states.label`'s states that a profile within `budget` of an error up to `best` can have."""
-    from search._states import label as compiled
+    """`search.knapsack.states.label`'s states that a profile within `budget` of an error up to `best` can have."""
+    from search.knapsack.states import label as compiled
 
     return compiled(
         options.first,
@@ -216,11 +185,6 @@ def efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike])
     return Options(all_seconds, all_errors, owner, all_places, np.append(0, np.cumsum(sizes)))
 
 
-def is_finite(value: Any) -> bool:
-    """Whether this is a number, and finite."""
-    return isinstance(value, numbers.Real) and math.isfinite(value)
-
-
 def efficient(seconds: Floats, errors: Floats) -> Places:
     """Places of the pairs that none beats in both, by rising seconds, so falling error; of equal pairs the first."""
     order = np.lexsort((errors, seconds))
@@ -228,14 +192,6 @@ def efficient(seconds: Floats, errors: Floats) -> Places:
     keep = np.ones(len(order), bool)
     keep[1:] = ordered[1:] < np.minimum.accumulate(ordered)[:-1]
     return order[keep]
-
-
-def sum_in_order(values: Iterable[float]) -> float:
-    """Plain float addition from the first to the last: the sum that the budget is compared with."""
-    total = 0.0
-    for value in values:
-        total += float(value)
-    return total
 
 
 class Relaxation:
@@ -246,7 +202,7 @@ class Relaxation:
     """
 
     def __init__(self, options: Options) -> None:
-        from search._states import lower_hull
+        from search.knapsack.states import lower_hull
 
         hull = lower_hull(options.seconds, options.errors, options.first)
         owner = options.layer[hull]

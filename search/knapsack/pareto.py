@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from latbench.machines import devices
-from search.solve import BadProblem, Choice, Floats, Options, efficient_options, solve
+from search.knapsack.arrays import BadProblem, Choice, Floats
+from search.knapsack.one_budget import Options, efficient_options, solve
 
 AT_ONCE = 2**19
 """So many sums of a state and an option are looked at together, about: all at once would take any memory."""
@@ -61,7 +62,7 @@ def frontier(
     resolution; and each efficient pair has one listed with no larger error, at most the resolution slower. Raises
     BadProblem where there are more than `max_points`, and for what states no problem.
     """
-    from search._states import extend_between
+    from search.knapsack.states import extend_between
 
     if not 0 <= resolution < np.inf:
         raise BadProblem(f"a resolution is a number of seconds, at least 0, not {resolution}")

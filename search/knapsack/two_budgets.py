@@ -18,22 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from search.solve import (
-    NARROW,
-    BadProblem,
-    Choice,
-    Floats,
-    Infeasible,
-    Options,
-    Places,
-    Relaxation,
-    Solution,
-    Spare,
-    contenders,
-    efficient_options,
-    solve,
-    sum_in_order,
-)
+from search.knapsack.arrays import BadProblem, Choice, Floats, Infeasible, Places, Solution, sum_in_order
+from search.knapsack.one_budget import NARROW, Options, Relaxation, Spare, contenders, efficient_options, solve
 
 Arrays = list[Floats]
 
@@ -151,7 +137,7 @@ class _Two:
 
     def states(self, price: float, best: float, width: int) -> tuple[list[Choice], float]:
         """The best profile among the states that bounds leave, if any fits, and the least bound of those dropped."""
-        from search._states import ROOM, efficient_in_three
+        from search.knapsack.states import ROOM, efficient_in_three
 
         arrays = self.seconds, self.errors, self.other, self.priced(price)
         places = [np.arange(len(layer)) for layer in self.seconds]

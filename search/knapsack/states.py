@@ -1,4 +1,5 @@
-"""Compiled: the states of the exact solver, layer by layer. A state is (seconds, error); see `search.solve`.
+"""Compiled: the states of the exact solver, layer by layer. A state is (seconds, error); see
+`search.knapsack.one_budget`.
 
 Apart from `solve` and `frontier`, which import it when they are called, so that importing `search` compiles nothing.
 Options and states lie flat, one layer after the other: those of layer l from first[l] to first[l + 1].
@@ -10,7 +11,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from search.solve import Floats, Places
+from search.knapsack.arrays import Floats, Places
 
 ROOM = 2**18
 """So many sums of a layer, or four times as many as shall be left, are held before the less promising ones go."""
@@ -233,7 +234,8 @@ def label(
 ) -> tuple[Floats, Floats, NDArray[np.int64], float]:
     """The states after each layer, at most `width`, and the least bound of those dropped for that.
 
-    Steps and fastest sums are those of `search.solve.Relaxation`. States of d layers lie from begin[d] to begin[d+1].
+    Steps and fastest sums are those of `search.knapsack.one_budget.Relaxation`. States of d layers lie from begin[d]
+    to begin[d+1].
     """
     layers = len(first) - 1
     begin = np.zeros(layers + 2, np.int64)
