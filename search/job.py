@@ -39,9 +39,11 @@ from search.also import all_bytes, bytes_of_model
 from search.database import Database, model_hash
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
 from search.evaluations import Found, Judging
-from search.judges import Judges, panel
 from search.knapsack.arrays import sum_in_order
 from search.layers import options_of
+from search.loss.cache import Trials, key_of
+from search.loss.parallel import Judges
+from search.loss.pools import panel
 from search.options import in_network, measured_layers, predicted_layers, swept_rows
 from search.problem import Choice, Layer, Option, Problem
 from search.profile import LayerChoice, Profile
@@ -50,7 +52,6 @@ from search.pruning.one_shot.fill_database import DEFAULT_METHOD, build_database
 from search.sessions import Chosen, Session
 from search.strategies import find
 from search.task import Task
-from search.trials import Trials, key_of
 from search.verify import SESSION, Verdict
 from search.verify import load as load_verdict
 from sparse_kernels.shapes import Shape
@@ -73,7 +74,7 @@ class Settings:
     whole pruned model may take (`search.also.bytes_of_model`), None for whatever they do.
     `time_budget` is in seconds, once layers are pruned and whole models timed: after so long no profile is tried any
     more, though those found are timed. `processes` prune layers and judge profiles; or these are judged elsewhere,
-    `judges` is one of `search.judges.PLACES`. Both change no more than roundings.
+    `judges` is one of `search.loss.parallel.PLACES`. Both change no more than roundings.
     """
 
     target: float

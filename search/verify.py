@@ -26,12 +26,12 @@ from latbench.tables import table as tables
 from latbench.timing import sampling as measure
 from search import sessions
 from search.end_to_end import Engine, Progress, Timings, cpu_lock, time_engines
+from search.loss.cache import code_of
 from search.overhead import conditions, dense_engines
 from search.profile import Profile
 from search.profile import load as load_profile
 from search.pruning.storage.model_folder import read_manifest
 from search.task import Task
-from search.trials import code_of
 
 PRUNED = "pruned"
 SESSION = "session.json"

@@ -28,13 +28,13 @@ from search import job
 from search import task as tasks
 from search.database import Database
 from search.evaluations import Found, Judging
-from search.judges import Judges
 from search.knapsack.arrays import Infeasible
 from search.knapsack.one_budget import solve
+from search.loss.cache import Trials
+from search.loss.parallel import Judges
 from search.problem import Problem
 from search.pruning.one_shot.fill_database import DEFAULT_METHOD, ONE_SHOT_METHODS
 from search.strategies import find, quadratic_priors
-from search.trials import Trials
 
 TASKS = Path(__file__).parents[1] / "tasks"
 SEVERAL_SEEDS_AT = 0.6

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from search.database import Database
-from search.judge import THREADS, Held, Judge
+from search.loss.evaluator import THREADS, Held, Judge
 from search.problem import DENSE, Option
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix

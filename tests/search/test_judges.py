@@ -16,12 +16,15 @@ from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from search import task as tasks
 from search.database import Database, model_hash
-from search.judge import Held, Judge, on_device
-from search.judges import Judges, Opening, _said, _split, panel
+from search.loss.cache import Trials, key_of
+from search.loss.evaluator import Held, Judge, on_device
+from search.loss.parallel import Judges, _split
+from search.loss.pools import panel
+from search.loss.process_pool import _said
+from search.loss.worker import Opening
 from search.problem import DENSE, Interval, Layer, Option, Problem
 from search.strategies import find
 from search.task import Task
-from search.trials import Trials, key_of
 from sparse_kernels.nn import weight_matrix
 
 TASK = tasks.load(str(Path(__file__).parent / "pruning_task.py"))
@@ -148,7 +151,7 @@ class Elsewhere:
 def test_what_judges_elsewhere_answered_is_kept_when_the_wait_is_interrupted(
     waiting: BaseException, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("search.judges.panel", lambda place, processes: Elsewhere(waiting))
+    monkeypatch.setattr("search.loss.parallel.panel", lambda place, processes: Elsewhere(waiting))
     known = trials(tmp_path)
     known.add(HELD, [0.5, 0.5, 0.5])
     choices = [(2, 0), (1, 0), (3, 0), (0, 1), (0, 2), (0, 3)]

@@ -184,7 +184,7 @@ def _check(
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
-    from search.judges import PLACES
+    from search.loss.pools import PLACES
     from search.options import OWN
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from latbench.errors import EnvironmentUnusable
-from search.judge import Held
+from search.loss.evaluator import Held
 from search.task import Task
 
 # Goes up when the same profile would be judged otherwise than before.

@@ -13,12 +13,13 @@ from typing import Any, Self
 from latbench.errors import EnvironmentUnusable, LatbenchError
 from latbench.runners.block_scheduler import first_line
 from latbench.runners.ray_nodes import connected, nodes_of, why
-from search.judge import MEMORY_BYTES, THREADS, Held
-from search.judges import Opening, judge
+from search.loss.evaluator import MEMORY_BYTES, THREADS, Held
+from search.loss.worker import Opening, judge
 
 
 class OnRay:
-    """A `search.judges.Panel` of a judge a CPU of the cluster that RAY_ADDRESS names, or that runs on this machine.
+    """A `search.loss.parallel.Panel` of a judge a CPU of the cluster that RAY_ADDRESS names, or that runs on this
+    machine.
 
     Raises EnvironmentUnusable where Ray is not installed, there is no cluster, or no CPU in it.
     """

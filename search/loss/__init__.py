@@ -1,0 +1,1 @@
+"""What a profile costs: its calibration loss, evaluated in parallel and kept."""
