@@ -17,9 +17,9 @@ from latbench import devices
 from latbench.backends.gpu_probe import Probed
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
 from latbench.environments import env_id
-from latbench.gpu import libraries, nvml, roofline
+from latbench.gpu import libraries, nvml, points, roofline
 from latbench.gpu.ceilings import GpuCeilings
-from latbench.gpu.installation import installed, refused_by_driver
+from latbench.gpu.installation import installed
 from latbench.gpu.names import Gpu
 from latbench.gpu.roofline import GpuPace
 from latbench.gpu.timing import ROTATED_TIMES_L2
@@ -27,7 +27,9 @@ from latbench.gpu.versions import DRIVER, Versions
 from latbench.plan import Point
 from latbench.runners.local import TaskFailed, Worker, WorkerDied
 from latbench.sweep import SecondsLeft, Settings
+from sparse_kernels.cuda import fingerprint
 from sparse_kernels.cuda.machine import architectures_of
+from sparse_kernels.cuda.variants import FAMILIES
 from sparse_kernels.registry import NoDevice
 
 if TYPE_CHECKING:
@@ -70,32 +72,40 @@ class GpuMachine:
         return self._threads
 
     def start(self, backends: Iterable[str]) -> dict[str, str]:
-        """Start the processes of these backends, of the ceilings and of the reference at the same time, and ask each
-        backend for a small result on the GPU. One process takes five to ten seconds to import what it needs and to
-        start CUDA.
+        """Start the processes of these backends, of the ceilings and of the reference at the same time, and have each
+        backend prepare a small point. A process takes five to ten seconds to import what it needs and to start CUDA.
 
         Returns
         -------
         dict
             Why a backend cannot be used, in a sentence, by backend; without those that can.
         """
-        refusals = refused_by_driver(self.gpu, backends)
+        refusals: dict[str, str] = {}
         names: dict[str, list[str]] = {}
         for backend in backends:
-            if backend not in refusals:
-                names.setdefault(self.process(backend), []).append(backend)
+            names.setdefault(self.process(backend), []).append(backend)
         self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
         threads = self.threads_of_processes
         self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
+        # They take seconds, and the first row names them.
+        architecture = architecture_of(nvml.environment(self.gpu)["compute_capability"])
+        threads.submit(self._fingerprint, architecture)
         for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
             if isinstance(found, str):
                 refusals |= dict.fromkeys(names[process], found)
-                continue
-            refusals |= found.refusals
-            self._loaded[process] = found.libraries
-            self._architecture = found.architecture or self._architecture
+            else:
+                refusals |= found.refusals
+                self._loaded[process] = found.libraries
+                self._architecture = found.architecture or self._architecture
+            if all(name in refusals for name in names[process]):
+                self._started.pop(process).close()  # its memory and its context are others' again
         self._forget()
         return refusals
+
+    def _fingerprint(self, architecture: str | None) -> None:
+        if architecture is not None:
+            for family in FAMILIES:
+                fingerprint.of_family(family, architecture)
 
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
@@ -106,7 +116,7 @@ class GpuMachine:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", backends, timeout=seconds
+                "latbench.backends.gpu_probe:probe", points.probes(self.device, backends), timeout=seconds
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
@@ -194,7 +204,11 @@ class GpuMachine:
 
         reference = self.worker("reference")
         reference.seconds_left = seconds_left
-        return GpuPace(reference, roofline.kept(self.environment(), find))
+        try:
+            return GpuPace(reference, roofline.kept(self.environment(), find))
+        except BaseException:
+            reference.close()
+            raise
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""

@@ -151,7 +151,7 @@ def test_versions_of_wheels_are_cut_to_what_a_library_says(
     }  # fmt: skip
     assert libraries.versions() == {
         "cublas": "12.8.4", "cudnn": "9.24.0", "cusparse": None, "cusparselt": "0.8.1", "nvrtc": None,
-        "triton": "3.6.0",
+        "nvvm": None, "triton": "3.6.0",
     }  # fmt: skip
 
 
