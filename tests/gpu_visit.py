@@ -35,7 +35,8 @@ def run(*command: object) -> None:
     """Print and run a command; ends with its exit code unless that is 0, or 4: a later call goes on from there."""
     words = [str(word) for word in command]
     print("$", " ".join(words), flush=True)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LATBENCH_CACHE": str(BUILD)}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "LATBENCH_CACHE": str(BUILD)}
     code = subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode
     print(f"exit code {code}", flush=True)
     if code not in (0, 4):
@@ -49,14 +50,20 @@ def compile_cubins(architectures: Sequence[str]) -> None:
 
 
 def keep(out: Path, measured: Path) -> Path:
-    """Put the table in `out`, which continues the one of its device, in the place of that; return its folder."""
+    """Add the table in `out` to the one of its device; return that one's folder. Rows that both have count once."""
     sys.path.insert(0, str(ROOT))
+    from latbench.errors import LatbenchError
     from latbench.tables import table as tables
 
-    (device,) = set(tables.read(out, ["device"])["device"])
-    folder, fresh = measured / device, measured / f"{device}.new"
+    try:
+        devices = set(tables.read(out, ["device"])["device"])
+    except LatbenchError as error:
+        raise SystemExit(f"gpu_visit: {error}") from error
+    if len(devices) != 1:
+        raise SystemExit(f"gpu_visit: {out} has tables of {', '.join(sorted(devices)) or 'no device'}: one is kept")
+    folder, fresh = measured / devices.pop(), measured / "being-merged"
     shutil.rmtree(fresh, ignore_errors=True)
-    run(*LATBENCH, "merge", out, "-o", fresh)
+    run(*LATBENCH, "merge", *([folder] if folder.is_dir() else []), out, "-o", fresh)
     shutil.rmtree(folder, ignore_errors=True)
     fresh.rename(folder)
     return folder
@@ -75,7 +82,8 @@ def rehearse(folder: Path, first_seconds: float, second_seconds: float, points: 
     session = [*FAKE_SESSION, "--points", points]
     for number, seconds, tests in ((1, first_seconds, "smoke"), (2, second_seconds, "none")):
         out = folder / f"out-{number}"
-        run(*session, "--seconds", seconds, "--tests", tests, "--out", out, "--table", measured / DEVICE)
+        continued = ["--table", measured / DEVICE] if (measured / DEVICE).is_dir() else []
+        run(*session, "--seconds", seconds, "--tests", tests, "--out", out, *continued)
         table = keep(out, measured)
     report(table, folder / "report.html")
     return table
@@ -96,14 +104,14 @@ def main() -> None:
         return
     if given.what is None:
         parser.error(f"{given.step} needs a folder, or a device: see --help")
-    measured = ROOT / "datasets" / "measured"
+    measured, out = ROOT / "datasets" / "measured", Path(given.what).resolve()
     match given.step:
         case "first":
-            run(*SESSION, "--seconds", given.first_seconds, "--tests", "smoke", "--out", given.what)
+            run(*SESSION, "--seconds", given.first_seconds, "--tests", "smoke", "--out", out)
         case "second":
-            run(*SESSION, "--seconds", given.second_seconds, "--tests", "none", "--out", given.what)
+            run(*SESSION, "--seconds", given.second_seconds, "--tests", "none", "--out", out)
         case "keep":
-            print(keep(Path(given.what), measured))
+            print(keep(out, measured))
         case "report":
             report(measured / given.what, ROOT / "reports" / f"{given.what}.html")
         case "rehearse":

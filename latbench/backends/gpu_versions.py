@@ -1,6 +1,6 @@
 """What a row of a GPU's table timed, by version: the text in its column `backend_version`.
 
-    2.11.0 (cublas 13.1.0.3, driver 580.159.04)                      torch's dense product
+    2.11.0 (cublas 13.1.0, driver 580.159.04)                        torch's dense product
     14.2.0 (driver 580.159.04, nvrtc 13.0, vector_sm90 caa235b3)     our kernels, by family
 
 A library, the driver, or the family of our kernels that ran (and those that were asked before it and refused): where
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 DRIVER = "driver"
 _NUMBA = "numba_"  # before the name of a file of sparse_kernels.numba_cuda
 _TEXT = re.compile(r"(?P<package>\S+)(?: \((?P<parts>.*)\))?")
-_DECIDING = ["backend", "kernel_requested", "backend_version"]  # the columns that `current` looks at
+_DECIDING = ["backend", "kernel_requested", "op", "format", "backend_version"]  # the columns that `current` looks at
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Versions:
     architecture: str | None = None
 
     def text(self, point: Point, families: Sequence[str] | None = None) -> str | None:
-        """The text for a point that is measured now.
+        """Return the text for a point that is measured now.
 
         Parameters
         ----------
@@ -68,17 +68,17 @@ class Versions:
         package = self.packages.get(point.backend)
         if package is None:
             return None
-        asked = candidates(point) if families is None else families
+        asked = candidates(point.backend, point.shape.op, point.pattern.format) if families is None else families
         parts = {**self._libraries(point.backend, point.kernel), **self._fingerprints(asked)}
         return f"{package} ({', '.join(f'{name} {parts[name]}' for name in sorted(parts))})" if parts else package
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
-        """Whether each row of a table timed what is here now.
+        """Return whether each row of a table timed what is here now.
 
         Parameters
         ----------
         table
-            With the columns backend, kernel_requested and backend_version.
+            With the columns backend, kernel_requested, op, format and backend_version.
 
         Returns
         -------
@@ -89,14 +89,16 @@ class Versions:
         known = {row: self._holds(*row) for row in set(rows)}
         return np.array([known[row] for row in rows], bool)
 
-    def _holds(self, backend: str, kernel: str, text: str | None) -> bool:
+    def _holds(self, backend: str, kernel: str, op: str, format: str, text: str | None) -> bool:
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if found is None or backend not in BACKENDS or found["package"] != self.packages.get(backend):
             return False
         parts = dict(part.rpartition(" ")[::2] for part in (found["parts"] or "").split(", ") if part)
         libraries = self._libraries(backend, kernel)
         families = [name for name in parts if name not in libraries]
-        return parts == {**libraries, **self._fingerprints(families)} and bool(families) == BACKENDS[backend].ours
+        # Of a layer that no family of ours takes, a row without any says just that.
+        named = bool(families) == bool(candidates(backend, op, format))
+        return named and parts == {**libraries, **self._fingerprints(families)}
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
         of_kernel, loaded = BACKENDS[backend].libraries, self.loaded.get(BACKENDS[backend].process, {})
@@ -120,13 +122,13 @@ class Versions:
         return found
 
 
-def candidates(point: Point) -> tuple[str, ...]:
-    """Our kernel families that may run a point, in the order in which they are asked; none of other backends."""
+def candidates(backend: str, op: str, format: str) -> tuple[str, ...]:
+    """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
     from sparse_kernels.cuda import fingerprint as cuda
     from sparse_kernels.numba_cuda import fingerprint as numba
 
-    if point.backend == "cupy":
-        return cuda.candidates(point.shape.op, point.pattern.format)
-    if point.backend == "numba_cuda":
-        return (_NUMBA + numba.MODULES[point.pattern.format],)
+    if backend == "cupy":
+        return cuda.candidates(op, format)
+    if backend == "numba_cuda" and format in numba.MODULES:
+        return (_NUMBA + numba.MODULES[format],)
     return ()

@@ -104,7 +104,7 @@ BACKENDS = {
     "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
     # Its launches go to the default stream, which cannot be captured.
     "numba_cuda": Backend(
-        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvrtc",)}, packed=("auto",),
+        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvvm",)}, packed=("auto",),
         checked_by=_CUPY, ours=True, captured=False,
     ),
 }  # fmt: skip

@@ -2,8 +2,8 @@
 
 Nothing needs to be installed and nothing is fetched. What it does, in this order, within --seconds altogether:
 
-    smoke    one point of every engine, prepared together and sampled in turn. Stops where the dense baseline or our
-             own kernels fail: a table of wrong numbers is worth nothing
+    smoke    one point of every kernel of every engine, prepared together and sampled in turn. Stops where the dense
+             baseline or our own kernels fail: a table of wrong numbers is worth nothing
     sweep    the standard sweep, the most telling points first
     tests    with --tests all: the GPU's own tests
 
@@ -22,6 +22,7 @@ not measured again, unless they are of another version of a library, of the driv
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import shutil
@@ -36,7 +37,7 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.backends.gpu_installation import installed, missing
+from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
 from latbench.base import files
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
 from latbench.machines import nvml
@@ -127,42 +128,46 @@ class Stopwatch:
         self._before = dict(self.seconds)
 
     def __str__(self) -> str:
-        return "times: " + ", ".join(f"{activity} {seconds:.0f} s" for activity, seconds in self.seconds.items())
+        every = list(self.seconds.items())  # at once: another thread adds to them
+        return "times: " + ", ".join(f"{activity} {seconds:.0f} s" for activity, seconds in every)
 
 
-def resume(sources: Sequence[Path], folder: Path, machine: sweep.Machine) -> int:
-    """Copy the rows of the tables at `sources` that are still current into `folder`.
+def resume(sources: Sequence[Path], folder: Path, device: str) -> int:
+    """Copy the rows of the tables at `sources` into `folder`. Those of another version count for nothing in a sweep.
 
-    Rows of another device and of versions that are not here now are left behind. A folder without a table is no
-    failure.
+    A folder without a table is no failure.
 
     Returns
     -------
     int
         How many rows were copied; a row that several sources have counts once.
+
+    Raises
+    ------
+    UsageError
+        Where a table is of another device.
     """
     seen: set[tuple[Any, ...]] = set()
     for source in sources:
-        if not source.is_dir() or not any(source.glob("*.parquet")):
+        if not source.is_dir() or not tables.holds_rows(source):
             continue
-        found = [row for batch in tables.batches(source) for row in batch.to_pylist()]
-        current = machine.current(pd.DataFrame(found))
-        rows = [
-            row for row, kept in zip(found, current, strict=True)
-            if kept and row["device"] == machine.device and (row["point_id"], row["started_at"]) not in seen
-        ]  # fmt: skip
-        seen |= {(row["point_id"], row["started_at"]) for row in rows}
-        if rows:
-            tables.write_part(folder, rows)
-            wanted = {row["env_id"] for row in rows}
-            for environment in tables.environment_rows(source):
-                if environment["env_id"] in wanted:
-                    tables.write_environment(folder, environment)
+        rows = [row for batch in tables.batches(source) for row in batch.to_pylist()]
+        if others := {row["device"] for row in rows} - {device}:
+            raise UsageError(
+                f"{source} has a table of {', '.join(sorted(others))}, and this machine has {device}: name another "
+                "folder"
+            )
+        fresh = [row for row in rows if (row["point_id"], row["started_at"]) not in seen]
+        seen |= {(row["point_id"], row["started_at"]) for row in fresh}
+        if fresh:
+            tables.write_part(folder, fresh)
+        for environment in tables.environment_rows(source):
+            tables.write_environment(folder, environment)
     return len(seen)
 
 
 def publish(folder: Path, out: Path, environment: Mapping[str, Any], remarks: Sequence[str]) -> None:
-    """Write the table in `folder` to `out` as one file, with its environments and the summary.
+    """Write the table in `folder` to `out` as one file, then its environments, then the summary.
 
     Each file is replaced whole. Raises EnvironmentUnusable where the disk refuses.
     """
@@ -237,7 +242,7 @@ def measure(
         return in_order(table)
 
     with _folder() as folder:
-        kept = resume(sources, folder, machine)
+        kept = resume(sources, folder, machine.device)
         notes = [*remarks, f"{kept} rows were there before, {wanted} points are wanted"]
 
         def write() -> None:
@@ -247,8 +252,8 @@ def measure(
         def report(now: sweep.Progress) -> None:
             watch.turn_to(now.activity.partition(":")[0])
 
-        late = None
-        with Publisher(write) as publisher:
+        late: Incomplete | None = None
+        with Publisher(write, tell) as publisher:
 
             def saved() -> None:
                 watch.turn_to("writing")
@@ -261,22 +266,23 @@ def measure(
             try:
                 sweep.run(
                     folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
-                    report=report, saved=saved, expected=wanted,
+                    report=report, saved=saved, expected=wanted, chances_last=True,
                 )  # fmt: skip
-            except Incomplete as error:
-                late = error
+            except sweep.Stopped as error:
+                late = error if error.interrupted else _time_is_over(out, machine.device)
             except SmokeFailed:
                 pass
-        write()
-        if late is not None:
-            late = Incomplete(
-                f"the time is over, {out} has what was measured: the same command goes on from there, and on another "
-                f"machine the table in {MEASURED / machine.device}, or --table"
-            )
         table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
-        if table is None:
+        if table is None and not isinstance(late, sweep.Stopped):
             late = Incomplete("the time was over before anything was measured: give it more --seconds")
         return Swept(table, late, judged[0] if judged else None)
+
+
+def _time_is_over(out: Path, device: str) -> Incomplete:
+    return Incomplete(
+        f"the time is over, and {out} has what was measured: the same command goes on from there; so does one on "
+        f"another machine that finds this table in {MEASURED / device}, or by --table"
+    )
 
 
 @contextmanager
@@ -297,7 +303,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time for everything (default %(default)g)")
     parser.add_argument(
         "--tests", choices=("none", "smoke", "all"), default="smoke",
-        help="smoke: one point of every engine before the sweep (default); all: the GPU's own tests after it, too",
+        help="smoke: one point of every kernel before the sweep (default); all: the GPU's own tests after it, too",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=os.environ.get(OUT), help=f"folder for the results (default: the variable {OUT})"
@@ -321,21 +327,25 @@ def main(given: Sequence[str] | None = None) -> None:
         )
     out: Path = asked.out
     gpu = nvml.only_gpu()
+    if asked.table is not None and not (asked.table.is_dir() and tables.holds_rows(asked.table)):
+        raise UsageError(f"--table {asked.table} has no table: name a folder with the parts of one")
     repository_on_path()
-    out.mkdir(parents=True, exist_ok=True)
-    log = Log(out / "log.txt")
+    log = Log(out)
     watch = Stopwatch()
     watch.turn_to("starting")
     machine = GpuMachine(gpu)
     try:
         log(f"{gpu.name}: {budget.seconds:.0f} s, tests: {asked.tests}")
-        refusals = missing(gpu) | machine.start(installed())
+        refusals = missing(gpu) | refused_by_driver(gpu, installed())
+        with sweep.alone(machine):  # its processes would disturb a sweep that measures there now
+            refusals |= machine.start([name for name in installed() if name not in refusals])
         usable = [name for name in installed() if name not in refusals]
         remarks = [f"{name} is left out: {reason}" for name, reason in refusals.items()]
         for remark in remarks:
             log(remark)
-        if not usable:
-            raise EnvironmentUnusable(f"no engine can use this GPU; {remarks[0]}")
+        for name in NEEDED:
+            if name in refusals:
+                raise EnvironmentUnusable(f"nothing to measure without {name}: {refusals[name]}")
         swept = measure(
             machine, points.standard(machine.device, usable), out,
             budget=budget, remarks=remarks, watch=watch, tell=log,
@@ -347,7 +357,8 @@ def main(given: Sequence[str] | None = None) -> None:
     if swept.table is not None:
         log((out / "summary.txt").read_text())
     tests = None
-    if asked.tests == "all" and (swept.smoke is None or swept.smoke.status == "passed"):
+    interrupted = isinstance(swept.late, sweep.Stopped)
+    if asked.tests == "all" and not interrupted and (swept.smoke is None or swept.smoke.status == "passed"):
         tests = device_tests.run_all_tests(budget.for_tests)
         files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
         log(tests.verdict)
@@ -372,16 +383,23 @@ def judge(outcomes: Sequence[Outcome], swept: Swept) -> LatbenchError | None:
 
 
 class Log:
-    """Prints lines to stderr and keeps them in a file."""
+    """Prints lines to stderr and adds them to log.txt in a folder, which it makes.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.write_text("")
+    Raises EnvironmentUnusable where the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "log.txt"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+        except OSError as error:
+            raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror}; name another folder") from error
 
     def __call__(self, line: str) -> None:
         """Print and keep one line."""
         _print(line)
-        with self._path.open("a") as file:
+        with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk is told by the table's writer
             file.write(line + "\n")
 
 

@@ -82,7 +82,7 @@ OPENED = {
 }
 """By backend of `latbench.backends.on_gpu`: the libraries that it and the check of its results open."""
 
-_VERSIONED = ("cublas", "cudnn", "cusparse", "cusparselt", "nvrtc")
+_VERSIONED = ("cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "nvvm")
 _TRITON = ("triton", "pytorch-triton")
 _PARTS = range(3)  # major, minor and patch in libraryPropertyType (library_types.h)
 
@@ -96,7 +96,8 @@ def versions() -> dict[str, str | None]:
     Returns
     -------
     dict
-        By name: cublas, cudnn, cusparse, cusparselt ("13.1.1"), nvrtc ("13.0"), triton; None for what is not here.
+        By name: cublas, cudnn, cusparse, cusparselt ("13.1.1"), nvrtc ("13.0"), nvvm, triton; None for what is not
+        here.
     """
     found: dict[str, str | None] = {name: _loaded(name) or _installed(name) for name in _VERSIONED}
     return {**found, "triton": next(filter(None, map(devices.version, _TRITON)), None)}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.gpu_installation import installed, refused_by_driver
+from latbench.backends.gpu_installation import installed
 from latbench.backends.gpu_probe import Probed
 from latbench.backends.gpu_versions import DRIVER, Versions
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
@@ -22,13 +22,16 @@ from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices, nvml
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
+from latbench.sweeping import gpu_points as points
 from latbench.sweeping import gpu_roofline as roofline
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.sweep import SecondsLeft, Settings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
+from sparse_kernels.cuda import fingerprint
 from sparse_kernels.cuda.machine import architectures_of
+from sparse_kernels.cuda.variants import FAMILIES
 from sparse_kernels.registry import NoDevice
 
 if TYPE_CHECKING:
@@ -71,32 +74,40 @@ class GpuMachine:
         return self._threads
 
     def start(self, backends: Iterable[str]) -> dict[str, str]:
-        """Start the processes of these backends, of the ceilings and of the reference at the same time, and ask each
-        backend for a small result on the GPU. One process takes five to ten seconds to import what it needs and to
-        start CUDA.
+        """Start the processes of these backends, of the ceilings and of the reference at the same time, and have each
+        backend prepare a small point. A process takes five to ten seconds to import what it needs and to start CUDA.
 
         Returns
         -------
         dict
             Why a backend cannot be used, in a sentence, by backend; without those that can.
         """
-        refusals = refused_by_driver(self.gpu, backends)
+        refusals: dict[str, str] = {}
         names: dict[str, list[str]] = {}
         for backend in backends:
-            if backend not in refusals:
-                names.setdefault(self.process(backend), []).append(backend)
+            names.setdefault(self.process(backend), []).append(backend)
         self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
         threads = self.threads_of_processes
         self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
+        # They take seconds, and the first row names them.
+        architecture = architecture_of(nvml.environment(self.gpu)["compute_capability"])
+        threads.submit(self._fingerprint, architecture)
         for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
             if isinstance(found, str):
                 refusals |= dict.fromkeys(names[process], found)
-                continue
-            refusals |= found.refusals
-            self._loaded[process] = found.libraries
-            self._architecture = found.architecture or self._architecture
+            else:
+                refusals |= found.refusals
+                self._loaded[process] = found.libraries
+                self._architecture = found.architecture or self._architecture
+            if all(name in refusals for name in names[process]):
+                self._started.pop(process).close()  # its memory and its context are others' again
         self._forget()
         return refusals
+
+    def _fingerprint(self, architecture: str | None) -> None:
+        if architecture is not None:
+            for family in FAMILIES:
+                fingerprint.of_family(family, architecture)
 
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
@@ -107,7 +118,7 @@ class GpuMachine:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", backends, timeout=seconds
+                "latbench.backends.gpu_probe:probe", points.probes(self.device, backends), timeout=seconds
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
@@ -195,7 +206,11 @@ class GpuMachine:
 
         reference = self.worker("reference")
         reference.seconds_left = seconds_left
-        return GpuPace(reference, roofline.kept(self.environment(), find))
+        try:
+            return GpuPace(reference, roofline.kept(self.environment(), find))
+        except BaseException:
+            reference.close()
+            raise
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""

@@ -150,6 +150,22 @@ def standard_shapes() -> list[Shape]:
     return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
+def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
+    """Return a small point of each of these backends, by backend, that shows whether it works at all."""
+    kernels: dict[str, tuple[Kernel, Pattern, float]] = {
+        "torch_gpu": (DENSE[0], Dense(), 0.0),
+        "torch_sparse": (CUSPARSELT[0], NM(2, 4), 0.5),
+        "cublas": (DENSE_AGAIN[0], Dense(), 0.0),
+        "cusparse": (CSR[0], Unstructured(), 0.9),
+        "cupy": (OURS[0], VectorWise(64), 0.75),
+        "numba_cuda": (NUMBA[0], VectorWise(64), 0.75),
+    }
+    return {
+        name: point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
+        for name, (kernel, pattern, sparsity) in kernels.items() if name in backends
+    }  # fmt: skip
+
+
 def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
     """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}

@@ -26,8 +26,8 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
     Returns
     -------
     Outcome
-        ``failed`` where a point of NEEDED failed, or where nothing was timed. A refusal is no failure. Its output has
-        a line for each point that was not timed, with the reason.
+        ``failed`` where a point of NEEDED failed, where none of an engine of NEEDED was timed, or where nothing was.
+        Otherwise a refusal is no failure. Its output has a line for each point that was not timed, with the reason.
     """
     if rows is None or rows.empty:
         return Outcome("failed", "smoke: no point was tried", "")
@@ -35,12 +35,14 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
     timed = latest["status"].isin(_TIMED)
     refused = latest["status"] == "unsupported"
     failed = latest[~timed & ~refused]
+    asked, worked = set(latest["backend"]), set(latest["backend"][timed])
+    without = asked.intersection(NEEDED) - worked
     needed = failed[failed["backend"].isin(NEEDED)]
     lines = [
         f"  {row['status']}: {' '.join(row[name] for name in _NAMED)}: {row['error']}"
         for _, row in latest[~timed].iterrows()
     ]
     counts = f"{int(timed.sum())} of {len(latest)} points timed, {int(refused.sum())} refused, {len(failed)} failed"
-    if len(needed) or not timed.any():
+    if len(needed) or without or not timed.any():
         return Outcome("failed", f"smoke: FAILED: {counts}", "\n".join(lines))
     return Outcome("passed", f"smoke: passed: {counts}", "\n".join(lines))

@@ -7,41 +7,52 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Self
 
+from latbench.errors import EnvironmentUnusable
+
 PUBLISH_SECONDS = 10.0
 
 
 class Publisher:
     """Calls `write` in a thread of its own, `seconds` after the last time at the earliest, when something changed.
 
-    A process that hangs in the middle of a block does not keep it from writing what was finished before.
+    A process that hangs in the middle of a block does not keep it from writing what was finished before. It writes
+    once more when its context is left, however that is.
 
     Parameters
     ----------
     write
-        Writes everything that is finished. It must not change anything else.
+        Writes everything that is finished. It must not change anything else. EnvironmentUnusable, from a disk that
+        refuses, ends the sweep; any other failure is told, and the next change tries again.
+    tell
+        Takes a line for the user.
     seconds
         Between two times, and so the longest that something finished waits.
     """
 
-    def __init__(self, write: Callable[[], None], seconds: float = PUBLISH_SECONDS) -> None:
-        self._write, self._seconds = write, seconds
+    def __init__(
+        self, write: Callable[[], None], tell: Callable[[str], None], seconds: float = PUBLISH_SECONDS
+    ) -> None:
+        self._write, self._tell, self._seconds = write, tell, seconds
         self._condition = threading.Condition()
         self._changed = self._ending = False
-        self._failure: Exception | None = None
+        self._failure: EnvironmentUnusable | None = None
         self._thread = threading.Thread(target=self._run, name="latbench-publisher", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._condition:
             self._ending = True
             self._condition.notify()
         self._thread.join()
+        self._try_to_write()
+        if self._failure is not None and error is None:
+            raise self._failure
 
     def changed(self) -> None:
-        """Say that something is finished. Raises what the last `write` raised."""
+        """Say that something is finished. Raises EnvironmentUnusable where the disk refused the last time."""
         with self._condition:
             if self._failure is not None:
                 raise self._failure
@@ -55,11 +66,15 @@ class Publisher:
                 while not self._ending and (not self._changed or monotonic() < earliest):
                     self._condition.wait(max(0.0, earliest - monotonic()) if self._changed else None)
                 if self._ending:
-                    return  # whoever ends it writes the last time
+                    return
                 self._changed = False
-            try:
-                self._write()
-            except Exception as error:  # noqa: BLE001 - raised again where the sweep can end
-                self._failure = error
-                return
+            self._try_to_write()
             earliest = monotonic() + self._seconds
+
+    def _try_to_write(self) -> None:
+        try:
+            self._write()
+        except EnvironmentUnusable as error:
+            self._failure = error
+        except Exception as error:  # noqa: BLE001 - a summary that cannot be written costs no measurement
+            self._tell(f"the results could not be written this time: {type(error).__name__}: {error}")

@@ -299,9 +299,10 @@ def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
 
 
 class Stopped(Incomplete):
-    """A sweep that was interrupted, or used up its time; `summary` is of what it measured."""
+    """A sweep that was interrupted (by the user), or used up its time; `summary` is of what it measured."""
 
     summary: Summary
+    interrupted = False
 
 
 def run(
@@ -317,10 +318,12 @@ def run(
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
     expected: int = 0,
+    chances_last: bool = False,
 ) -> Summary:
     """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
     block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`). `expected`:
-    how many points `choose` will name altogether, where it names them by and by.
+    how many points `choose` will name altogether, where it names them by and by; `chances_last`: disturbed points are
+    measured again after all others, not after the choice that named them.
 
     Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
     are over before the points are; UsageError if the table is of another device, BadData if it cannot be read: at
@@ -328,10 +331,12 @@ def run(
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
     where another process has measured on the device for `wait_seconds`.
     """
-    with _alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
+    with alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
         here = _Here(bench)
         return _carry_out(
-            Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected), choose
+            Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected),
+            choose,
+            chances_last,
         )
 
 
@@ -348,6 +353,7 @@ def spread(
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
     expected: int = 0,
+    chances_last: bool = False,
 ) -> Summary:
     """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
 
@@ -357,13 +363,21 @@ def spread(
     table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
     with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
         return _carry_out(
-            Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected), choose
+            Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected),
+            choose,
+            chances_last,
         )
 
 
-def _alone(
-    machine: Machine, wait_seconds: float, report: Callable[[Progress], None]
+def alone(
+    machine: Machine,
+    wait_seconds: float = WAIT_SECONDS,
+    report: Callable[[Progress], None] = lambda progress: None,
 ) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no other process of this machine measures on the device.
+
+    Raises EnvironmentUnusable where another one has measured there for `wait_seconds`.
+    """
     unit = machine.environment()["device_uuid_hash"]
     return device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
 
@@ -372,25 +386,29 @@ def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
     return lambda holder: report(Progress(0, 0, f"waiting: {holder}"))
 
 
-def _carry_out(sweep: Sweep, choose: Choose) -> Summary:
-    """Measure until `choose` is content, and what was disturbed a few times more."""
+def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> Summary:
+    """Measure until `choose` is content, and what was disturbed a few times more: after each choice, or at last."""
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
         files.remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
+    measured: list[Point] = []
     try:
         while (wanted := sweep.new(choose(sweep.table()))) is not None:
             if todo := sweep.remaining(wanted):
                 sweep.make_folder()
                 sweep.measure_all(todo)
-            for chance in range(1, NOISY_CHANCES + 1):
-                again = [point for point in todo if sweep.statuses[point.id] in DISTURBED]
-                sweep.measure_all(again, chance)
+                measured += todo
+            if not chances_last:
+                sweep.measure_disturbed(todo)
+        if chances_last:
+            sweep.measure_disturbed(measured)
     except (KeyboardInterrupt, TimeUsedUp, Incomplete) as end:
         why = "interrupted" if isinstance(end, KeyboardInterrupt) else str(end)
         kept = f"{sweep.done} of {sweep.total} points are in {sweep.folder}"
         stopped = Stopped(f"{why}: {kept}, and the same command goes on from there")
         stopped.summary = Summary(sweep.statuses, len(sweep.skipped))
+        stopped.interrupted = isinstance(end, KeyboardInterrupt)
         raise stopped from None
     if sweep.growing.damage is not None:  # it came after the start, and has stopped nothing
         raise sweep.growing.damage
@@ -516,6 +534,12 @@ class Sweep:
     def time_left(self) -> TimeLeft:
         """What bounds the requests of this run."""
         return TimeLeft(self.seconds_left, lambda: None if self.end is None else self.end - monotonic())
+
+    def measure_disturbed(self, points: Sequence[Point]) -> None:
+        """Measure those of `points` again that were disturbed, as often as they have chances."""
+        for chance in range(1, NOISY_CHANCES + 1):
+            again = [point for point in points if self.statuses[point.id] in DISTURBED]
+            self.measure_all(again, chance)
 
     def seconds_left(self) -> float | None:
         """How long what is begun now may take: any time where there is no budget. A run that measures nothing at all
@@ -761,9 +785,10 @@ class Bench:
         except BaseException:
             self._stop.set()
             self.engines.kill()  # so that no thread waits for an answer any longer
+            wait(running)
+            self.engines.restart()
             raise
         finally:
-            wait(running)
             self._stop.clear()
 
     def _prepare(self, point: Point) -> _Outcome | None:
@@ -942,7 +967,7 @@ class _Engines:
             self.pace.close()
 
     def kill(self) -> None:
-        """Kill the workers while other threads wait for their answers; whoever asks them next starts new ones."""
+        """Kill the workers while other threads wait for their answers. `restart` when no thread does any more."""
         for worker in list(self._workers.values()):
             worker.kill()
 

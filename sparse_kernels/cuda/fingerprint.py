@@ -7,13 +7,16 @@ made of what comes out, not of how it is written:
 - compiled: the CUDA source of every variant for the architecture, with its headers and without comments, its macros
   and the compiler's options;
 - launched: grids, blocks, shared memory and arguments, packed weights among them, of some sample layers, each with
-  many numbers of columns. A change that none of the samples shows is missed.
+  many numbers of columns;
+- chosen: the constants by which a family chooses its tiles, because the samples are small. A change of the choice
+  itself that none of the samples shows is missed.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -47,12 +50,14 @@ CONVOLUTION = Conv2dShape(8, 64, 14, 14, 128, 3, 3, padding=(1, 1))
 BATCHES = (1, 8, 64)
 KEPT = 0.25
 
+_CHOOSERS = {"vector_sm90": ("sm90",), "nm_sm90": ("sm90",)}  # modules that choose tiles for several families
+
 _COMMENT = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")""", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def of_family(family: str, architecture: str) -> str:
-    """The fingerprint of a family (`variants.FAMILIES`) on an architecture.
+    """Return the fingerprint of a family (`variants.FAMILIES`) on an architecture.
 
     Parameters
     ----------
@@ -66,22 +71,34 @@ def of_family(family: str, architecture: str) -> str:
     str
         Eight hexadecimal digits.
     """
-    both = _digest(_compiled(family, architecture)) + _launched_digest(family, architecture)
-    return _digest([both])[:DIGITS]
+    digests = (
+        _digest(_compiled(family, architecture)), _launched_digest(family, architecture), _digest(_constants(family))
+    )  # fmt: skip
+    return _digest(digests)[:DIGITS]
 
 
 def candidates(op: str, format: str) -> tuple[str, ...]:
-    """The families that may run a layer, in the order in which they are tried; none for an unknown format."""
+    """Return the families that may run a layer, in the order in which they are tried; none for an unknown format."""
     return (variants.CONV2D if op == "conv2d" else variants.LINEAR).get(format, ())
 
 
 def code(source: str) -> str:
-    """A CUDA source of this folder with what it includes from here, without comments and needless white space."""
+    """Return a CUDA source of this folder and what it includes from here, without comments and spare white space."""
     text = (build.KERNELS / source).read_text()
     bare = _COMMENT.sub(lambda found: found[1] or " ", text)
     headers = [code(name) for name in _INCLUDE.findall(bare) if (build.KERNELS / name).is_file()]
     lines = (" ".join(line.split()) for line in bare.splitlines())
     return "\n".join([*headers, *(line for line in lines if line)])
+
+
+def _constants(family: str) -> Iterator[str]:
+    """The numbers, and tuples of numbers, that a family's modules name in capitals."""
+    for name in (family, *_CHOOSERS.get(family, ())):
+        module = importlib.import_module(f"{__package__}.{name}")
+        for key, value in sorted(vars(module).items()):
+            numbers = value if isinstance(value, tuple) else (value,)
+            if key.isupper() and all(isinstance(number, int | float) for number in numbers):
+                yield f"{key} {value}"
 
 
 def _digest(texts: Iterable[str | bytes]) -> str:

@@ -26,7 +26,7 @@ _ALWAYS = ("plan", "transpose")  # what every call runs through: launches, and t
 
 @functools.cache
 def of_module(module: str) -> str:
-    """The fingerprint of the kernels in a file of this folder (``vector``, without ``.py``).
+    """Return the fingerprint of the kernels in a file of this folder (``vector``, without ``.py``).
 
     Returns
     -------
@@ -40,13 +40,14 @@ def of_module(module: str) -> str:
 
 
 def code(file: Path) -> str:
-    """The syntax tree of a Python file as text, without docstrings and imports."""
+    """Return a Python file without comments, docstrings and imports, in the same layout on every Python."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not _is_no_code(each)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+            kept = [each for each in body if not _is_no_code(each)]
+            node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.unparse(tree)
 
 
 def _is_no_code(node: ast.stmt) -> bool:

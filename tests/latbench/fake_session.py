@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
             return points.BACKENDS[backend].process
 
     session.GpuMachine = Machine
-    session.missing, session.installed = (lambda gpu: {}), (lambda: dict.fromkeys(points.BACKENDS, "1"))
+    session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
+    session.installed = lambda: dict.fromkeys(points.BACKENDS, "1")
     session.measure.__kwdefaults__["settings"] = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
     return session.run(arguments)
 

@@ -210,6 +210,9 @@ class FakeWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.closed += 1
 
     def call(self, function: str, timeout: float) -> GpuCeilings:
@@ -286,4 +289,5 @@ def test_a_worker_that_dies_leaves_nothing_behind(paced: Paced, own_lock: Path) 
     worker = FakeWorker(None)
     with pytest.raises(WorkerDied):
         paced(worker)
-    assert worker.closed == 1 and not (own_lock / "latbench" / "ceilings").exists()
+    assert worker.closed == 2  # as the ceilings' process, and as the reference's
+    assert not (own_lock / "latbench" / "ceilings").exists()

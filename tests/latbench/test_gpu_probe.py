@@ -1,25 +1,25 @@
 """Before the first point each engine is asked for a small result; what cannot use the GPU is told in a sentence."""
 
-import re
 import runpy
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
+from latbench.backends import Unsupported, gpu_probe, on_gpu
 from latbench.backends import gpu_installation as installation
-from latbench.backends import gpu_probe, on_gpu
 from latbench.backends.gpu_probe import Probed
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import resolve
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import gpu_machine as machine
+from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.workloads.points import Point
+from sparse_kernels.oracle import WrongResult
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
 GPU = Gpu(fakes.H200["name"], fakes.H200["uuid"])
@@ -36,37 +36,59 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # In the process of an engine ---------------------------------------------------------------------------------------
 
 
+PROBES = points.probes("nvidia-h200", on_gpu.BACKENDS)
+
+
 @pytest.fixture
-def probes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], str | None]]:
-    """What backends answer; their modules are there."""
-    monkeypatch.setattr(gpu_probe.importlib, "import_module", lambda name: ModuleType(name))
-    answers: dict[str, Callable[[], str | None]] = {name: lambda: None for name in on_gpu.BACKENDS}
-    monkeypatch.setattr(gpu_probe, "_PROBES", answers)
+def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What on_gpu.prepare makes of each backend's point: facts, or an exception; and a torch for CUDA."""
+    answers: dict[str, Any] = {name: {"kernel_used": f"{name}.some.kernel"} for name in on_gpu.BACKENDS}
+    answers["cupy"] = {"kernel_used": "cuda.vector_sm90+finish_sm90.sm_90a"}
+
+    def prepare(point: Point) -> Any:
+        answer = answers[point.backend]
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(facts=answer)
+
+    monkeypatch.setattr(on_gpu, "prepare", prepare)
+    torch = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), __version__="2.13.0")
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    answers["torch"] = torch
     return answers
 
 
-def fails(error: Exception) -> Callable[[], None]:
-    def probe() -> None:
-        raise error
-
-    return probe
-
-
-def test_each_engine_answers_for_itself(
-    probes: dict[str, Callable[[], str | None]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probes["cublas"] = fails(ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ..."))
+def test_each_engine_answers_for_itself_by_a_point(prepared: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared["cublas"] = ImportError("libcublas.so.13: cannot open shared object file\n\n  Traceback ...")
+    prepared["numba_cuda"] = WrongResult("3 of 7 results are wrong")
     monkeypatch.setattr(gpu_probe.libraries.devices, "version", lambda package: None)
-    probes["cupy"] = lambda: "sm_90a"
-    found = gpu_probe.probe(["cublas", "cusparse", "cupy"])
-    assert found.refusals == {"cublas": "libcublas.so.13 cannot be loaded: pip install nvidia-cublas"}
+    found = gpu_probe.probe(PROBES)
+    assert found.refusals == {
+        "cublas": "libcublas.so.13 cannot be loaded: pip install nvidia-cublas",
+        "numba_cuda": "3 of 7 results are wrong",
+    }
     assert found.architecture == "sm_90a"
-    assert set(found.libraries) == {"cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "triton"}
-    assert gpu_probe.probe(["torch_gpu"]).architecture is None
+    assert set(found.libraries) == {"cublas", "cudnn", "cusparse", "cusparselt", "nvrtc", "nvvm", "triton"}
+    assert gpu_probe.probe({"torch_gpu": PROBES["torch_gpu"]}).architecture is None
 
 
-def test_every_engine_has_a_probe() -> None:
-    assert set(gpu_probe._PROBES) == set(on_gpu.BACKENDS)
+def test_a_peer_without_a_kernel_for_this_gpu_is_no_broken_one(prepared: dict[str, Any]) -> None:
+    prepared["torch_sparse"] = Unsupported("cusparselt: sparse_semi_structured is for sm_80 and newer")
+    prepared["cupy"] = Unsupported("no CUDA kernel runs vector:64 on sm_52")
+    assert gpu_probe.probe(PROBES).refusals == {"cupy": "no CUDA kernel runs vector:64 on sm_52"}
+
+
+def test_torch_has_to_be_built_for_cuda(prepared: dict[str, Any]) -> None:
+    prepared["torch"].version.cuda = None
+    said = "torch 2.13.0 is built without CUDA: install a CUDA build, as pytorch.org/get-started says"
+    assert gpu_probe.probe(PROBES).refusals == {"torch_gpu": said, "torch_sparse": said}
+
+
+def test_every_backend_has_a_small_point_of_its_own() -> None:
+    assert set(PROBES) == set(on_gpu.BACKENDS)
+    assert all(point.backend == name and point.shape == points.SMOKE_LINEAR for name, point in PROBES.items())
+    assert all(point.pattern.refuses(point.shape) is None for point in PROBES.values())
+    assert set(points.probes("x", ["cupy"])) == {"cupy"}
 
 
 def test_an_exception_without_words_is_called_by_its_name() -> None:
@@ -74,66 +96,12 @@ def test_an_exception_without_words_is_called_by_its_name() -> None:
     assert gpu_probe.sentence(RuntimeError(" two\nlines \n\nand more")) == "two lines"
 
 
-class FakeTensor(np.ndarray):
-    def double(self) -> Any:
-        return self.astype(np.float64)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "product", "words"),
-    [
-        ("13.0", np.matmul, None),
-        (
-            None,
-            np.matmul,
-            "torch 2.11.0 is built without CUDA: install a CUDA build, as pytorch.org/get-started says",
-        ),
-        ("13.0", lambda a, b: np.matmul(a, b) * 2, "torch computes a wrong sum on this GPU: 65536, not 32768"),
-    ],
-)
-def test_torch_has_to_be_built_for_cuda_and_to_compute(
-    cuda: str | None, product: Any, words: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ones(rows: int, columns: int, dtype: Any, device: str) -> np.ndarray:
-        assert device == "cuda"
-        return np.ones((rows, columns), np.float32)
-
-    torch = SimpleNamespace(
-        version=SimpleNamespace(cuda=cuda), __version__="2.11.0", float16=None, ones=ones,
-        mm=lambda a, b: product(a, b).view(FakeTensor),
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    if words is None:
-        gpu_probe._torch()
-        return
-    with pytest.raises(gpu_probe.Refused, match=re.escape(words)):
-        gpu_probe._torch()
-
-
-@pytest.mark.parametrize("wrong", [None, "float16", "float64"])
-def test_cupys_products_of_both_types_have_to_be_right(wrong: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.matmul(a, b) + (a.dtype.name == wrong)
-
-    cupy = SimpleNamespace(ones=np.ones, matmul=matmul, float16=np.float16, float64=np.float64)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    if wrong is None:
-        gpu_probe._cupy_product()
-        return
-    with pytest.raises(gpu_probe.Refused, match="CuPy computes a wrong sum on this GPU: 33792, not 32768"):
-        gpu_probe._cupy_product()
-
-
-def test_an_engine_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_is_loaded_and_cuda_started(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     started = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: done.append("torch")))
     monkeypatch.setitem(sys.modules, "torch", started)
     gpu_probe.load(["latbench.errors"])
-    monkeypatch.delitem(sys.modules, "torch")
-    device = SimpleNamespace(synchronize=lambda: done.append("cupy"))
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device)))
-    gpu_probe.load(["latbench.errors"])
-    assert done == ["torch", "cupy"]
+    assert done == ["torch"]
     with pytest.raises(ModuleNotFoundError):
         gpu_probe.load(["latbench.no_such_module"])
 
@@ -169,13 +137,13 @@ def test_processes_start_together_and_are_handed_out_once(answers: dict[str, Any
     assert time.monotonic() - began < 1.5  # seven processes, 0.3 s each
     first = at.worker("ceilings")
     assert first.name == "ceilings" and at.worker("ceilings") is not first
-    asked = {name: (verb, args) for name, verb, args in answers["asked"]}
+    asked = {name: (verb, [list(each) for each in args]) for name, verb, args in answers["asked"]}
     assert asked == {
-        "torch": ("probe", (["torch_gpu"],)), "torch_sparse": ("probe", (["torch_sparse"],)),
-        "cupy_peers": ("probe", (["cublas", "cusparse"],)), "cupy": ("probe", (["cupy"],)),
-        "numba_cuda": ("probe", (["numba_cuda"],)),
-        "ceilings": ("load", (["latbench.backends.gpu_reference"],)),
-        "reference": ("load", (["latbench.backends.gpu_reference"],)),
+        "torch": ("probe", [["torch_gpu"]]), "torch_sparse": ("probe", [["torch_sparse"]]),
+        "cupy_peers": ("probe", [["cublas", "cusparse"]]), "cupy": ("probe", [["cupy"]]),
+        "numba_cuda": ("probe", [["numba_cuda"]]),
+        "ceilings": ("load", [["latbench.backends.gpu_reference"]]),
+        "reference": ("load", [["latbench.backends.gpu_reference"]]),
     }  # fmt: skip
     at.close()
     at.close()
@@ -205,30 +173,32 @@ def test_before_it_is_asked_a_gpu_has_the_kernels_of_its_number(capability: str 
     assert machine.architecture_of(capability) == ("sm_90a" if capability == "9.0" else None)
 
 
-def test_a_process_that_dies_takes_its_engines_along_and_no_others(answers: dict[str, Any]) -> None:
+def test_a_process_that_dies_takes_its_engines_along_and_no_others(
+    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers["cupy_peers"] = WorkerDied("crash", "the cupy_peers worker ended by signal SIGSEGV")
     answers["torch_sparse"] = Probed({"torch_sparse": "Triton is missing"}, {})
     answers["ceilings"] = TaskFailed("ImportError", "no torch", "")
     at = GpuMachine(GPU)
+    closed: list[str] = []
+    monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker.name))
     assert at.start(list(on_gpu.BACKENDS)) == {
         "cublas": "the cupy_peers worker ended by signal SIGSEGV",
         "cusparse": "the cupy_peers worker ended by signal SIGSEGV",
         "torch_sparse": "Triton is missing",
     }
+    assert set(closed) == {"cupy_peers", "torch_sparse"}  # of no use, and in the way
     at.close()
 
 
-def test_what_is_made_for_a_newer_driver_is_not_started(answers: dict[str, Any], a_gpu: Any) -> None:
+def test_what_is_made_for_a_newer_driver_is_refused(answers: dict[str, Any], a_gpu: Any) -> None:
     a_gpu.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
-    at = GpuMachine(GPU)
-    refusals = at.start(list(on_gpu.BACKENDS))
+    refusals = installation.refused_by_driver(GPU, on_gpu.BACKENDS)
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     assert refusals["cupy"] == (
         "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
         "driver, or pip install 'latbench[cuda12]' into a new environment"
     )
-    assert "cupy" not in {name for name, _, _ in answers["asked"]}
-    at.close()
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [(13010, "cuda13"), (12040, "cuda12"), (14000, "cuda13")])
@@ -254,14 +224,10 @@ def test_the_extra_is_for_the_driver_and_for_the_gpu(cuda: str | None, capabilit
 
 def test_a_cupy_that_would_load_another_cudas_libraries_is_refused(answers: dict[str, Any]) -> None:
     answers["packages"] |= {"cupy-cuda13x": None, "cupy-cuda12x": "14.2.0", "nvidia-cublas": "13.1.1.3"}
-    at = GpuMachine(GPU)
-    refusals = at.start(list(on_gpu.BACKENDS))
+    refusals = installation.refused_by_driver(GPU, on_gpu.BACKENDS)
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
-    assert (
-        "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas)"
-        in refusals["cupy"]
-    )
-    at.close()
+    said = "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas)"
+    assert said in refusals["cupy"]
 
 
 def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:

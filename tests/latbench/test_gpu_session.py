@@ -123,9 +123,7 @@ def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     shapes = [LinearShape(8 * m, 128, 64) for m in (1, 2, 3)]
     late = [[point(fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
     swept = sweep_into(tmp_path, *late, seconds=2.0)
-    said = (
-        r"the time is over, .* has what was measured: the same command goes on from there, .*nvidia-h200, or --table"
-    )
+    said = r"the time is over, and .* has what was measured: the same command goes on .*nvidia-h200, or by --table"
     assert re.match(said, str(swept.late))
     kept = tables.read(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}
@@ -179,21 +177,48 @@ def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> 
     assert "2 rows were there before, 3 points are wanted" in (tmp_path / "summary.txt").read_text()
 
 
-def test_changed_kernels_are_measured_again_and_other_devices_left_alone(tmp_path: Path) -> None:
+def test_the_next_visit_loses_no_row_whatever_changed(tmp_path: Path) -> None:
     run(tmp_path, [dense(), point()])
     source = tmp_path / "source"
     source.mkdir()
-    (source / "table.parquet").write_bytes((tmp_path / "table.parquet").read_bytes())
+    for name in ("table.parquet", ENVIRONMENT):
+        (source / name).write_bytes((tmp_path / name).read_bytes())
     machine = FakeMachine()
-    assert session.resume([source], tmp_path / "same", machine) == 2
-    assert session.resume([source, tmp_path], tmp_path / "twice", machine) == 2
-    machine.versions["cupy"] = "14.3.0"
-    assert session.resume([source], tmp_path / "changed", machine) == 1
-    assert set(tables.read(tmp_path / "changed")["backend"]) == {"torch_gpu"}
-    machine.device = "nvidia-a100-sxm4-80gb"
-    assert session.resume([source], tmp_path / "other", machine) == 0
-    assert session.resume([tmp_path / "nowhere"], tmp_path / "none", machine) == 0
+    machine.versions["cupy"] = "14.3.0"  # with which only one of the points is measured again
+    swept = sweep_into(tmp_path, [point(sparsity=0.9)], machine=machine)
+    assert swept.table is not None and len(swept.table) == 3
+    versions = swept.table.set_index(["backend", "sparsity_target"])["backend_version"].to_dict()
+    assert versions[("cupy", 0.75)] == "14.2.0" and versions[("cupy", 0.9)] == "14.3.0"
+    assert session.resume([source, tmp_path, source], tmp_path / "twice", "nvidia-h200") == 3
+    assert session.resume([tmp_path / "nowhere"], tmp_path / "none", "nvidia-h200") == 0
+    with pytest.raises(UsageError, match=r"has a table of nvidia-h200, and this machine has nvidia-a100-pcie: name"):
+        session.resume([source], tmp_path / "other", "nvidia-a100-pcie")
+
+
+def test_what_is_finished_is_written_whatever_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine()
+    broken = [point(shape=LARGER)]
+    process = machine.process
+    machine.process = lambda backend: process(backend) if backend == "torch_gpu" else _fail("no such process")
+    with pytest.raises(RuntimeError, match="no such process"):
+        sweep_into(tmp_path, [dense()], broken, machine=machine)
+    assert len(tables.read(tmp_path / "table.parquet")) == 1
+
+
+def _fail(words: str) -> None:
+    raise RuntimeError(words)
+
+
+def test_a_summary_that_fails_costs_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session.summary, "text", lambda *_: _fail("no such column"))
+    told: list[str] = []
+    machine = FakeMachine()
+    session.measure(machine, [[dense()], [point()]], tmp_path, budget=Budget(60.0), settings=QUICK, tell=told.append)
     machine.close()
+    assert len(tables.read(tmp_path / "table.parquet")) == 2
+    assert "the results could not be written this time: RuntimeError: no such column" in told
 
 
 def test_a_sweep_measures_again_what_the_table_has_of_another_version(tmp_path: Path) -> None:
@@ -590,6 +615,7 @@ def visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(session.nvml, "only_gpu", lambda: Gpu("NVIDIA H200", "GPU-1"))
     monkeypatch.setattr(session, "GpuMachine", lambda gpu: at.machine)
     monkeypatch.setattr(session, "missing", lambda gpu: {"numba_cuda": "numba-cuda is not installed: install it"})
+    monkeypatch.setattr(session, "refused_by_driver", lambda gpu, backends: {})
     monkeypatch.setattr(session, "installed", lambda: VERSIONS)
     blocks = [[dense(), point()], [point(sparsity=0.9)]]
     monkeypatch.setattr(session.points, "standard", lambda device, backends: blocks)
@@ -655,13 +681,49 @@ def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
     assert (said.rstrip().splitlines()[-1].startswith("latbench: smoke: FAILED")) == bool(code)
 
 
-def test_an_engine_that_cannot_use_the_gpu_is_left_out_and_none_ends_the_visit(
-    visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["cupy", "torch_gpu"])
+def test_a_visit_without_our_kernels_or_without_the_baseline_ends_before_it_measures(
+    name: str, visit: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    visit.machine.refusals = {name: f"{name} is built without CUDA" for name in VERSIONS}
+    visit.machine.refusals = {name: "it is built without CUDA"}
     assert session.run(["--seconds", "40"]) == EnvironmentUnusable.exit_code
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("latbench: no engine can use this GPU; numba_cuda is left out: numba-cuda is not")
+    assert last == f"latbench: nothing to measure without {name}: it is built without CUDA"
+    assert not (visit.out / "table.parquet").exists()
+
+
+def test_a_smoke_in_which_no_kernel_of_ours_runs_is_none(visit: SimpleNamespace) -> None:
+    visit.smoke = [dense(), point(fakes.REFUSED)]
+    assert session.run(["--seconds", "40"]) == PromiseMissed.exit_code
+
+
+def test_an_interruption_ends_the_visit_and_starts_no_tests(
+    visit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    visit.smoke = [dense()]
+    watch, blocks = visit.machine.watch, itertools.count()
+
+    def interrupt() -> Any:
+        if next(blocks):  # at the begin of the second block
+            raise KeyboardInterrupt
+        return watch()
+
+    visit.machine.watch = interrupt
+    monkeypatch.setattr(session.device_tests, "run_all_tests", lambda seconds: _fail("tests were started"))
+    assert session.run(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
+    assert capsys.readouterr().err.splitlines()[-1].startswith("latbench: interrupted: 1 of ")
+
+
+@pytest.mark.parametrize("at", ["--out", "--table"])
+def test_a_folder_that_cannot_be_used_is_told_in_a_line(
+    at: str, visit: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code = session.run(["--seconds", "40", at, str(blocked)])
+    assert code == (EnvironmentUnusable.exit_code if at == "--out" else UsageError.exit_code)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("latbench: ") and str(blocked) in said[0]
 
 
 @pytest.mark.parametrize(

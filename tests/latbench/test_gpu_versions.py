@@ -23,7 +23,7 @@ PACKAGES = {
 }
 LIBRARIES = {
     "driver": "580.159.04", "cublas": "13.1.0.3", "cudnn": "9.15", "cusparselt": "0.8.0", "nvrtc": "13.0",
-    "triton": "3.6.0",
+    "nvvm": "13.0.88", "triton": "3.6.0",
 }  # fmt: skip
 NOW = Versions(PACKAGES, LIBRARIES, architecture="sm_90a")
 
@@ -45,8 +45,8 @@ OURS = of(points.OURS[0])
 
 
 def rows(*wanted: tuple[Point, str | None]) -> pd.DataFrame:
-    found = [(point.backend, point.kernel, text) for point, text in wanted]
-    return pd.DataFrame(found, columns=["backend", "kernel_requested", "backend_version"])
+    found = [(point.backend, point.kernel, point.shape.op, point.pattern.format, text) for point, text in wanted]
+    return pd.DataFrame(found, columns=["backend", "kernel_requested", "op", "format", "backend_version"])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def rows(*wanted: tuple[Point, str | None]) -> pd.DataFrame:
         (of(points.CUSPARSELT[0], NM(2, 4)), "2.11.0 (cusparselt 0.8.0, driver 580.159.04)"),
         (of(points.CUTLASS[0], NM(2, 4)), "2.11.0 (driver 580.159.04)"),
         (of(points.BSR[0], BlockWise(64, 64)), "2.11.0 (driver 580.159.04, triton 3.6.0)"),
-        (of(points.NUMBA[0]), "0.30 (driver 580.159.04, numba_vector vector-1, nvrtc 13.0)"),
+        (of(points.NUMBA[0]), "0.30 (driver 580.159.04, numba_vector vector-1, nvvm 13.0.88)"),
         (OURS, "14.2.0 (driver 580.159.04, nvrtc 13.0, vector 00000001, vector_sm90 00000002)"),
     ],
 )
@@ -122,4 +122,11 @@ def test_families_are_those_of_the_operation_and_the_format() -> None:
         (of(points.DENSE[0], Dense()), ()),
     ]  # fmt: skip
     for point, families in wanted:
-        assert candidates(point) == families
+        assert candidates(point.backend, point.shape.op, point.pattern.format) == families
+
+
+def test_a_layer_that_no_family_takes_is_refused_once() -> None:
+    refused = of(points.OURS_CONV[0], NM(2, 4), Conv2dShape(2, 8, 5, 6, 64, 3, 3))
+    text = NOW.text(refused)
+    assert text == "14.2.0 (driver 580.159.04, nvrtc 13.0)"
+    assert NOW.current(rows((refused, text))).tolist() == [True]

@@ -15,7 +15,9 @@ from latbench import MOST_SEED
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
+    import numpy as np
     import pandas as pd
+    from numpy.typing import NDArray
     from rich.table import Table
 
     from cost_models import Adaptive
@@ -131,7 +133,8 @@ class Target:
     """What is measured, and by whom: the device's name, threads (of a CPU), the backends that are installed `where`
     it is measured; whether it is a GPU.
 
-    `run` is `latbench.sweeping.sweep.run` for it; nothing is measured or held any more after `close`.
+    `run` is `latbench.sweeping.sweep.run` for it; nothing is measured or held any more after `close`. `current` tells
+    which rows of a table timed the versions that are there; by default all.
     """
 
     device: str
@@ -141,6 +144,7 @@ class Target:
     close: Callable[[], None] = lambda: None
     where: str = "here"
     gpu: bool = False
+    current: Callable[[pd.DataFrame], NDArray[np.bool_]] | None = None
 
 
 def _cpu_here(threads: int | None, sessions: int) -> Target:
@@ -169,22 +173,23 @@ def _gpu_here(wanted: str, given: Sequence[str], how: How) -> Target:
 
     machine = GpuMachine(discovery.find_gpu(wanted))
     try:
-        there = installed() if how.dry_run else _ready(machine, given)
+        there = list(installed()) if how.dry_run else _ready(machine, given, how.wait_seconds)
     except BaseException:
         machine.close()
         raise
     run = functools.partial(sweeping.run, machine=machine, settings=replace(SETTINGS, sessions=how.sessions))
-    return Target(machine.device, 1, there, run, machine.close, gpu=True)
+    return Target(machine.device, 1, there, run, machine.close, gpu=True, current=machine.current)
 
 
-def _ready(machine: GpuMachine, given: Sequence[str]) -> list[str]:
+def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> list[str]:
     """Start the engines that are `given`, or all that are installed, and return those that can use the GPU.
 
-    stderr hears why others are left out. Raises EnvironmentUnusable where one of those that are needed cannot: of
+    Prints why others are left out. Raises EnvironmentUnusable where one of those that are needed cannot: of
     those given by name each, otherwise the dense baseline and our kernels.
     """
     from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
     from latbench.backends.on_gpu import BACKENDS
+    from latbench.sweeping.sweep import alone
 
     named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
     by_name = 0 < len(named) < len(BACKENDS)
@@ -193,8 +198,10 @@ def _ready(machine: GpuMachine, given: Sequence[str]) -> list[str]:
     refusals = missing(machine.gpu) | refused_by_driver(machine.gpu, installed())
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
-    typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
-    refusals |= machine.start(wanted)
+    # Processes that start would disturb a sweep that measures there now.
+    with alone(machine, wait_seconds, lambda now: typer.echo(f"latbench: {now.activity}", err=True)):
+        typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
+        refusals |= machine.start(wanted)
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     for name, reason in refusals.items():
         if not by_name:
@@ -257,7 +264,9 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
         while cluster.lost:
             typer.echo(f"latbench: {cluster.lost.popitem()[1]}", err=True)
 
-    return Target(common.device, threads, common.backends, run, close, where="on all nodes", gpu=gpu is not None)
+    return Target(
+        common.device, threads, common.backends, run, close, "on all nodes", gpu is not None, common.current
+    )
 
 
 @dataclass(frozen=True)
@@ -484,6 +493,7 @@ def _measure(
                 wait_seconds=how.wait_seconds,
                 report=_with_time_left(tell, how.time_budget),
                 expected=0 if blocks is None else len(points),
+                chances_last=blocks is not None,
             )
     except sweeping.Stopped as error:
         stopped, summary = error, error.summary
@@ -491,7 +501,10 @@ def _measure(
         target.close()
     # All but what fills it: samples.
     wanted = [*(field.name for field in tables.KEY), "point_id", "started_at", "status", "error", "flags"]
+    wanted += ["backend_version", "format"]
     frame = tables.read(folder, [*wanted, "median_seconds"]) if tables.holds_rows(folder) else None
+    if frame is not None and target.current is not None:
+        frame = frame[target.current(frame)]
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
     if stopped is not None and how.time_budget is not None and chooser is not None and frame is not None:
         spent = time.monotonic() - began >= how.time_budget
