@@ -277,7 +277,7 @@ def test_kernels_use_the_threads_that_torch_has(tmp_path: Path) -> None:
 FORKED = """
 import os
 import numba, numpy as np
-from sparse_kernels.cpu import threads
+from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.cpu.launch.parallel_kernel import in_parts
 
 @in_parts

@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(measured: list
 RACE = """
 import sys
 from pathlib import Path
-from sparse_kernels.cpu import tuner
+from sparse_kernels.cpu.plans import autotune as tuner
 from sparse_kernels.cpu.plans.linear import Choice
 
 path, key, choices = Path(sys.argv[1]), {"device": "one"}, [Choice("rows", (4, v, 16)) for v in (1, 2, 4)]
