@@ -188,14 +188,17 @@ class Swept:
     table
         What is published; None if nothing was measured.
     late
-        What to say where the time was over too early.
+        What to say where it did not come to its end.
     smoke
         How the smoke points went; None if there were none.
+    interrupted
+        Whether the user ended it.
     """
 
     table: pd.DataFrame | None
     late: Incomplete | None = None
     smoke: Outcome | None = None
+    interrupted: bool = False
 
 
 class SmokeFailed(Exception):
@@ -253,6 +256,7 @@ def measure(
             watch.turn_to(now.activity.partition(":")[0])
 
         late: Incomplete | None = None
+        interrupted = False
         with Publisher(write, tell) as publisher:
 
             def saved() -> None:
@@ -269,19 +273,20 @@ def measure(
                     report=report, saved=saved, expected=wanted, chances_last=True,
                 )  # fmt: skip
             except sweep.Stopped as error:
-                late = error if error.interrupted else _time_is_over(out, machine.device)
+                interrupted = error.interrupted
+                late = _unfinished("interrupted" if interrupted else "the time is over", out, machine.device)
             except SmokeFailed:
                 pass
         table = tables.read(folder) if any(folder.glob("part-*.parquet")) else None
-        if table is None and not isinstance(late, sweep.Stopped):
+        if table is None and not interrupted:
             late = Incomplete("the time was over before anything was measured: give it more --seconds")
-        return Swept(table, late, judged[0] if judged else None)
+        return Swept(table, late, judged[0] if judged else None, interrupted)
 
 
-def _time_is_over(out: Path, device: str) -> Incomplete:
+def _unfinished(why: str, out: Path, device: str) -> Incomplete:
     return Incomplete(
-        f"the time is over, and {out} has what was measured: the same command goes on from there; so does one on "
-        f"another machine that finds this table in {MEASURED / device}, or by --table"
+        f"{why}; {out} has what was measured, and the same command goes on from there; so does one on another "
+        f"machine that finds this table in {MEASURED / device}, or by --table"
     )
 
 
@@ -357,8 +362,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if swept.table is not None:
         log((out / "summary.txt").read_text())
     tests = None
-    interrupted = isinstance(swept.late, sweep.Stopped)
-    if asked.tests == "all" and not interrupted and (swept.smoke is None or swept.smoke.status == "passed"):
+    if asked.tests == "all" and not swept.interrupted and (swept.smoke is None or swept.smoke.status == "passed"):
         tests = device_tests.run_all_tests(budget.for_tests)
         files.write_text_atomically(out / "tests.txt", tests.output[-MOST_BYTES:])
         log(tests.verdict)

@@ -123,7 +123,7 @@ def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     shapes = [LinearShape(8 * m, 128, 64) for m in (1, 2, 3)]
     late = [[point(fakes.LATE, shape, s) for s in (0.5, 0.75, 0.9)] for shape in shapes]
     swept = sweep_into(tmp_path, *late, seconds=2.0)
-    said = r"the time is over, and .* has what was measured: the same command goes on .*nvidia-h200, or by --table"
+    said = r"the time is over; .* has what was measured, and the same command goes on .*nvidia-h200, or by --table"
     assert re.match(said, str(swept.late))
     kept = tables.read(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}
@@ -711,7 +711,7 @@ def test_an_interruption_ends_the_visit_and_starts_no_tests(
     visit.machine.watch = interrupt
     monkeypatch.setattr(session.device_tests, "run_all_tests", lambda seconds: _fail("tests were started"))
     assert session.run(["--tests", "all", "--seconds", "60"]) == Incomplete.exit_code
-    assert capsys.readouterr().err.splitlines()[-1].startswith("latbench: interrupted: 1 of ")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"latbench: interrupted; {visit.out} has")
 
 
 @pytest.mark.parametrize("at", ["--out", "--table"])
