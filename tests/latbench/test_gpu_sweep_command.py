@@ -30,6 +30,10 @@ class Machine(fakes.FakeMachine):  # type: ignore[misc, name-defined]
         self.gpu, self.device, self.refusals = gpu, gpu.device, dict(self.refused)
         self.versions |= {"cublas": "1", "cusparse": "1", "numba_cuda": "1"}
 
+    def process(self, backend: str) -> str:
+        """One for all: what processes do side by side, others test."""
+        return "all"
+
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
