@@ -63,6 +63,7 @@ gate: $(CUDA_READY)
 # On a machine with a GPU, with its own Python and nothing installed: a smoke test, then the standard sweep, in nine
 # minutes. ARGS="--seconds 200 --tests none" changes that; called again, it goes on. Results: build/gpu, or LATBENCH_OUT.
 gpu:
+	@$(PYTHON) -c 'import numpy, pandas, pyarrow, torch' 2>/dev/null || { echo "latbench: $(PYTHON) lacks numpy, pandas, pyarrow or torch: make .venv/ready, then make gpu PYTHON=.venv/bin/python" >&2; exit 3; }
 	LATBENCH_OUT="$${LATBENCH_OUT:-build/gpu}" PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(PYTHON) -P -m latbench.cli.gpu_session $(ARGS)
 
 check: $(CUDA_READY)

@@ -380,7 +380,7 @@ def judge(outcomes: Sequence[Outcome], swept: Swept) -> LatbenchError | None:
     said = "; ".join(outcome.verdict for outcome in outcomes)
     if wrong or any(outcome.status == "failed" for outcome in outcomes):
         counts = f"{wrong} points are incorrect" if swept.table is not None else "nothing was measured"
-        return PromiseMissed(f"{'; '.join(filter(None, (said, counts)))}: see summary.txt and tests.txt")
+        return PromiseMissed(f"{'; '.join(filter(None, (said, counts)))}: see log.txt and summary.txt")
     if swept.late is None and any(outcome.status == "late" for outcome in outcomes):
         return Incomplete(f"{said}: see tests.txt")
     return swept.late

@@ -41,6 +41,7 @@ SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 """A GPU alone repeats itself within a percent; a burst is a few batches."""
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
+BUSY_SECONDS = 30.0  # that whoever needs one of these waits until it has started
 MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
@@ -89,9 +90,8 @@ class GpuMachine:
         self._started = {process: self.worker(process) for process in (*_BESIDE, *names)}
         threads = self.threads_of_processes
         self._loading = {process: threads.submit(self._load, self._started[process]) for process in _BESIDE}
-        # They take seconds, and the first row names them.
-        architecture = architecture_of(nvml.environment(self.gpu)["compute_capability"])
-        threads.submit(self._fingerprint, architecture)
+        # Every row of ours needs fingerprints, which take seconds: they are cached while the processes start.
+        threads.submit(self._fingerprint)
         for process, found in zip(names, threads.map(self._probe, names, names.values()), strict=True):
             if isinstance(found, str):
                 refusals |= dict.fromkeys(names[process], found)
@@ -100,18 +100,18 @@ class GpuMachine:
                 self._loaded[process] = found.libraries
                 self._architecture = found.architecture or self._architecture
             if all(name in refusals for name in names[process]):
-                self._started.pop(process).close()  # its memory and its context are others' again
-        self._forget()
+                self._started.pop(process).close()  # frees its memory on the GPU
+        self.__dict__.pop("versions", None)  # the processes have loaded libraries since
         return refusals
 
-    def _fingerprint(self, architecture: str | None) -> None:
-        if architecture is not None:
+    def _fingerprint(self) -> None:
+        if (architecture := architecture_of(nvml.environment(self.gpu)["compute_capability"])) is not None:
             for family in FAMILIES:
                 fingerprint.of_family(family, architecture)
 
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
-        with contextlib.suppress(TaskFailed, WorkerDied):  # whoever needs it hears of it
+        with contextlib.suppress(TaskFailed, WorkerDied):  # its first request fails again, with the reason
             worker.call("latbench.backends.gpu_probe:load", [GpuPace.module], timeout=seconds)
 
     def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
@@ -155,9 +155,6 @@ class GpuMachine:
         known = {**libraries.versions(), DRIVER: facts["driver"]}
         return Versions(installed(), known, dict(self._loaded), architecture)
 
-    def _forget(self) -> None:
-        self.__dict__.pop("versions", None)
-
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
         return self.versions.text(point, families)
@@ -173,8 +170,11 @@ class GpuMachine:
     def worker(self, process: str) -> Worker:
         """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""
         if process in self._started:
-            wait([self._loading.pop(process)] if process in self._loading else [])
-            return self._started.pop(process)
+            worker = self._started.pop(process)
+            if (loading := self._loading.pop(process, None)) is not None and wait([loading], BUSY_SECONDS).not_done:
+                worker.kill()  # it hangs: its next request starts another process
+                wait([loading])
+            return worker
         environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
         return Worker(threads=devices.cores(), name=process, environment=environment)
 

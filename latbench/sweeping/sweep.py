@@ -293,7 +293,7 @@ class Summary:
 
 
 def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
-    """Return what names one block of points after the other, none of them empty, in this order."""
+    """Return a Choose that gives a sweep one block after the other, in this order. No block may be empty."""
     left = iter(blocks)
     return lambda table: next(left, [])
 
@@ -670,8 +670,8 @@ class Bench:
         """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
         Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
-        `chance`: then it is what there is, and the row says so in its flags. `tell` hears what is done and how many
-        points have an outcome. Raises TimeUsedUp when no `time_left` is left, also in the middle of a request.
+        `chance`: then it is what there is, and the row says so in its flags. `tell` is called with what is done and how
+        many points have an outcome. Raises TimeUsedUp when no `time_left` is left, also in the middle of a request.
         """
         self.chance, self._tell, self._time_left = chance, tell, time_left or TimeLeft()
         rows: list[Row] = []

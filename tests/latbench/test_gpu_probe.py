@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,6 +147,21 @@ def test_processes_start_together_and_are_handed_out_once(answers: dict[str, Any
         "reference": ("load", [["latbench.backends.gpu_reference"]]),
     }  # fmt: skip
     at.close()
+    at.close()
+
+
+def test_a_reference_that_hangs_while_it_starts_is_not_waited_for(
+    answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = threading.Event()
+    monkeypatch.setattr(machine, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(Worker, "kill", lambda worker: killed.set())
+    monkeypatch.setattr(GpuMachine, "_load", lambda at, worker: killed.wait(30.0))
+    at = GpuMachine(GPU)
+    at.start(["torch_gpu"])
+    began = time.monotonic()
+    assert at.worker("reference").name == "reference"
+    assert killed.is_set() and time.monotonic() - began < 10
     at.close()
 
 

@@ -184,8 +184,8 @@ def _gpu_here(wanted: str, given: Sequence[str], how: How) -> Target:
 def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> list[str]:
     """Start the engines that are `given`, or all that are installed, and return those that can use the GPU.
 
-    Prints why others are left out. Raises EnvironmentUnusable where one of those that are needed cannot: of
-    those given by name each, otherwise the dense baseline and our kernels.
+    Prints why others are left out. Raises EnvironmentUnusable where an engine that is needed cannot use it. Engines
+    given by name are all needed; otherwise these are the dense baseline and our kernels.
     """
     from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
     from latbench.backends.on_gpu import BACKENDS
@@ -203,9 +203,8 @@ def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> li
         typer.echo(f"latbench: {machine.gpu.name}: starting {', '.join(wanted)}", err=True)
         refusals |= machine.start(wanted)
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
-    for name, reason in refusals.items():
-        if not by_name:
-            typer.echo(f"latbench: {name} is left out: {reason}", err=True)
+    for name, reason in ({} if by_name else refusals).items():
+        typer.echo(f"latbench: {name} is left out: {reason}", err=True)
     return [name for name in wanted if name not in refusals]
 
 
