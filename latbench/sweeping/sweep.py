@@ -670,8 +670,8 @@ class Bench:
         """Measure `points` in turns, and hand what is finished to `keep`, also on the way out of an interruption.
 
         Where other processes take the cores all the time, a steady median counts as noisy, unless this is the last
-        `chance`: then it is what there is, and the row says so in its flags. `tell` is called with what is done and how
-        many points have an outcome. Raises TimeUsedUp when no `time_left` is left, also in the middle of a request.
+        `chance`: then it is what there is, and the row says so in its flags. `tell` is called with what is done and
+        how many points have an outcome. Raises TimeUsedUp when the time is over, also in the middle of a request.
         """
         self.chance, self._tell, self._time_left = chance, tell, time_left or TimeLeft()
         rows: list[Row] = []
