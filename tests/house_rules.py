@@ -1,0 +1,150 @@
+"""Count what makes the code hard to enter, and list each place: long functions, many arguments, repeated names.
+
+    python tests/house_rules.py                  # the counts, a line each
+    python tests/house_rules.py --show latbench  # every place of a package too
+    python tests/house_rules.py --of REVISION    # the counts of another revision beside today's
+
+`tests/test_architecture.py` holds the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PACKAGES = ("latbench", "search", "cost_models", "sparse_kernels")
+MOST_LINES = 60
+MOST_ARGUMENTS = 7
+MOST_NESTING = 5
+MOST_FILES = 16
+COMMANDS = Path("latbench/cli/commands")
+"""The options of a command are the arguments of its function, and a command may have the name of what it calls."""
+
+FAMILIES = {"csr", "nm", "vector", "dense", "block"}
+"""A pattern has one name in each room that knows it: its format, its CUDA kernels, its Numba kernels."""
+
+BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
+
+Places = dict[str, list[str]]
+
+
+def modules(root: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Yield every module of the four packages, its path relative to `root`."""
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            yield path.relative_to(root), ast.parse(path.read_text())
+
+
+def nesting(node: ast.AST) -> int:
+    """Return how many blocks lie in each other at most; an `elif` lies beside its `if`."""
+
+    def depth(it: ast.AST, parent: ast.AST | None) -> int:
+        if isinstance(it, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and parent is not None:
+            return 0
+        beside = isinstance(it, ast.If) and isinstance(parent, ast.If) and parent.orelse == [it]
+        own = isinstance(it, BLOCKS) and not beside
+        return own + max((depth(child, it) for child in ast.iter_child_nodes(it)), default=0)
+
+    return depth(node, None)
+
+
+def count_arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the number of arguments, but for `self` and `cls`."""
+    it = function.args
+    every = [*it.posonlyargs, *it.args, *it.kwonlyargs]
+    return len(every) - (bool(every) and every[0].arg in ("self", "cls"))
+
+
+def emits_code(path: Path) -> bool:
+    """Return whether a file holds emitters of vector code: their lines are those of the kernel that they write."""
+    return path.parent == Path("sparse_kernels/cpu/codegen")
+
+
+def find_places(root: Path) -> Places:
+    """Return for each rule the places that break it."""
+    found: Places = {rule: [] for rule in RULES}
+    stems: defaultdict[str, list[str]] = defaultdict(list)
+    classes: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in modules(root):
+        if path.name not in ("__init__.py", "__main__.py") and path.parent != COMMANDS and path.stem not in FAMILIES:
+            stems[path.stem].append(str(path))
+        for node in ast.walk(tree):
+            place = f"{path}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append(place)
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_LINES and not emits_code(path):
+                    found["functions over 60 lines"].append(f"{place} {node.name}: {lines}")
+                if count_arguments(node) > MOST_ARGUMENTS and path.parent != COMMANDS:
+                    found["functions over 7 arguments"].append(f"{place} {node.name}: {count_arguments(node)}")
+                if nesting(node) > MOST_NESTING:
+                    found["blocks nested over 5"].append(f"{place} {node.name}: {nesting(node)}")
+            if "numba_runtime.py" not in path.name:
+                found["private Numba outside its module"] += private_numba(node, place)
+    found["file names twice"] = [f"{stem}: {', '.join(them)}" for stem, them in stems.items() if len(them) > 1]
+    found["class names twice"] = [f"{name}: {', '.join(them)}" for name, them in classes.items() if len(them) > 1]
+    for folder in sorted({path.parent for path, _ in modules(root)}):
+        files = [
+            it for it in (root / folder).iterdir() if it.is_file() and it.name not in ("__init__.py", "py.typed")
+        ]
+        if len(files) > MOST_FILES and folder != COMMANDS:
+            found["folders over 16 files"].append(f"{folder}: {len(files)}")
+    return found
+
+
+def private_numba(node: ast.AST, place: str) -> list[str]:
+    """Return the place if the node imports what Numba calls private, or touches a dispatcher's cache."""
+    names: Sequence[str] = ()
+    if isinstance(node, ast.ImportFrom) and node.module:
+        names = [node.module]
+    elif isinstance(node, ast.Import):
+        names = [it.name for it in node.names]
+    private = [it for it in names if it.startswith(("numba.core", "numba.np", "numba.parfors"))]
+    if isinstance(node, ast.Attribute) and node.attr in ("_cache", "_compiler", "_make_finalizer"):
+        private.append(node.attr)
+    return [f"{place} {it}" for it in private]
+
+
+RULES = (
+    "functions over 60 lines", "functions over 7 arguments", "blocks nested over 5", "file names twice",
+    "class names twice", "folders over 16 files", "private Numba outside its module",
+)  # fmt: skip
+
+
+def at_revision(revision: str, folder: Path) -> Path:
+    """Unpack a revision of this project into `folder`, and return it."""
+    root = Path(__file__).parents[1]
+    packed = subprocess.run(["git", "archive", revision], cwd=root, check=True, capture_output=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def main() -> int:
+    """Print the counts."""
+    parser = argparse.ArgumentParser(description="Count what makes the code hard to enter.")
+    parser.add_argument("--show", metavar="PATH", help="list the places whose text starts with or contains PATH")
+    parser.add_argument("--of", metavar="REVISION", help="another revision, beside today's")
+    given = parser.parse_args()
+    today = find_places(Path(__file__).parents[1])
+    with tempfile.TemporaryDirectory() as folder:
+        before = find_places(at_revision(given.of, Path(folder))) if given.of else {}
+    for rule, places in today.items():
+        print(f"{rule:36}" + (f"{len(before[rule]):5} ->" if before else "") + f"{len(places):5}")
+        for place in places if given.show else []:
+            if given.show in place:
+                print(f"    {place}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
