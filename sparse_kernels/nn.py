@@ -46,10 +46,10 @@ from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, plain
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
-from sparse_kernels.torch_tiles import Tiles, tiles_shape, worthwhile
+from sparse_kernels.torch_tiles import TokenTiles, tiles_shape, worthwhile
 
 if TYPE_CHECKING:
-    from sparse_kernels.cuda.machine import Machine
+    from sparse_kernels.cuda.machine import CudaMachine
 
 ACTIVATIONS = (None, "relu", "gelu")
 CPU_BACKENDS = ("numba", "reference")
@@ -121,7 +121,7 @@ def refuses(module: nn.Module) -> str | None:
     return None
 
 
-def machine_of(device: torch.device) -> Machine:
+def machine_of(device: torch.device) -> CudaMachine:
     """The GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
     if device.type != "cuda":
         raise TypeError(f"backend 'cupy' runs on CUDA tensors, not on {device}: x.cuda(), or backend='numba'")
@@ -129,7 +129,7 @@ def machine_of(device: torch.device) -> Machine:
 
 
 @functools.cache
-def _machine(device: torch.device) -> Machine:
+def _machine(device: torch.device) -> CudaMachine:
     from sparse_kernels.cuda.machine import TorchMachine
 
     return TorchMachine.of(device)
@@ -470,14 +470,14 @@ class SparseLinear(_Sparse):
 
         linear.check_precision(packed, precision)
 
-    def forward(self, x: Tensor | Tiles, keep: bool = False) -> Tensor | Tiles:
+    def forward(self, x: Tensor | TokenTiles, keep: bool = False) -> Tensor | TokenTiles:
         """Run the sparse kernel on the rows of x (..., k), of any number of dimensions and any size, 0 included.
 
         keep: the result may stay in tiles of tokens, for another SparseLinear that alone reads it.
         """
         m, k = self.shape
-        tiles = x if isinstance(x, Tiles) else None
-        x = self._accepted(x.values if isinstance(x, Tiles) else x)
+        tiles = x if isinstance(x, TokenTiles) else None
+        x = self._accepted(x.values if isinstance(x, TokenTiles) else x)
         if x.ndim == 0:
             raise ValueError(f"this layer takes {k} features, the input is a single number")
         shape = x.shape
@@ -489,14 +489,16 @@ class SparseLinear(_Sparse):
             raise ValueError(f"tiles of {tuple(shape)} do not hold {n} tokens of {k} features")
         if self.backend == "numba" and type(x) in PLAIN and not torch.compiler.is_compiling():
             if keep and self.lays_out and worthwhile(n):
-                return Tiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
+                return TokenTiles(self._by_address(x, tiles, n, tiles_shape(n, m), True), lead)
             return self._by_address(x, tiles, n, (*lead, m), False)
         rows = x if tiles is not None or x.ndim == 2 else x.reshape(-1, k)
         if self._on_gpu:
             return self._product(rows.t().contiguous(), (m, n)).t().view(*lead, m)
         return self._product(rows.contiguous(), (n, m)).view(*lead, m)
 
-    def _by_address(self, x: Tensor, tiles: Tiles | None, n: int, y_shape: Sequence[int], into_tiles: bool) -> Tensor:
+    def _by_address(
+        self, x: Tensor, tiles: TokenTiles | None, n: int, y_shape: Sequence[int], into_tiles: bool
+    ) -> Tensor:
         """The kernel's result for n tokens, past everything that checks them again or makes arrays of tensors."""
         threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
         x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
@@ -537,10 +539,10 @@ class SparseLinear(_Sparse):
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
-            from sparse_kernels.cuda import plan
+            from sparse_kernels.cuda import cuda_plan
 
             dtype = str(x.dtype).removeprefix("torch.")
-            return plan.prepare(self.packed, plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
+            return cuda_plan.prepare(self.packed, cuda_plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
         if not self._by_size and n > FEW_TOKENS:
@@ -679,11 +681,11 @@ class SparseConv2d(_Sparse):
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
         if self._on_gpu:
-            from sparse_kernels.cuda import plan
+            from sparse_kernels.cuda import cuda_plan
 
             shape = self._shape(x.shape[3], *x.shape[:3])
             dtype = str(x.dtype).removeprefix("torch.")
-            return plan.prepare_conv2d(self.packed, shape, plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
+            return cuda_plan.prepare_conv2d(self.packed, shape, cuda_plan.CONV2D_LAYOUT, dtype, machine_of(x.device))
         batch, c_in, h, w = x.shape
         return prepare_conv2d(
             self.packed, self._shape(batch, c_in, h, w), self.backend, "nchw", precision=self.precision

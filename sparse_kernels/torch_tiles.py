@@ -20,7 +20,7 @@ from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TokenTiles:
     """Tokens (*lead, features) in layout token_blocked: values (tiles, features, tokens of a tile).
 
     What is beyond the last token means nothing.
@@ -37,10 +37,10 @@ class OnTiles(nn.Module):
         super().__init__()
         self.function, self.args, self.kwargs = function, args, kwargs
 
-    def forward(self, x: Tensor | Tiles) -> Tensor | Tiles:
+    def forward(self, x: Tensor | TokenTiles) -> Tensor | TokenTiles:
         """The function of x, in the form that x has."""
-        if isinstance(x, Tiles):
-            return Tiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
+        if isinstance(x, TokenTiles):
+            return TokenTiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
         return self.function(x, *self.args, **self.kwargs)
 
 

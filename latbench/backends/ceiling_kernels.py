@@ -66,7 +66,7 @@ def _tiles(typing_context: Any, saved: Any, steps: Any) -> Any:
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         emit = Emitter(builder, _LANES, True)
-        tiles = amx.Tiles(emit)
+        tiles = amx.AmxTileRegisters(emit)
         tiles.begin(args[0])
         for tile in range(8):
             tiles.zero(tile)

@@ -11,7 +11,7 @@ from latbench.backends.on_gpu import GpuEngine, copies
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import plan as plans
+from sparse_kernels.cuda import cuda_plan as plans
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.shapes import Conv2dShape
 

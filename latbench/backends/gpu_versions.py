@@ -68,7 +68,7 @@ class Versions:
         package = self.packages.get(point.backend)
         if package is None:
             return None
-        asked = candidates(point.backend, point.shape.op, point.pattern.format) if families is None else families
+        asked = list_families(point.backend, point.shape.op, point.pattern.format) if families is None else families
         parts = {**self._libraries(point.backend, point.kernel), **self._fingerprints(asked)}
         return f"{package} ({', '.join(f'{name} {parts[name]}' for name in sorted(parts))})" if parts else package
 
@@ -97,7 +97,7 @@ class Versions:
         libraries = self._libraries(backend, kernel)
         families = [name for name in parts if name not in libraries]
         # Of a layer that no family of ours takes, a row without any says just that.
-        named = bool(families) == bool(candidates(backend, op, format))
+        named = bool(families) == bool(list_families(backend, op, format))
         return named and parts == {**libraries, **self._fingerprints(families)}
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
@@ -108,27 +108,27 @@ class Versions:
 
     def _fingerprints(self, families: Sequence[str]) -> dict[str, str]:
         """By family; without those that are not here (any more)."""
-        from sparse_kernels.cuda import fingerprint as cuda
+        from sparse_kernels.cuda import family_fingerprint as cuda
         from sparse_kernels.cuda.variants import FAMILIES
-        from sparse_kernels.numba_cuda import fingerprint as numba
+        from sparse_kernels.numba_cuda import source_fingerprint as numba
 
         found = {}
         for name in families:
             module = name.removeprefix(_NUMBA)
             if name in FAMILIES and self.architecture is not None:
-                found[name] = cuda.of_family(name, self.architecture)
+                found[name] = cuda.fingerprint_family(name, self.architecture)
             elif name != module and module in numba.MODULES.values():
-                found[name] = numba.of_module(module)
+                found[name] = numba.fingerprint_module(module)
         return found
 
 
-def candidates(backend: str, op: str, format: str) -> tuple[str, ...]:
+def list_families(backend: str, op: str, format: str) -> tuple[str, ...]:
     """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
-    from sparse_kernels.cuda import fingerprint as cuda
-    from sparse_kernels.numba_cuda import fingerprint as numba
+    from sparse_kernels.cuda import family_fingerprint as cuda
+    from sparse_kernels.numba_cuda import source_fingerprint as numba
 
     if backend == "cupy":
-        return cuda.candidates(op, format)
+        return cuda.list_families(op, format)
     if backend == "numba_cuda" and format in numba.MODULES:
         return (_NUMBA + numba.MODULES[format],)
     return ()

@@ -13,7 +13,7 @@ from latbench.backends.on_gpu import GpuEngine, copies
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
-from sparse_kernels.numba_cuda import plan as plans
+from sparse_kernels.numba_cuda import numba_cuda_plan as plans
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.shapes import Conv2dShape
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparse_kernels.cuda.program import Variant
-from sparse_kernels.cuda.targets import ARCHITECTURES, OLDEST_NVRTC, TARGETS, Target
+from sparse_kernels.cuda.targets import ARCHITECTURES, OLDEST_NVRTC, TARGETS, GpuArchitecture
 from sparse_kernels.registry import MissingLibrary, NoDevice
 
-KERNELS = Path(__file__).parent
+KERNELS = Path(__file__).parent / "device_code"
 
 # CUDA's major versions that the kernels are compiled with, newest first, and where NVIDIA's wheels put each.
 WHEEL_FOLDERS = {13: "cu13", 12: "cuda_nvrtc"}
@@ -258,7 +258,7 @@ def write_whole(path: Path, content: bytes) -> None:
             raise
 
 
-def _target(architecture: str) -> Target:
+def _target(architecture: str) -> GpuArchitecture:
     if architecture not in TARGETS:
         raise BuildError(f"no kernel is compiled for {architecture!r}: known are {', '.join(ARCHITECTURES)}")
     return TARGETS[architecture]

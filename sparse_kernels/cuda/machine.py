@@ -2,7 +2,7 @@
 
 `CupyMachine` takes CuPy arrays. `TorchMachine` takes torch tensors: memory comes from torch's allocator, and the
 stream is torch's current one, so that its CUDA graphs capture what is launched. Both load and launch by CuPy. All
-that needs a GPU is here, behind `Machine`: everything else is tested without one.
+that needs a GPU is here, behind `CudaMachine`: everything else is tested without one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EMBEDDED = {
     (8, 7): "Jetson Orin is an embedded chip, on which code for other GPUs does not run; use another GPU",
     (10, 1): "Jetson Thor reports 10.1 with a driver older than CUDA 13; update the driver, and it reports 11.0",
 }
-"""Embedded chips that the rule of `Target.runs_on` does not hold for: why there is no kernel, and what to do."""
+"""Embedded chips for which `GpuArchitecture.runs_on` does not hold: why there is no kernel, and what to do."""
 
 # A GPU array of CuPy or torch: neither has types to check against here.
 Array = Any
 
-Kernel = Callable[[Dim3, Dim3, tuple[np.generic, ...]], None]
+LoadedKernel = Callable[[Dim3, Dim3, tuple[np.generic, ...]], None]
 """A loaded kernel: called with grid, block and arguments, puts a launch on the current stream."""
 
 
@@ -50,7 +50,7 @@ class View:
         return self.address < other.address + other.nbytes and other.address < self.address + self.nbytes
 
 
-class Machine(Protocol):
+class CudaMachine(Protocol):
     """What a plan asks of a GPU."""
 
     @property
@@ -77,7 +77,7 @@ class Machine(Protocol):
     def scratch(self, count: int) -> Array:
         """So many bytes that nothing else on the current stream uses before what is launched next has ended."""
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
 
 
@@ -135,7 +135,7 @@ class CupyMachine:
             grown.append(self.empty((max(count, 2 * grown[-1].nbytes if grown else 0),), "uint8"))
         return grown[-1]
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
         device = self.cupy.cuda.Device(self.device)
         with device:
@@ -194,7 +194,7 @@ class TorchMachine:
         """So many bytes of torch's allocator, which knows what graphs and streams use."""
         return self.empty((count,), "uint8")
 
-    def kernel(self, variant: Variant, shared_bytes: int) -> Kernel:
+    def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
         """A variant, compiled and loaded, that may use so much dynamic shared memory."""
         # CuPy loads and launches on the current device, which it shares with torch.
         with self.torch.cuda.device(self.device):

@@ -44,7 +44,7 @@ DEPTH = 64  # columns of a weight that go through nm24.cu in one stage
 
 
 @dataclass(frozen=True)
-class Tile:
+class NMTile:
     """What a block of nm24.cu computes, by how many warps, and how many stages are under way."""
 
     rows: int
@@ -63,7 +63,7 @@ class Tile:
         return -(-m // self.rows) * -(-n // self.columns)
 
 
-TILES = (Tile(128, 128, 2, 2, 3), Tile(64, 64, 2, 2, 4), Tile(32, 64, 2, 2, 4))
+TILES = (NMTile(128, 128, 2, 2, 3), NMTile(64, 64, 2, 2, 4), NMTile(32, 64, 2, 2, 4))
 """From the one that reads x and weights least often to the one that makes most blocks."""
 
 LANE_COLUMNS = (8, 4, 2)
@@ -129,7 +129,7 @@ class TensorCores:
         """One launch; none where n is 0."""
         return self.tiled(best_tile(self.shape[0], n, self.multiprocessors), n, activation) if n else []
 
-    def tiled(self, tile: Tile, n: int, activation: str | None) -> list[Launch]:
+    def tiled(self, tile: NMTile, n: int, activation: str | None) -> list[Launch]:
         """The launch with blocks of a given tile."""
         m, k = self.shape
         scalars = (np.int32(m), np.int32(n), np.int32(k), activation_code(activation))
@@ -191,7 +191,7 @@ class OrdinaryCores:
 # ---- Launch settings ----
 
 
-def best_tile(m: int, n: int, multiprocessors: int) -> Tile:
+def best_tile(m: int, n: int, multiprocessors: int) -> NMTile:
     """The largest tile that is no wider than n needs and gives every multiprocessor a block, else the smallest."""
     for tile in TILES:
         if tile.columns - n < 64 and tile.blocks(m, n) >= multiprocessors:
@@ -220,7 +220,7 @@ def tile_depth(pattern: NM) -> int:
     return about // pattern.of * pattern.of if pattern.of <= about else about
 
 
-def tensor_variant(tile: Tile, dtype: str) -> Variant:
+def tensor_variant(tile: NMTile, dtype: str) -> Variant:
     """nm24.cu with these settings."""
     defines = {
         "ROWS": tile.rows,

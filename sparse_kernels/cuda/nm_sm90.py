@@ -29,9 +29,9 @@ STAGE = 128
 FOURS = STAGE // 4
 
 
-def kernel(height: int) -> sm90.Kernel:
+def kernel(height: int) -> sm90.HopperKernel:
     """The kernel with tiles of `height` rows."""
-    return sm90.Kernel(
+    return sm90.HopperKernel(
         source="nm_sm90.cu",
         function="nm_sm90",
         defines={"ROWS": height, "BN": WIDTH},

@@ -1,8 +1,8 @@
 """What a CUDA kernel is to Python: a source with its settings, and one launch of it, as plain values.
 
-A launch is described, not done: the same description is run by CuPy on a GPU (`plan.py`) and by the emulator of the
-tests on a CPU, and the compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
-arithmetic, so all of it is tested without a GPU.
+A launch is described, not done. CuPy runs the description on a GPU (`cuda_plan`); the emulator of the tests runs it
+on a CPU; the compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
+arithmetic, so tests need no GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DTYPES = ("float16", "bfloat16")
 class Variant:
     """A kernel as it is compiled.
 
-    `source` is a file of this folder, `function` its extern "C" kernel, `defines` the macros that choose tile sizes,
-    element type and so on. `architectures` are those it is for (sm_80, sm_90a, ...). `instruction` is what its SASS
-    must hold (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
+    source: file of `device_code`. function: its extern "C" kernel. defines: macros that choose tile sizes, element
+    type and so on. architectures: those that the kernel is for (sm_80, sm_90a, ...). instruction: what its SASS must hold
+    (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
     """
 
     source: str

@@ -36,7 +36,7 @@ SUM_BYTES_A_CLOCK = 25  # of unfinished sums, to and from the second-level cache
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel:
+class HopperKernel:
     """One kernel with one tile size, before element type and alignment are chosen.
 
     `rows` and `width` are the tile of the result. A stage holds `x_rows` rows of x and `weight_bytes` of the weight,
@@ -89,7 +89,7 @@ def finish(dtype: str) -> Variant:
     return Variant("finish_sm90.cu", "finish_sm90", {"BF16": DTYPES.index(dtype)}, (ARCHITECTURE,))
 
 
-def variants(kernels: list[Kernel]) -> Iterator[Variant]:
+def variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
     """All that launches may ask for."""
     for kernel in kernels:
         for dtype in DTYPES:
@@ -121,7 +121,7 @@ class HopperProgram:
     `row_ids` int32 (groups * rows), -1 for none. `multiprocessors`: of the machine.
     """
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[HopperKernel, ...]
     dtype: str
     own: tuple[Argument, ...]
     counts: NDArray[np.int64]
@@ -148,7 +148,7 @@ class HopperProgram:
         kernel, splits = self.choose(n)
         return self.launches_of(kernel, splits, n, activation)
 
-    def launches_of(self, kernel: Kernel, splits: int, n: int, activation: str | None) -> list[Launch]:
+    def launches_of(self, kernel: HopperKernel, splits: int, n: int, activation: str | None) -> list[Launch]:
         """The launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
         groups = self.counts.size
         tiles = groups * splits * -(-n // kernel.width)
@@ -183,20 +183,20 @@ class HopperProgram:
         )
         return [first, second]
 
-    def choose(self, n: int) -> tuple[Kernel, int]:
+    def choose(self, n: int) -> tuple[HopperKernel, int]:
         """The tile and the number of splits with the shortest expected time."""
         splits = {kernel: best_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
         return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n, self.multiprocessors))
 
 
-def best_splits(kernel: Kernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
+def best_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multiprocessors: int) -> int:
     """Among how many blocks to share out each tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
     choices = (2**i for i in range(most.bit_length()))
     return min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
 
 
-def clocks(kernel: Kernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
+def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
     """What groups with so many stages each are expected to take, times n columns, in clocks.
 
     There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in rounds, every

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda.program import DTYPES, Argument, Launch, NotSupported, Operand, Variant, activation_code
-from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, Target
+from sparse_kernels.cuda.targets import RESERVED_BYTES, TARGETS, GpuArchitecture
 from sparse_kernels.cuda.vector_tiles import BK, HEIGHTS, VectorTiles, tiles_of
 from sparse_kernels.formats import Packed
 from sparse_kernels.formats.checks import frozen
 from sparse_kernels.shapes import Conv2dShape
 
 
-class Machine(NamedTuple):
+class TensorCoreFeatures(NamedTuple):
     """Properties that the choice of a tile depends on."""
 
     mma_k: int  # depth of one tensor-core product: 16, 8 (sm_75) or 4 (sm_70)
@@ -39,7 +39,7 @@ class Machine(NamedTuple):
 MOST_STAGES = 4
 
 
-def machine_of(target: Target) -> Machine:
+def machine_of(target: GpuArchitecture) -> TensorCoreFeatures:
     """Return what an architecture runs best.
 
     With cp.async there are as many stages, up to MOST_STAGES, as let a multiprocessor run two blocks of 128 x 128 at
@@ -48,9 +48,9 @@ def machine_of(target: Target) -> Machine:
     """
     mma_k = {(7, 0): 4, (7, 5): 8}.get(target.capability, 16)
     if mma_k < 16:
-        return Machine(mma_k, 2, (64, 128))
+        return TensorCoreFeatures(mma_k, 2, (64, 128))
     half = target.shared_bytes // 2 - RESERVED_BYTES
-    return Machine(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
+    return TensorCoreFeatures(mma_k, min(MOST_STAGES, half // stage_bytes(128, 128)), (64, 128, 256))
 
 
 def stage_bytes(height: int, width: int) -> int:
@@ -235,7 +235,7 @@ def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.i
     return frozen(offsets.astype(np.int32)), frozen(taps.astype(np.int32))
 
 
-def _machine(dtype: str, architecture: str) -> Machine:
+def _machine(dtype: str, architecture: str) -> TensorCoreFeatures:
     if architecture not in MACHINES:
         raise NotSupported(f"the vector kernels are for {', '.join(MACHINES)}, not {architecture}")
     if dtype not in DTYPES:

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from sparse_kernels.cuda import sm90
 from sparse_kernels.cuda.program import NotSupported
 from sparse_kernels.cuda.targets import TARGETS
-from sparse_kernels.cuda.vector_tiles import Vectors, element_bits, vectors_of
+from sparse_kernels.cuda.vector_tiles import RowVectors, element_bits, vectors_of
 from sparse_kernels.formats import Packed
 
 HEIGHTS = (64, 128)
 WIDTHS = (256, 128)
 
 
-def kernel(v: int, width: int) -> sm90.Kernel:
+def kernel(v: int, width: int) -> sm90.HopperKernel:
     """The kernel for groups of v rows with tiles of `width` columns."""
-    return sm90.Kernel(
+    return sm90.HopperKernel(
         source="vector_sm90.cu",
         function="vector_sm90",
         defines={"V": v, "BN": width},
@@ -55,7 +55,7 @@ def program(
     return sm90.HopperProgram(kernels, dtype, (weights, columns), counts, vectors.row_ids, count)
 
 
-def pack(vectors: Vectors, counts: NDArray[np.int64], dtype: str) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
+def pack(vectors: RowVectors, counts: NDArray[np.int64], dtype: str) -> tuple[NDArray[np.uint16], NDArray[np.int32]]:
     """The arrays `weights` and `columns` of the module's docstring; counts (groups): the stages of each group."""
     numbers = np.diff(vectors.indptr)
     starts = (np.cumsum(counts) - counts) * sm90.STAGE_COLUMNS

@@ -30,7 +30,7 @@ Bits = NDArray[np.uint16]
 
 
 @dataclass(frozen=True, eq=False)
-class Vectors:
+class RowVectors:
     """Groups of `v` rows that share their kept columns, whatever the pattern: see `formats/vector.py`.
 
     indptr (groups + 1), columns (vectors), values float32 (vectors, v), row_ids (groups * v) with -1 for padding.
@@ -107,11 +107,11 @@ def tiles_of(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
     )
 
 
-def vectors_of(packed: Packed) -> Vectors:
+def vectors_of(packed: Packed) -> RowVectors:
     """The groups of a weight; NotSupported where it has none."""
     match packed:
         case VectorWeight():
-            return Vectors(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
+            return RowVectors(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
         case BlockWeight():
             return _of_blocks(packed)
         case DenseWeight():
@@ -160,7 +160,7 @@ def element_bits(values: NDArray[np.float32], dtype: str) -> Bits:
     return rounded
 
 
-def _of_blocks(packed: BlockWeight) -> Vectors:
+def _of_blocks(packed: BlockWeight) -> RowVectors:
     """Blocks of rows x cols are vectors of `rows` rows whose kept columns come in runs of `cols`."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
@@ -170,10 +170,10 @@ def _of_blocks(packed: BlockWeight) -> Vectors:
     row_ids = np.arange((packed.indptr.size - 1) * rows, dtype=np.int32)
     row_ids[m:] = -1
     values = packed.values.swapaxes(1, 2)[inside]
-    return Vectors(rows, indptr, columns[inside].astype(np.int32), values.reshape(-1, rows), row_ids)
+    return RowVectors(rows, indptr, columns[inside].astype(np.int32), values.reshape(-1, rows), row_ids)
 
 
-def _of_dense(packed: DenseWeight) -> Vectors:
+def _of_dense(packed: DenseWeight) -> RowVectors:
     """A dense weight is vectors of as many rows as a tile has, all kept: what sparsity is compared with."""
     m, k = packed.shape
     v = next((height for height in HEIGHTS if m <= height), HEIGHTS[-1])
@@ -184,10 +184,10 @@ def _of_dense(packed: DenseWeight) -> Vectors:
     row_ids[m:] = -1
     columns = np.tile(np.arange(k, dtype=np.int32), groups)
     vectors = values.reshape(groups, v, k).swapaxes(1, 2).reshape(-1, v)
-    return Vectors(v, np.arange(groups + 1) * k, columns, vectors, row_ids)
+    return RowVectors(v, np.arange(groups + 1) * k, columns, vectors, row_ids)
 
 
-def _of_any_height(vectors: Vectors) -> Vectors:
+def _of_any_height(vectors: RowVectors) -> RowVectors:
     """The same weight in groups of at most 128 rows: higher ones are split into groups with equal columns."""
     most = HEIGHTS[-1]
     if vectors.v <= most:
@@ -203,6 +203,6 @@ def _of_any_height(vectors: Vectors) -> Vectors:
     indptr = np.concatenate([[0], np.cumsum(counts)])
     piece = np.repeat(np.tile(np.arange(pieces), groups), counts)
     source = np.arange(indptr[-1]) + np.repeat(np.repeat(vectors.indptr[:-1], pieces) - indptr[:-1], counts)
-    return Vectors(
+    return RowVectors(
         most, indptr, vectors.columns[source], values.reshape(-1, pieces, most)[source, piece], row_ids.ravel()
     )

@@ -10,5 +10,5 @@ nm          offsets inside small groups choose from a tile of x
 csr         nothing to share: a warp a row, no shared memory
 layouts     what x and y are: matrices, or images that are convolved (implicit GEMM)
 transpose   token-major x and y, by way of the other layout
-plan        weights on the GPU, and their launches
+numba_cuda_plan  weights on the GPU, and their launches
 """

@@ -13,17 +13,24 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import BlockWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    stage_weights,
+    store_sums,
+    tile_for,
+)
 
 
-def tile(packed: BlockWeight, n: int) -> Tile:
+def tile(packed: BlockWeight, n: int) -> ThreadBlockTile:
     """The rows of a block share their columns."""
     return tile_for(packed.pattern.rows, n)
 
 
-def row_tiles(packed: BlockWeight, tile: Tile) -> int:
+def row_tiles(packed: BlockWeight, tile: ThreadBlockTile) -> int:
     """A tile never crosses from one row of blocks to the next."""
     return (packed.indptr.size - 1) * -(-packed.pattern.rows // tile.height)
 
@@ -36,7 +43,7 @@ def arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, 
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
+def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
     """multiply(indptr, indices, values, cols, k, source, n, bias, activation, y)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns

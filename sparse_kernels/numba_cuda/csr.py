@@ -14,19 +14,19 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import CSRWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import WARP, Tile, activated
+from sparse_kernels.numba_cuda.tile import WARP, ThreadBlockTile, activated
 
 WARPS = 4  # a block ends when its longest row does: few rows in a block leave few warps idle
 
 
-def tile(packed: CSRWeight, n: int) -> Tile:
+def tile(packed: CSRWeight, n: int) -> ThreadBlockTile:
     """A row a warp; there are no stages."""
-    return Tile(WARP, min(WARPS, packed.shape[0]), 1, 1, 0)
+    return ThreadBlockTile(WARP, min(WARPS, packed.shape[0]), 1, 1, 0)
 
 
-def row_tiles(packed: CSRWeight, tile: Tile) -> int:
+def row_tiles(packed: CSRWeight, tile: ThreadBlockTile) -> int:
     """Tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
@@ -37,7 +37,7 @@ def arguments(packed: CSRWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ..
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
+def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
     """multiply(indptr, indices, values, source, n, bias, activation, y); a thread has one sum."""
     if (tile.rows, tile.columns) != (1, 1):
         raise ValueError(f"a thread of this kernel has one sum, and {tile} asks for more")

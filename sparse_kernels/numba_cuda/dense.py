@@ -9,17 +9,24 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import DenseWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    stage_weights,
+    store_sums,
+    tile_for,
+)
 
 
-def tile(packed: DenseWeight, n: int) -> Tile:
+def tile(packed: DenseWeight, n: int) -> ThreadBlockTile:
     """All rows share all columns."""
     return tile_for(packed.shape[0], n)
 
 
-def row_tiles(packed: DenseWeight, tile: Tile) -> int:
+def row_tiles(packed: DenseWeight, tile: ThreadBlockTile) -> int:
     """Tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
@@ -30,7 +37,7 @@ def arguments(packed: DenseWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, 
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
+def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
     """multiply(weights, source, n, bias, activation, y)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns

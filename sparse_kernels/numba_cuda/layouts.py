@@ -23,7 +23,7 @@ from sparse_kernels.shapes import Conv2dShape
 
 
 @dataclass(frozen=True)
-class Layout:
+class ActivationLayout:
     """A name and the three device functions of the module's docstring."""
 
     name: str
@@ -82,8 +82,8 @@ def write_images(y, channel, place, value):  # type: ignore[no-untyped-def]
     y[image, channel, i, j] = value
 
 
-MATRIX = Layout("feature_major", place_of_token, read_matrix, write_matrix)
-IMAGES = Layout("nchw", place_of_output, read_images, write_images)
+MATRIX = ActivationLayout("feature_major", place_of_token, read_matrix, write_matrix)
+IMAGES = ActivationLayout("nchw", place_of_output, read_images, write_images)
 
 
 def taps(shape: Conv2dShape) -> NDArray[np.int32]:

@@ -14,24 +14,24 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import NMWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32, int32
-from sparse_kernels.numba_cuda.tile import WARP, Tile, activated, columns_for
+from sparse_kernels.numba_cuda.tile import WARP, ThreadBlockTile, activated, columns_for
 
 WARPS = 8  # rows that use a staged tile of x: with 16, a block would need all the registers of its multiprocessor
 LEAST_DEPTH = 64  # columns of w in a stage at least
 SHARED = 12_288  # float32 elements of shared memory that every GPU gives a block: 48 KB
 
 
-def tile(packed: NMWeight, n: int) -> Tile:
+def tile(packed: NMWeight, n: int) -> ThreadBlockTile:
     """As many whole groups in a stage as make LEAST_DEPTH columns; one where a group is larger."""
     of = packed.pattern.of
     depth = max(1, LEAST_DEPTH // of) * of
     columns = min(columns_for(n), SHARED // (depth * WARP))
-    return Tile(WARP, min(WARPS, packed.shape[0]), 1, columns, depth)
+    return ThreadBlockTile(WARP, min(WARPS, packed.shape[0]), 1, columns, depth)
 
 
-def row_tiles(packed: NMWeight, tile: Tile) -> int:
+def row_tiles(packed: NMWeight, tile: ThreadBlockTile) -> int:
     """Tiles on top of each other in y."""
     return -(-packed.shape[0] // tile.height)
 
@@ -42,7 +42,7 @@ def arguments(packed: NMWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
+def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
     """multiply(values, offsets, of, k, source, n, bias, activation, y); tile.depth is a multiple of `of`."""
     if tile.rows != 1:
         raise ValueError(f"a warp of this kernel has one row, and {tile} asks for more")

@@ -23,7 +23,7 @@ SQRT_HALF = math.sqrt(0.5)
 
 
 @dataclass(frozen=True)
-class Tile:
+class ThreadBlockTile:
     """`warps` of `lanes` threads, each with `rows` x `columns` sums; `depth` columns of w in a stage.
 
     lanes is 32 on a GPU. The simulator, which runs a Python thread for each, is tested with fewer.
@@ -55,7 +55,7 @@ class Tile:
         return self.lanes, self.warps
 
 
-def tile_for(height: int, n: int) -> Tile:
+def tile_for(height: int, n: int) -> ThreadBlockTile:
     """The tile for groups of `height` rows that share their columns, and n columns of x.
 
     With r rows and c columns a thread loads r + c numbers from shared memory for r * c products, and loading is what
@@ -63,7 +63,7 @@ def tile_for(height: int, n: int) -> Tile:
     keep further warps from running while some wait for memory.
     """
     rows = 8 if height >= 4 * 8 else 4 if height >= 4 else 1
-    return Tile(WARP, min(MOST_WARPS, -(-height // rows)), rows, columns_for(n), DEPTH)
+    return ThreadBlockTile(WARP, min(MOST_WARPS, -(-height // rows)), rows, columns_for(n), DEPTH)
 
 
 def columns_for(n: int) -> int:

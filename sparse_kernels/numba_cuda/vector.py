@@ -14,17 +14,24 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from sparse_kernels.formats import VectorWeight
-from sparse_kernels.numba_cuda.layouts import Layout
+from sparse_kernels.numba_cuda.layouts import ActivationLayout
 from sparse_kernels.numba_cuda.library import cuda, float32
-from sparse_kernels.numba_cuda.tile import Tile, activated, add_products, stage_weights, store_sums, tile_for
+from sparse_kernels.numba_cuda.tile import (
+    ThreadBlockTile,
+    activated,
+    add_products,
+    stage_weights,
+    store_sums,
+    tile_for,
+)
 
 
-def tile(packed: VectorWeight, n: int) -> Tile:
+def tile(packed: VectorWeight, n: int) -> ThreadBlockTile:
     """The rows of a group share their columns."""
     return tile_for(packed.pattern.v, n)
 
 
-def row_tiles(packed: VectorWeight, tile: Tile) -> int:
+def row_tiles(packed: VectorWeight, tile: ThreadBlockTile) -> int:
     """A tile never crosses from one group to the next: several to a tall group, one to any other."""
     return (packed.indptr.size - 1) * -(-packed.pattern.v // tile.height)
 
@@ -35,7 +42,7 @@ def arguments(packed: VectorWeight, dtype: DTypeLike) -> tuple[np.ndarray | int,
 
 
 @cache
-def kernel(layout: Layout, tile: Tile) -> Any:
+def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
     """multiply(indptr, indices, values, row_ids, source, n, bias, activation, y)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns

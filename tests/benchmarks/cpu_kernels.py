@@ -51,7 +51,7 @@ from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels.image_layout import copy
 from sparse_kernels.cpu.kernels.transpose_tiles import blocked
 from sparse_kernels.cpu.layouts.padded_images import Framed, Places
-from sparse_kernels.cpu.plans.conv2d import Conv2dPlan
+from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
 from sparse_kernels.cpu.runtime.scratch_buffers import at_cache_line
 from sparse_kernels.formats import pack
@@ -263,7 +263,7 @@ def reading(size: int, copies: int) -> Calls:
     return [partial(total(), np.ones(max(1, size // 4), np.float32)) for _ in range(copies)]
 
 
-def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[Conv2dPlan], object]:
+def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[CpuConv2dPlan], object]:
     """What calls a plan on images as torch has them, or in frames as they lie in a converted model."""
     margin = max(shape.padding) if frames else None
     x = Framed(Places(shape.batch, shape.c_in, shape.h, shape.w, margin))

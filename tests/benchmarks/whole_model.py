@@ -35,7 +35,7 @@ from search.options import OWN
 from search.overhead import FREE, dense_engines
 from sparse_kernels import nn as sparse
 from sparse_kernels.cpu.layouts.padded_images import Framed
-from sparse_kernels.torch_tiles import Tiles
+from sparse_kernels.torch_tiles import TokenTiles
 
 PRUNED = "pruned"
 COVERAGE = 0.9
@@ -51,8 +51,8 @@ def example():
 
 def just_written(x: Any) -> Any:
     """A copy of a layer's input: in a model it comes from the caches, as what was before has just written it."""
-    if isinstance(x, Tiles):
-        return Tiles(x.values.clone(), x.lead)
+    if isinstance(x, TokenTiles):
+        return TokenTiles(x.values.clone(), x.lead)
     if isinstance(x, Framed):
         copied = Framed(x.places)
         copied.array[:] = x.array

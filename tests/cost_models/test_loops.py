@@ -9,14 +9,14 @@ import pytest
 from cost_models import Boosted, Roofline, loops
 from cost_models.work import amounts, fitted_rates
 from sparse_kernels import pack, patterns
-from sparse_kernels.cpu.codegen.cpu_target import Target
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.kernels import unstructured_rows as single
 from sparse_kernels.cpu.layouts.padded_images import Places
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.shapes import Conv2dShape
 
-AVX512 = Target("avx512", 16, 32, fused=True, halves=True)
+AVX512 = CpuTarget("avx512", 16, 32, fused=True, halves=True)
 
 CONVOLUTIONS = [
     Conv2dShape(batch, c_in, size, size, 32, taps, taps, (stride, stride), (taps // 2, taps // 2))

@@ -9,8 +9,8 @@ import pytest
 from emulated_machine import EmulatedMachine
 
 from sparse_kernels import patterns
+from sparse_kernels.cuda import cuda_plan as plans
 from sparse_kernels.cuda import machine as machines
-from sparse_kernels.cuda import plan as plans
 from sparse_kernels.cuda import variants
 from sparse_kernels.cuda.program import Launch, NotSupported, Operand, Variant
 from sparse_kernels.formats import pack
@@ -296,7 +296,9 @@ def test_without_a_gpu_it_says_so():
 
 
 def test_importing_plans_loads_neither_cupy_nor_nvrtc():
-    code = "import sys, sparse_kernels.cuda.plan; print([name for name in ('cupy', 'cuda') if name in sys.modules])"
+    code = (
+        "import sys, sparse_kernels.cuda.cuda_plan; print([name for name in ('cupy', 'cuda') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pandas as pd
 import pytest
 
-from latbench.backends.gpu_versions import Versions, candidates
+from latbench.backends.gpu_versions import Versions, list_families
 from latbench.sweeping import gpu_points as points
 from latbench.workloads.points import Point
-from sparse_kernels.cuda import fingerprint
-from sparse_kernels.numba_cuda import fingerprint as numba_fingerprint
+from sparse_kernels.cuda import family_fingerprint as fingerprint
+from sparse_kernels.numba_cuda import source_fingerprint as numba_fingerprint
 from sparse_kernels.patterns import NM, BlockWise, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
@@ -32,8 +32,8 @@ NOW = Versions(PACKAGES, LIBRARIES, architecture="sm_90a")
 def quick_fingerprints(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Made-up fingerprints, which a test may change."""
     digits = {"vector": "00000001", "vector_sm90": "00000002", "nm": "00000003", "nm_sm90": "00000004"}
-    monkeypatch.setattr(fingerprint, "of_family", lambda family, architecture: digits[family])
-    monkeypatch.setattr(numba_fingerprint, "of_module", lambda module: f"{module}-1")
+    monkeypatch.setattr(fingerprint, "fingerprint_family", lambda family, architecture: digits[family])
+    monkeypatch.setattr(numba_fingerprint, "fingerprint_module", lambda module: f"{module}-1")
     return digits
 
 
@@ -122,7 +122,7 @@ def test_families_are_those_of_the_operation_and_the_format() -> None:
         (of(points.DENSE[0], Dense()), ()),
     ]  # fmt: skip
     for point, families in wanted:
-        assert candidates(point.backend, point.shape.op, point.pattern.format) == families
+        assert list_families(point.backend, point.shape.op, point.pattern.format) == families
 
 
 def test_a_layer_that_no_family_takes_is_refused_once() -> None:

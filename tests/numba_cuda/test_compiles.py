@@ -12,7 +12,8 @@ from numba import types
 from numba.np.numpy_support import from_dtype
 
 from sparse_kernels.formats import pack
-from sparse_kernels.numba_cuda import plan, transpose
+from sparse_kernels.numba_cuda import numba_cuda_plan as plan
+from sparse_kernels.numba_cuda import transpose
 from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, taps
 from sparse_kernels.numba_cuda.library import cuda
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise

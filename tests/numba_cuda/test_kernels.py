@@ -14,9 +14,10 @@ import pytest
 
 from sparse_kernels import oracle
 from sparse_kernels.formats import pack, unpack
-from sparse_kernels.numba_cuda import layouts, plan
+from sparse_kernels.numba_cuda import layouts
+from sparse_kernels.numba_cuda import numba_cuda_plan as plan
 from sparse_kernels.numba_cuda.library import cuda
-from sparse_kernels.numba_cuda.tile import Tile
+from sparse_kernels.numba_cuda.tile import ThreadBlockTile
 from sparse_kernels.numba_cuda.transpose import transpose
 from sparse_kernels.patterns import NM, BlockWise, Dense, ShflBW, Unstructured, VectorWise
 from sparse_kernels.plan_protocol import LAYOUTS
@@ -81,12 +82,12 @@ def tile_of(pattern):
     """A tile so small that matrices of a few rows and columns have several, and several stages."""
     match pattern:
         case Unstructured():
-            return Tile(2, 2, 1, 1, 0)
+            return ThreadBlockTile(2, 2, 1, 1, 0)
         case NM():
-            return Tile(2, 2, 1, 2, 2 * pattern.of)
+            return ThreadBlockTile(2, 2, 1, 2, 2 * pattern.of)
         case VectorWise(v=3):
-            return Tile(2, 3, 1, 3, 4)
-    return Tile(2, 2, 2, 2, 4)
+            return ThreadBlockTile(2, 3, 1, 3, 4)
+    return ThreadBlockTile(2, 2, 2, 2, 4)
 
 
 def packed_of(pattern, weight, sparsity=0.5):

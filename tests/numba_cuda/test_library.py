@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sparse_kernels.formats import pack
-from sparse_kernels.numba_cuda import library, plan
+from sparse_kernels.numba_cuda import library
+from sparse_kernels.numba_cuda import numba_cuda_plan as plan
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.registry import MissingLibrary
 

@@ -53,7 +53,7 @@ def all_threads():
 def room(monkeypatch):
     """What calls borrow holds NaN, which would pass for what is not finite and be computed again by vectors."""
     borrowed = [np.full(2**20, np.nan, np.float32) for _ in range(2)]  # for split x, and for results to be collected
-    monkeypatch.setattr(scratch, "_free", deque(map(scratch.Room, borrowed)))
+    monkeypatch.setattr(scratch, "_free", deque(map(scratch.ScratchBuffer, borrowed)))
     yield
     assert all(np.isnan(each[-1024:]).all() for each in borrowed)  # nothing needs so much, or writes behind its own
 

@@ -90,9 +90,9 @@ def all_threads():
     numba.set_num_threads(before)
 
 
-def avx512(**how: bool) -> target.Target:
+def avx512(**how: bool) -> target.CpuTarget:
     """Intel's: shared; AMD's Zen 4: halves; AMD's Zen 5: neither."""
-    return target.Target("avx512", 16, 32, fused=True, **how)
+    return target.CpuTarget("avx512", 16, 32, fused=True, **how)
 
 
 INTEL, ZEN_4, ZEN_5 = avx512(shared=True), avx512(halves=True), avx512()
@@ -428,7 +428,7 @@ def test_no_product_is_formed_of_what_an_earlier_call_left(rng, monkeypatch, way
     plan = linear.build(packed, "feature_major", 1, choice)
     lanes, vectors = (target.host().lanes, plan.tile[1]) if way else (target.NARROWEST, 1)
     room = np.full(10**5, np.nan, np.float32)
-    monkeypatch.setattr(scratch, "_free", deque([scratch.Room(room)]))
+    monkeypatch.setattr(scratch, "_free", deque([scratch.ScratchBuffer(room)]))
     x = rng.standard_normal((40, 1)).astype(np.float32)
     oracle.check(plan(x), packed, x)
     multiplied = room[: 40 * vectors * lanes].reshape(40, -1)[:, :lanes]
@@ -644,13 +644,15 @@ def test_a_tile_wastes_as_few_rows_as_possible():
     assert rows.tile(4, ZEN_5) == (4, 4)
     assert rows.tile(3, ZEN_5)[0] == 4
     assert rows.tile(9, ZEN_5)[0] in (2, 4)
-    assert np.prod(rows.tile(32, target.Target("avx2", 8, 16, fused=True))) == 8
+    assert np.prod(rows.tile(32, target.CpuTarget("avx2", 8, 16, fused=True))) == 8
 
 
 def test_a_tile_is_as_wide_as_leaves_the_fewest_vectors_over():
     assert [rows.even((8, 2), together, ZEN_5) for together in (0, 1, 2, 3, 4, 5, 6, 9)] == [2, 2, 2, 3, 2, 2, 2, 3]
     assert [rows.even((4, 4), together, ZEN_5) for together in (1, 2, 3, 4, 5, 6)] == [4, 2, 3, 4, 4, 3]
-    assert rows.even((8, 1), 4, target.Target("avx2", 8, 16, fused=True)) == 1  # others would not fit the registers
+    assert (
+        rows.even((8, 1), 4, target.CpuTarget("avx2", 8, 16, fused=True)) == 1
+    )  # others would not fit the registers
 
 
 def test_a_tile_takes_the_fewest_passes_where_a_pass_costs_more_than_its_multiply_adds():

@@ -15,7 +15,7 @@ from sparse_kernels import prepare
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
 from sparse_kernels.padded_conv import plain
 from sparse_kernels.patterns import Dense, VectorWise, parse
-from sparse_kernels.torch_tiles import Tiles
+from sparse_kernels.torch_tiles import TokenTiles
 
 PATTERNS = ["unstructured", "nm:2:4", "block:4x4", "vector:16", "shflbw:16", "vector:4"]
 
@@ -207,7 +207,7 @@ def test_tensors_without_numbers_are_refused() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, TypeError)):
             call()
     with pytest.raises(ValueError, match="do not hold 1000 tokens"):
-        layer(Tiles(torch.zeros(1, 64, 16), torch.Size([1000])))
+        layer(TokenTiles(torch.zeros(1, 64, 16), torch.Size([1000])))
 
 
 def test_what_has_no_kernel_says_why() -> None:

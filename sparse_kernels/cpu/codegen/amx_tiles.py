@@ -58,7 +58,7 @@ def available() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
 
 
-class Tiles:
+class AmxTileRegisters:
     """Eight tile registers: what the processor has, in assembly. A stride is in bytes, from one row to the next."""
 
     def __init__(self, emit: Emitter) -> None:
@@ -105,7 +105,7 @@ class Tiles:
         self.emit.builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), operands)
 
 
-class EmulatedTiles(Tiles):
+class EmulatedTileRegisters(AmxTileRegisters):
     """The same with vectors of 16 float32 and memory of this call."""
 
     def __init__(self, emit: Emitter) -> None:
@@ -115,22 +115,22 @@ class EmulatedTiles(Tiles):
         self.places = [builder.ptrtoint(cgutils.alloca_once(builder, kind), I64) for _ in range(8)]
 
     def zero(self, tile: int) -> None:
-        """As of `Tiles`."""
+        """As of `AmxTileRegisters`."""
         for row in range(ROWS):
             self.emit.store(self.emit.zeros(1)[0], self._row(tile, row), 0)
 
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `Tiles`."""
+        """As of `AmxTileRegisters`."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._far(address, stride, row), 0), self._row(tile, row), 0)
 
     def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `Tiles`."""
+        """As of `AmxTileRegisters`."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._row(tile, row), 0), self._far(address, stride, row), 0)
 
     def multiply(self, c: int, a: int, b: int) -> None:
-        """As of `Tiles`."""
+        """As of `AmxTileRegisters`."""
         emit, builder = self.emit, self.emit.builder
         wide = ir.VectorType(I32, emit.lanes)
         shift, upper = ir.Constant(wide, [16] * emit.lanes), ir.Constant(wide, [UPPER] * emit.lanes)
@@ -168,9 +168,9 @@ class EmulatedTiles(Tiles):
         return self.emit.pointer(builder.add(address, builder.mul(stride, self.emit.integer(row))))
 
 
-def tiles(emit: Emitter, emulated: int) -> Tiles:
+def tiles(emit: Emitter, emulated: int) -> AmxTileRegisters:
     """The tiles of the processor, or emulated ones."""
-    return EmulatedTiles(emit) if emulated else Tiles(emit)
+    return EmulatedTileRegisters(emit) if emulated else AmxTileRegisters(emit)
 
 
 @with_literals

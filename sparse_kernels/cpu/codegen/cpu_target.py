@@ -12,7 +12,7 @@ from sparse_kernels.cpu.codegen import amx_tiles as amx
 
 
 @dataclass(frozen=True)
-class Target:
+class CpuTarget:
     """A vector unit.
 
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
@@ -57,7 +57,7 @@ def rotated_bytes() -> int:
 
 
 @cache
-def host() -> Target:
+def host() -> CpuTarget:
     """The vector unit of this process.
 
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
@@ -66,16 +66,16 @@ def host() -> Target:
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
     if triple.startswith(("aarch64", "arm64")):
-        return Target("neon", 4, 32, fused=True)
+        return CpuTarget("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:
         # LLVM's names of AMD's processors with AVX-512 start so; all others are Intel's.
         of_amd = cpu.startswith("znver")
-        return Target(
+        return CpuTarget(
             "avx512", 16, 32, fused=True, halves=cpu == "znver4", shared=not of_amd, matrix=amx.available(),
             pairs={"avx512bf16", "avx512bw"} <= has,
         )  # fmt: skip
     if "avx2" in has and "fma" in has:
-        return Target("avx2", 8, 16, fused=True)
+        return CpuTarget("avx2", 8, 16, fused=True)
     if "avx" in has:
-        return Target("avx", 8, 16, fused=False)
-    return Target("simd128", 4, 16, fused=False)
+        return CpuTarget("avx", 8, 16, fused=False)
+    return CpuTarget("simd128", 4, 16, fused=False)

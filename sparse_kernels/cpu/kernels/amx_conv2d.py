@@ -20,8 +20,8 @@ from sparse_kernels.cpu.codegen import amx_tiles as amx
 from sparse_kernels.cpu.codegen.amx_tiles import GATHERED_BYTES, ROWS, TILE_BYTES, TOKENS
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
-from sparse_kernels.cpu.layouts.vector_grid import Vectors
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
+from sparse_kernels.cpu.layouts.vector_grid import VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back
 
 # Positions of a vector.
@@ -98,7 +98,7 @@ def _whole_vectors(elements: int) -> int:
 
 
 def prepared(
-    panels: MatrixPanels, cut: Blocks, at: Vectors, x_size: int, threads: int, emulated: bool = False
+    panels: MatrixPanels, cut: Blocks, at: VectorGrid, x_size: int, threads: int, emulated: bool = False
 ) -> Product:
     """The product at these vectors of LANES positions; false if not all sums were finite. x_size: elements of x."""
     parts, framed = min(threads, at.x_starts.size), at.keep is not None
@@ -120,7 +120,7 @@ def prepared(
 
 
 @cache
-def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Kernel:
+def kernel(row_tiles: int, framed: bool, emulated: bool = False) -> ParallelKernel:
     """The compiled loops for panels of so many tiles.
 
     Called with (panels.arrays, panels.row_ids, x, its elements, starts of vectors in x, y, elements of y a row step

@@ -29,8 +29,8 @@ from sparse_kernels.cpu.codegen.amx_tiles import (
     TOKENS,
 )  # fmt: skip
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds, thirds
-from sparse_kernels.cpu.launch.linear_call import InRoom, LinearPlan
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.linear_call import CpuLinearPlan, KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Groups, group_height, groups
 from sparse_kernels.cpu.layouts.vector_grid import TILE, columns
 from sparse_kernels.cpu.runtime.scratch_buffers import aligned, at_cache_line
@@ -154,7 +154,7 @@ def panels(groups: Groups, tiles: int, m: int) -> MatrixPanels:
 
 
 @dataclass(frozen=True)
-class Room:
+class ThreadScratch:
     """What a thread needs: tiles of tokens of a block, bytes of x and y of a tile, and bytes of all."""
 
     tiles: int
@@ -163,7 +163,7 @@ class Room:
     thread_bytes: int
 
 
-def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
+def room(weights: MatrixPanels, k: int, n: int, threads: int) -> ThreadScratch:
     """For n tokens of k features, shared by so many threads.
 
     As many tiles as stay in the cache. Weights that do not are worth waiting for if two tiles meet them.
@@ -174,13 +174,13 @@ def room(weights: MatrixPanels, k: int, n: int, threads: int) -> Room:
     y_bytes = len(weights.table) * weights.row_tiles * ROWS * TOKENS * 4
     least = 1 if weights.nbytes < SECOND_LEVEL_BYTES else 2
     tiles = min(each, max(least, CACHED_BYTES // (x_bytes + y_bytes)))
-    return Room(
+    return ThreadScratch(
         tiles, x_bytes, y_bytes, amx.SAVED_BYTES + 2 * GATHERED_BYTES + TILE_BYTES + tiles * (x_bytes + y_bytes)
     )
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixPlan(LinearPlan):
+class MatrixPlan(CpuLinearPlan):
     """Any layout of x and y, split and put in place by the thread that multiplies.
 
     by_vectors: makes the plan that computes y where sums are not finite; it is kept from then on. So the plan holds
@@ -189,7 +189,7 @@ class MatrixPlan(LinearPlan):
 
     panels: MatrixPanels
     format: str
-    by_vectors: Callable[[], LinearPlan]
+    by_vectors: Callable[[], CpuLinearPlan]
     emulated: bool = False
 
     @property
@@ -206,7 +206,7 @@ class MatrixPlan(LinearPlan):
     def _lanes(self) -> int:
         return ROWS
 
-    def _prepared(self, n: int, threads: int) -> InRoom:
+    def _prepared(self, n: int, threads: int) -> KernelWithScratch:
         m, k = self.shape
         parts = min(threads, -(-n // ROWS))
         layouts = {"into_blocks": ("token_major", "token_blocked"), "out_of_blocks": ("token_blocked", "token_major")}
@@ -218,13 +218,13 @@ class MatrixPlan(LinearPlan):
             thread_bytes=needed.thread_bytes, parts=parts,
         )  # fmt: skip
 
-        return InRoom(bound, parts * needed.thread_bytes // 4)
+        return KernelWithScratch(bound, parts * needed.thread_bytes // 4)
 
-    def _otherwise(self) -> LinearPlan:
+    def _otherwise(self) -> CpuLinearPlan:
         return self._vectors
 
     @cached_property
-    def _vectors(self) -> LinearPlan:
+    def _vectors(self) -> CpuLinearPlan:
         return self.by_vectors()
 
     def copy(self) -> MatrixPlan:
@@ -233,11 +233,11 @@ class MatrixPlan(LinearPlan):
 
 
 @cache
-def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> Kernel:
+def kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = False) -> ParallelKernel:
     """The compiled loops for panels of so many tiles; x and y are token_major, feature_major or token_blocked.
 
     Called with (panels.arrays, panels.places, addresses of x and y, n, k, m, address of bias (m), activation code,
-    address of scratch, at a cache line, and what `Room` says of it, parts, at most as many as there are vectors of 16
+    address of scratch, at a cache line, and what `ThreadScratch` says of it, parts, at most as many as there are vectors of 16
     tokens). Returns whether all sums were finite; else y means nothing.
     """
     if not (emulated or amx.available()):

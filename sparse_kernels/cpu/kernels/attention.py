@@ -19,7 +19,7 @@ from numba import types
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ROWS, copy_vector, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, Emitter, with_literals
-from sparse_kernels.cpu.launch.parallel_kernel import Bound, Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.plan_protocol import Array
@@ -78,7 +78,7 @@ def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale:
 @lru_cache(maxsize=256)
 def prepared(
     steps: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], scale: float, threads: int
-) -> tuple[Bound, int]:
+) -> tuple[BoundKernel, int]:
     """All attention of these sizes (as of `run`) by so many threads, and the elements of scratch that it needs.
 
     steps: of `Place`, for q, k, v and out, whose addresses it is called with, and that of scratch. Heads are shared;
@@ -137,7 +137,7 @@ def softmax(typing_context: Any, lanes: Any, fused: Any, row: Any, count: Any, s
 
 
 @cache
-def kernel(tokens: int, lanes: int, fused: bool) -> Kernel:
+def kernel(tokens: int, lanes: int, fused: bool) -> ParallelKernel:
     """The compiled loop over heads and tiles of `tokens` queries.
 
     Called with (addresses of q, k, v and out; for each how many elements a batch, a head and a token are apart;

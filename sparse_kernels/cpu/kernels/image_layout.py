@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, floats_at
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.launch.parallel_kernel import Bound, Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.padded_images import Places
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.shapes import Conv2dShape
@@ -31,7 +31,7 @@ ONE_PHASE = np.zeros((1, 1), np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class PhaseLayout:
     """Where everything lies for one shape: element counts, and offsets (k,) of the taps from an output position.
 
     phases: int64 (stride_h, stride_w), the number of each phase that some tap reads, else -1.
@@ -46,7 +46,7 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
+def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> PhaseLayout:
     """The layout for shape.batch images; `slack` elements behind the last one may be read (and mean nothing).
 
     pitch: the least distance from one row to the next. ValueError where an offset does not fit 31 bits.
@@ -71,7 +71,7 @@ def layout(shape: Conv2dShape, slack: int, pitch: int = 0) -> Layout:
         for s, (b, right) in enumerate(taps_w):
             first = phases[a, b] * shape.c_in * plane + down * pitch + right
             offsets[r, s] = first + np.arange(shape.c_in) * plane
-    return Layout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
+    return PhaseLayout(phases, pitch, image, plane, size, offsets.ravel().astype(np.int32))
 
 
 def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
 
 
 @cache
-def lay_out(lanes: int, numbers: int) -> Kernel:
+def lay_out(lanes: int, numbers: int) -> ParallelKernel:
     """The compiled copy of images from one layout to another, vectors of `lanes` at a time; to what tiles of such
     `numbers` read, which pairs do with strides of 1 and 2 only.
 
@@ -146,7 +146,7 @@ def copy(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None
 
 
 @lru_cache(maxsize=64)
-def _copying(lanes: int, x_places: Places, y_places: Places, parts: int) -> Bound:
+def _copying(lanes: int, x_places: Places, y_places: Places, parts: int) -> BoundKernel:
     """The copy from one address to another."""
     begins, ends = even_rows(x_places.batch * x_places.h, parts)
     return lay_out(lanes, FLOATS).bound(
@@ -163,7 +163,7 @@ def even_rows(rows: int, parts: int) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def rows_read(
-    shape: Conv2dShape, where: Layout, x_starts: NDArray[np.int64], lanes: int, shares: NDArray[np.int64]
+    shape: Conv2dShape, where: PhaseLayout, x_starts: NDArray[np.int64], lanes: int, shares: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(begins, ends) of the rows of all images that each part reads: it has vectors from one of `shares` to the next.
 

@@ -1,7 +1,7 @@
 """Rows of outputs, positions along the vector: y[row, position] += w[row, c] * x[offset of c + position].
 
 It serves every weight and every x that is contiguous along positions (tokens of a feature-major x, blocks of tokens,
-pixels of an image): `Vectors` says where in x and in y each vector of positions lies. Rows that share no columns have
+pixels of an image): `VectorGrid` says where in x and in y each vector of positions lies. Rows that share no columns have
 a kernel of their own (`single`).
 
 Order of the loops: blocks of positions whose x fits the second-level cache, then panels of rows, then tiles of
@@ -21,19 +21,19 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.cpu_target import Target
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.register_tiles import fetch, row_tile
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, Vectors
+from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, VectorGrid
 from sparse_kernels.cpu.runtime.work_split import share
 
 NOTHING = np.empty(0, np.int64)
 
 
-def tile(height: int, target: Target) -> tuple[int, int]:
+def tile(height: int, target: CpuTarget) -> tuple[int, int]:
     """(rows, vectors) of the best register tile for groups of `height` rows, at least 2.
 
     As many sums as the registers hold (half of them), more rows before more vectors: a row costs a broadcast, a
@@ -49,7 +49,7 @@ def tile(height: int, target: Target) -> tuple[int, int]:
     return rows, min(sums // rows, 4)
 
 
-def even(tile: tuple[int, int], together: int, target: Target) -> int:
+def even(tile: tuple[int, int], together: int, target: CpuTarget) -> int:
     """How wide a tile of as many rows is best for `together` vectors; what it leaves over is computed one by one.
 
     The tile and what it reads must fit the registers. It is as wide as `tile` unless another leaves fewer. Where a
@@ -97,7 +97,7 @@ def prepared(
     panels: Panels,
     vectors: int,
     fused: bool,
-    at: Vectors,
+    at: VectorGrid,
     columns: int,
     threads: int,
     fetched: Callable[[], NDArray[np.int64]],
@@ -122,7 +122,7 @@ def prepared(
 
 
 @cache
-def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS) -> Kernel:
+def kernel(rows: int, vectors: int, lanes: int, fused: bool, framed: bool, numbers: int = FLOATS) -> ParallelKernel:
     """The compiled loop over blocks, panels and tiles for one tile size and such numbers.
 
     Called with (panels.arrays, x, elements of x a column step is, starts of vectors in x, y, elements of y a row step

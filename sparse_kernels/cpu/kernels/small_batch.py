@@ -16,21 +16,21 @@ from functools import cache
 
 import numpy as np
 
-from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, Target
+from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import fetch_now
 from sparse_kernels.cpu.codegen.register_tiles import copy_vector, row_tile, tokens_to_lanes
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.kernels.token_blocks import put_back
 from sparse_kernels.cpu.kernels.token_major import WORTH_SHARING
 from sparse_kernels.cpu.kernels.unstructured_rows import BUNDLE, SingleRows, pass_over
-from sparse_kernels.cpu.launch.linear_call import InRoom
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
 from sparse_kernels.cpu.runtime.scratch_buffers import LINE
 from sparse_kernels.cpu.runtime.work_split import share
 
 
-def lanes_for(n: int, target: Target) -> int:
+def lanes_for(n: int, target: CpuTarget) -> int:
     """Lanes of the narrowest vector that holds n tokens, or of the widest."""
     lanes = NARROWEST
     while lanes < min(n, target.lanes):
@@ -38,7 +38,7 @@ def lanes_for(n: int, target: Target) -> int:
     return lanes
 
 
-def takes(weights: Panels | SingleRows, layout: str, n: int, target: Target) -> bool:
+def takes(weights: Panels | SingleRows, layout: str, n: int, target: CpuTarget) -> bool:
     """Whether n tokens of these weights are multiplied so: a vector of them at most.
 
     Of single rows, those whose places become shorter vectors' by halving. A whole vector of feature-major x is read
@@ -49,8 +49,8 @@ def takes(weights: Panels | SingleRows, layout: str, n: int, target: Target) -> 
 
 
 def prepared(
-    weights: Panels | SingleRows, shape: tuple[int, int], layout: str, target: Target, n: int, threads: int
-) -> InRoom:
+    weights: Panels | SingleRows, shape: tuple[int, int], layout: str, target: CpuTarget, n: int, threads: int
+) -> KernelWithScratch:
     """How weights of this shape (m, k) that `takes` takes multiply n tokens in this layout."""
     (m, k), lanes = shape, lanes_for(n, target)
     if isinstance(weights, SingleRows):
@@ -64,11 +64,13 @@ def prepared(
         "room_at x_at y_at bias_at activation", weights=weights.arrays, n=n, k=k, m=m, stride=stride,
         start=np.zeros(1, np.int64), parts=threads, shares=threads if n * m >= WORTH_SHARING else 1,
     )  # fmt: skip
-    return InRoom(bound, threads * k * lanes + m * stride)
+    return KernelWithScratch(bound, threads * k * lanes + m * stride)
 
 
 @cache
-def kernel(single: bool, rows: int, lanes: int, halvings: int, fused: bool, by_token: bool, permuted: bool) -> Kernel:
+def kernel(
+    single: bool, rows: int, lanes: int, halvings: int, fused: bool, by_token: bool, permuted: bool
+) -> ParallelKernel:
     """The compiled step; `single` rows or panels of `rows` rows, `permuted` or in order. halvings: as `pass_over`
     takes them.
 

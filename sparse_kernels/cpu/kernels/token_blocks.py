@@ -19,7 +19,7 @@ from functools import cache
 
 from numba import njit
 
-from sparse_kernels.cpu.codegen.cpu_target import Target
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import FAR, LINE_BYTES, standing, step, walk
 from sparse_kernels.cpu.codegen.register_tiles import (
     copy_run,
@@ -31,8 +31,8 @@ from sparse_kernels.cpu.codegen.register_tiles import (
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, pass_over
-from sparse_kernels.cpu.launch.linear_call import InRoom
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.linear_call import KernelWithScratch
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED, LARGE, TILE, in_tiles, whole_tiles
 
@@ -57,12 +57,12 @@ def prepared(
     weights: Panels | SingleRows,
     shape: tuple[int, int],
     vectors: int,
-    target: Target,
+    target: CpuTarget,
     layouts: tuple[str, str],
     n: int,
     threads: int,
     numbers: int = FLOATS,
-) -> InRoom:
+) -> KernelWithScratch:
     """How weights of this shape (m, k) multiply n tokens, by register tiles of `vectors` vectors.
 
     layouts: of x and of y, each token_major, feature_major, or token_blocked in whole tiles; single rows must be laid
@@ -101,7 +101,7 @@ def prepared(
         x_starts=x_starts, y_starts=y_starts, x_from=there.x_starts, most=block, tokens=tokens, run=run,
         x_stride=x_stride, y_stride=y_stride, parts=threads,
     )  # fmt: skip
-    return InRoom(bound, needed)
+    return KernelWithScratch(bound, needed)
 
 
 @njit(inline="always")
@@ -166,7 +166,7 @@ def kernel(
     y_layout: str,
     x_fetched: bool,
     y_fetched: bool,
-) -> Kernel:
+) -> ParallelKernel:
     """The compiled loop over blocks of tokens; `single` rows or panels of `rows` rows, of such `numbers`.
 
     Called with (weights.arrays, addresses of x and y, n, k, m, address of bias (m), activation code, address of

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 from numba import njit
 
-from sparse_kernels.cpu.codegen.cpu_target import Target
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.codegen.prefetch import LINE_BYTES, fetch_now
 from sparse_kernels.cpu.codegen.register_tiles import AHEAD, FINISHED, FOURS, ROWS, token_tile, tokens_to_lanes
 from sparse_kernels.cpu.codegen.scatter_rows import put_rows
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import Panels
 from sparse_kernels.cpu.layouts.vector_grid import CACHED
 from sparse_kernels.cpu.runtime.work_split import share
@@ -53,7 +53,7 @@ LONG_ROW, THIN = 1024, 0.18
 WORTH_SHARING = 8_192
 
 
-def tile(height: int, target: Target) -> tuple[int, int, int] | None:
+def tile(height: int, target: CpuTarget) -> tuple[int, int, int] | None:
     """(tokens, vectors, lanes) of the register tile for groups of `height` rows; None where none fits.
 
     A vector must be filled by rows of one group.
@@ -65,7 +65,7 @@ def tile(height: int, target: Target) -> tuple[int, int, int] | None:
     return None
 
 
-def stages(tokens: int, k: int, density: float, n: int, target: Target) -> int:
+def stages(tokens: int, k: int, density: float, n: int, target: CpuTarget) -> int:
     """In how many stages of columns tiles of so many rows of x, of k elements each, are best multiplied, of n rows.
 
     Each panel reads the whole x of a tile. Where that does not fit the first-level cache, Intel's second level slows
@@ -105,7 +105,7 @@ def order(tokens: int, k: int, n: int, weights: Panels, parts: int, own: bool, p
     return -(-tiles // chunks) * tokens, max(1, block // panel)
 
 
-def own_chunks(n: int, threads: int, permuted: bool, target: Target) -> bool:
+def own_chunks(n: int, threads: int, permuted: bool, target: CpuTarget) -> bool:
     """Whether threads do better with tokens of their own than with panels.
 
     Permuted rows they put in their places out of their own caches. Others come out evenly then: 64 and 128 tokens at
@@ -126,7 +126,7 @@ class Fetching(NamedTuple):
     once: bool
 
 
-def fetched(n: int, tokens: int, target: Target) -> Fetching:
+def fetched(n: int, tokens: int, target: CpuTarget) -> Fetching:
     """How weights are fetched for n tokens, `tokens` at a time.
 
     A tile reads whole cache lines of them for each column. Where they are passed over often they lie in the second
@@ -158,7 +158,7 @@ def upcoming(first, stop, stage, stages, panels, item, end, block):  # type: ign
     return begin, min(begin + block, panels, begin + end - item)
 
 
-def side_by_side(n: int, tokens: int, k: int, density: float, target: Target) -> bool:
+def side_by_side(n: int, tokens: int, k: int, density: float, target: CpuTarget) -> bool:
     """Whether n rows of k elements of x are laid out first, (k, tokens), where so many of them count for an output.
 
     As x lies, a column is a cache line for each token, most of which hold no other column that is kept; in long rows
@@ -185,7 +185,7 @@ def kernel(
     fetching: Fetching,
     laid: bool,
     whole: bool,
-) -> Kernel:
+) -> ParallelKernel:
     """The compiled loops for one tile size; `permuted` rows are put in their places; weights of `size` bytes.
 
     fetching: how weights are fetched, as `fetched` says it. laid: x is laid out `side_by_side`. whole: each part has

@@ -13,7 +13,7 @@ import numpy as np
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.codegen.register_tiles import copy_run, copy_vector, lanes_to_tokens, tokens_to_lanes
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.vector_grid import TILE, whole_tiles
 from sparse_kernels.cpu.runtime.scratch_buffers import address
 from sparse_kernels.cpu.runtime.threads import count
@@ -56,7 +56,7 @@ def unblocked(tiles: Array, n: int) -> Array:
 
 
 @cache
-def kernels(lanes: int, token_major: bool) -> tuple[Kernel, Kernel]:
+def kernels(lanes: int, token_major: bool) -> tuple[ParallelKernel, ParallelKernel]:
     """(pack, unpack), compiled, called with (addresses of matrix and buffer, starts, stride, n, features, parts).
 
     The matrix is (n, features) where token_major, else (features, n). Threads share vectors.

@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen.register_tiles import AHEAD, ENOUGH, copy_columns, copy_rows, finish_rows
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, IDENTITY, PARTIAL, Emitter, with_literals
 from sparse_kernels.cpu.launch.linear_call import Product
-from sparse_kernels.cpu.launch.parallel_kernel import Kernel, in_parts
+from sparse_kernels.cpu.launch.parallel_kernel import ParallelKernel, in_parts
 from sparse_kernels.cpu.layouts.panels import PANEL_COST, Groups
-from sparse_kernels.cpu.layouts.vector_grid import CACHED, Vectors
+from sparse_kernels.cpu.layouts.vector_grid import CACHED, VectorGrid
 from sparse_kernels.cpu.runtime.scratch_buffers import borrow, give_back, in_one_piece
 from sparse_kernels.cpu.runtime.work_split import share
 
@@ -242,7 +242,9 @@ def pass_over(
     return signature, generate
 
 
-def prepared(rows: SingleRows, fused: bool, at: Vectors, offsets: NDArray[np.int32] | None, threads: int) -> Product:
+def prepared(
+    rows: SingleRows, fused: bool, at: VectorGrid, offsets: NDArray[np.int32] | None, threads: int
+) -> Product:
     """The product at these vectors of positions. Column c is offsets[c] behind the start of a vector in x.
 
     offsets None: x and y are packed (`vectors.in_tiles`).
@@ -273,7 +275,7 @@ def _bundles_at_a_time(stride: int) -> int:
 
 
 @cache
-def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> Kernel:
+def kernel(vectors: int, lanes: int, fused: bool, gathers: bool, framed: bool) -> ParallelKernel:
     """The compiled loop over tiles of up to `vectors` vectors (`vectors.tiles`), runs of bundles, and stages.
 
     Called with (rows.arrays, m, x, starts of vectors in x, offsets in x, y, elements of y a row step is, starts of

@@ -3,7 +3,7 @@
 A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
 the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
 kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
-addresses; and who has checked its arguments, as torch layers have, calls that directly (`LinearPlan.run`). Arrays are
+addresses; and who has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). Arrays are
 looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong by
 Python, which takes several times as long to say what.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numba import carray, njit, types
 
 from sparse_kernels.cpu.launch.native_call import compiled_runner, integers_at
-from sparse_kernels.cpu.launch.parallel_kernel import Bound
+from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel
 from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.runtime.kernel_cache import compiled
 from sparse_kernels.cpu.runtime.scratch_buffers import addresses, aligned, borrow, give_back
@@ -46,10 +46,10 @@ def _nothing(*_: object) -> bool:
 NEVER: Way = (0, 0, _nothing, _nothing)
 
 
-class InRoom(NamedTuple):
+class KernelWithScratch(NamedTuple):
     """A call that is one kernel, which takes the address of so much room, in elements, before all that a call has."""
 
-    kernel: Bound
+    kernel: BoundKernel
     needed: int
 
 
@@ -85,9 +85,9 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
-def way_of(n: int, threads: int, found: Call | InRoom, axis: int, m: int, k: int) -> Way:
+def way_of(n: int, threads: int, found: Call | KernelWithScratch, axis: int, m: int, k: int) -> Way:
     """How n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
-    if not isinstance(found, InRoom):
+    if not isinstance(found, KernelWithScratch):
         return n, threads, found, _looked_at(found, axis, n, m, k)
     bound, needed = found
     record = bound.args[0]
@@ -103,7 +103,7 @@ def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> 
     to a value comes from memory.
     """
     if not needed:
-        alone = Bound(kernel, at, 0)
+        alone = BoundKernel(kernel, at, 0)
         alone.held = held
         return alone
 
@@ -128,7 +128,7 @@ def _looked_at(found: Call, axis: int, n: int, m: int, k: int) -> CallOfArrays:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan:
+class CpuLinearPlan:
     """What plans of linear layers (m, k) share: how they are called."""
 
     shape: tuple[int, int]
@@ -199,11 +199,11 @@ class LinearPlan:
         """Of vectors of tokens, of layouts that are blocked."""
         raise NotImplementedError
 
-    def _prepared(self, n: int, threads: int) -> Call | InRoom:
+    def _prepared(self, n: int, threads: int) -> Call | KernelWithScratch:
         """How n > 0 tokens are run with so many threads."""
         raise NotImplementedError
 
-    def _otherwise(self) -> LinearPlan:
+    def _otherwise(self) -> CpuLinearPlan:
         """The plan that is right where this one said that it is not."""
         raise NotImplementedError
 

@@ -27,7 +27,7 @@ from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, reco
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, kept
 
 
-class Kernel:
+class ParallelKernel:
     """What `in_parts` makes: called with all of its arguments, or `bound` to those that stay as they are."""
 
     def __init__(self, parameters: Sequence[str], counts: Sequence[str], lay: Callable[..., Any]) -> None:
@@ -38,7 +38,7 @@ class Kernel:
         """Run the stages with these arguments; whether all parts returned 0."""
         return self.bound("", **dict(zip(self._parameters, arguments, strict=True)))()
 
-    def bound(self, varying: str, **constant: Any) -> Bound:
+    def bound(self, varying: str, **constant: Any) -> BoundKernel:
         """The kernel as a function of the `varying` parameters, integers; the others are worked out for all calls.
 
         Arrays among the others are those whose elements are read and written. How many parts there are never varies.
@@ -55,7 +55,7 @@ class Kernel:
         stages = [(part, constant[count]) for part, count in zip(parts, self._counts, strict=True)]
         varied = [places[self._parameters.index(name)] for name in names]
         laid = record(frame[:words], noted, stages, varied)
-        run = Bound(runner(len(names)), laid.ctypes.data)
+        run = BoundKernel(runner(len(names)), laid.ctypes.data)
         run.held = laid, given, self
         return run
 
@@ -65,7 +65,7 @@ class Kernel:
         return self._lay.stats  # type: ignore[attr-defined]
 
 
-class Bound(partial[bool]):
+class BoundKernel(partial[bool]):
     """A kernel as a function of what varies. The rest lies in one piece, as in a model each call finds it cold."""
 
     held: Any  # what lives as long as it may be called
@@ -74,7 +74,7 @@ class Bound(partial[bool]):
         raise TypeError("an address means nothing to a copy")
 
 
-def in_parts(*stages: Callable[..., Any]) -> Kernel:
+def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
     """The kernel of these stages, one after the other; compiled when first bound or called, or loaded from disk.
 
     A stage is a function of the number of its part and of all that the kernel is called with. The kernel's parameter
@@ -106,7 +106,7 @@ def in_parts(*stages: Callable[..., Any]) -> Kernel:
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
-    return Kernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
+    return ParallelKernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:

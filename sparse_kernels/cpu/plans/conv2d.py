@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
-from sparse_kernels.cpu.codegen.cpu_target import Target, host
+from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, host
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import (
     amx_conv2d as matrix_conv2d,
@@ -49,7 +49,7 @@ from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, arguments
 from sparse_kernels.cpu.layouts.padded_images import Places
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, group_height, groups, panels
-from sparse_kernels.cpu.layouts.vector_grid import TILE, Vectors, columns
+from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, address, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
@@ -80,7 +80,7 @@ REMEMBERED = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Positions(Vectors):
+class Positions(VectorGrid):
     """The vectors of positions.
 
     flat: (image, pitch) of the flat y that is collected afterwards; None where y is written directly.
@@ -100,7 +100,7 @@ class Placed:
 
     weights: Panels | SingleRows | MatrixPanels
     offsets: NDArray[np.int32]
-    where: images.Layout | None
+    where: images.PhaseLayout | None
     at: Positions
     columns: int
     fetched: NDArray[np.int64] = field(default_factory=lambda: rows.NOTHING)
@@ -108,7 +108,7 @@ class Placed:
 
 
 @dataclass(frozen=True, eq=False)
-class Conv2dPlan:
+class CpuConv2dPlan:
     """A convolution's plan: weights as panels, and what it knows of each batch it has met.
 
     by_vectors: for the matrix unit, makes the plan that computes y again where sums are not finite; it is kept from
@@ -118,10 +118,10 @@ class Conv2dPlan:
     shape: Conv2dShape
     panels: Panels | SingleRows | MatrixPanels
     tile: tuple[int, int]  # rows, vectors
-    target: Target
+    target: CpuTarget
     kernel: str
     layout: str
-    by_vectors: Callable[[], Conv2dPlan] | None = None
+    by_vectors: Callable[[], CpuConv2dPlan] | None = None
     emulated: bool = False
     numbers: int = FLOATS
     _pool: Pool = field(default_factory=Pool)
@@ -214,7 +214,7 @@ class Conv2dPlan:
                 places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
                 self._vectors._run(x_here, places[0], bias, activation, y + behind, places[1], added_here, threads)
 
-    def copy(self) -> Conv2dPlan:
+    def copy(self) -> CpuConv2dPlan:
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
 
@@ -307,12 +307,12 @@ class Conv2dPlan:
         )
 
     @cached_property
-    def _vectors(self) -> Conv2dPlan:
+    def _vectors(self) -> CpuConv2dPlan:
         assert self.by_vectors is not None
         return self.by_vectors()
 
     @property
-    def _wide(self) -> Target:
+    def _wide(self) -> CpuTarget:
         """The target with vectors as long as those of positions."""
         return wide(self.target) if isinstance(self.panels, MatrixPanels) else self.target
 
@@ -341,7 +341,7 @@ class Conv2dPlan:
         return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count, fetched)
 
 
-def prepare(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> Conv2dPlan:
+def prepare(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:
     """The plan of a convolution for about shape.batch images. Raises ValueError for a precision that the pattern
     cannot gain from.
     """
@@ -400,20 +400,20 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     return cost <= gain * limit
 
 
-def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> Conv2dPlan:
+def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> CpuConv2dPlan:
     """The plan by the matrix unit, for a weight that `takes` accepts."""
     tiles = matrix.row_tiles(packed)
     assert tiles is not None
     weights = matrix.panels(_by_channel(groups(packed), shape), tiles, shape.c_out)
     size = tiles * amx.ROWS
     name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{matrix_conv2d.LANES}"
-    return Conv2dPlan(
+    return CpuConv2dPlan(
         shape, weights, (size, matrix_conv2d.LANES // amx.ROWS), host(), name, layout,
         lambda: by_vectors(packed, shape, layout), emulated,
     )  # fmt: skip
 
 
-def by_vectors(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
+def by_vectors(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """The plan by the vector unit."""
     target = host()
     height = group_height(packed)
@@ -427,17 +427,17 @@ def by_vectors(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
         tile_rows, vectors = rows.tile(height, target)
         weights = panels(by_channel, tile_rows)
     name = f"numba.{packed.pattern.format}.conv2d.rows{tile_rows}x{vectors}.{target.name}"
-    return Conv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
+    return CpuConv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
 
 
-def by_pairs(packed: Packed, shape: Conv2dShape, layout: str) -> Conv2dPlan:
+def by_pairs(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
     """The plan by pairs of bfloat16, for a weight that is rounded to it."""
     target = host()
     size, vectors = rows.tile(group_height(packed), target)
     weights = panels(_by_channel(groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
     numbers = PAIRS_BY_UNIT if target.pairs else PAIRS
-    return Conv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
+    return CpuConv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
 
 
 def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
@@ -448,7 +448,7 @@ def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
     return replace(groups, columns=numbers[order], values=groups.values[order])
 
 
-def wide(target: Target) -> Target:
+def wide(target: CpuTarget) -> CpuTarget:
     """A target with vectors as long as those of the matrix unit."""
     return replace(target, lanes=matrix_conv2d.LANES, halves=False)
 
@@ -461,7 +461,7 @@ class ColumnsLie:
     output. planes: int64 (k,), in which plane of x, plane_size elements each: a channel, or a phase of one.
     """
 
-    where: images.Layout | None
+    where: images.PhaseLayout | None
     offsets: NDArray[np.int32]
     planes: NDArray[np.int64]
     plane_size: int
@@ -477,7 +477,7 @@ class ColumnsLie:
         return int(self.planes.max()) + 1
 
 
-def columns_lie(shape: Conv2dShape, target: Target, x: Places, y: Places, always: bool = False) -> ColumnsLie:
+def columns_lie(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places, always: bool = False) -> ColumnsLie:
     """For vectors of this target, x and y of shape.batch images lying there; always: x is laid out anyway."""
     channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
     if not always and reads_frames(shape, x.margin):
@@ -489,7 +489,7 @@ def columns_lie(shape: Conv2dShape, target: Target, x: Places, y: Places, always
     return ColumnsLie(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
 
 
-def in_place(shape: Conv2dShape, target: Target, x: Places, y: Places) -> bool:
+def in_place(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places) -> bool:
     """Whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
     plain = x.margin is None and y.margin is None
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
@@ -503,7 +503,7 @@ def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
     return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
 
 
-def laid_out(shape: Conv2dShape, target: Target, y: Places) -> images.Layout:
+def laid_out(shape: Conv2dShape, target: CpuTarget, y: Places) -> images.PhaseLayout:
     """How images are laid out that are not read where they lie: in rows as long as those of y in frames."""
     where = images.layout(shape, target.lanes)
     wider = y.margin is not None and where.pitch < y.row
@@ -523,7 +523,7 @@ def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
 @lru_cache(maxsize=256)
 def positions(
     shape: Conv2dShape,
-    target: Target,
+    target: CpuTarget,
     halves: bool = True,
     x_margin: int | None = None,
     y_margin: int | None = None,
@@ -544,7 +544,7 @@ def positions(
 
 
 def _coverings(
-    shape: Conv2dShape, lanes: int, target: Target, x_margin: int | None, y_margin: int | None, always: bool
+    shape: Conv2dShape, lanes: int, target: CpuTarget, x_margin: int | None, y_margin: int | None, always: bool
 ) -> list[Positions]:
     """The ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]

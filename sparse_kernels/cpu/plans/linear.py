@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen import amx_tiles as amx
-from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, Target, host
+from sparse_kernels.cpu.codegen.cpu_target import NARROWEST, CpuTarget, host
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
 from sparse_kernels.cpu.kernels import (
     amx_linear as matrix,
@@ -51,13 +51,13 @@ from sparse_kernels.cpu.kernels import (
 )
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPlan
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, single_rows
-from sparse_kernels.cpu.launch.linear_call import Call, InRoom, LinearPlan
+from sparse_kernels.cpu.launch.linear_call import Call, CpuLinearPlan, KernelWithScratch
 from sparse_kernels.cpu.layouts.panels import Panels, group_height, groups, panels
 from sparse_kernels.cpu.layouts.vector_grid import (
     CACHED,
     LARGE,
     TILE,
-    Vectors,
+    VectorGrid,
     as_it_lies,
     columns,
     in_tiles,
@@ -91,7 +91,7 @@ class Choice:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenPlan(LinearPlan):
+class TokenPlan(CpuLinearPlan):
     """Token-major x read as it lies, y written as it lies: also where its rows are permuted (Shfl-BW)."""
 
     panels: Panels
@@ -109,7 +109,7 @@ class TokenPlan(LinearPlan):
     def _lanes(self) -> int:
         return self.tile[2]
 
-    def _prepared(self, n: int, threads: int) -> InRoom:
+    def _prepared(self, n: int, threads: int) -> KernelWithScratch:
         (m, k), panels, permuted = self.shape, self.panels, self.permuted
         step = _tokens_at_a_time(self.tile, n)
         own = tokens.own_chunks(n, threads, permuted, host())
@@ -127,7 +127,7 @@ class TokenPlan(LinearPlan):
             "places": panels.places_in_fours(self.tile[2]) if tokens.in_fours(step) else panels.places,
             "shares": threads if n * m >= tokens.WORTH_SHARING else 1, "waiting": waiting,
         }  # fmt: skip
-        return InRoom(multiply.bound("room_at x_at y_at bias_at activation", **constant), needed)
+        return KernelWithScratch(multiply.bound("room_at x_at y_at bias_at activation", **constant), needed)
 
     def copy(self) -> TokenPlan:
         """The same plan with weights of its own."""
@@ -135,12 +135,12 @@ class TokenPlan(LinearPlan):
 
 
 @dataclass(frozen=True, eq=False)
-class RowPlan(LinearPlan):
+class RowPlan(CpuLinearPlan):
     """Tokens along the vector: x feature-major or blocked as it lies, or any x laid out so."""
 
     panels: Panels | SingleRows
     tile: tuple[int, int]  # rows, vectors
-    target: Target
+    target: CpuTarget
     kernel: str
     way: str = ""
     numbers: int = FLOATS
@@ -158,7 +158,7 @@ class RowPlan(LinearPlan):
         """The same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
 
-    def _prepared(self, n: int, threads: int) -> Call | InRoom:
+    def _prepared(self, n: int, threads: int) -> Call | KernelWithScratch:
         (m, k), lanes, layout = self.shape, self.target.lanes, self.layout
         if self.numbers == FLOATS and layout == "token_blocked" and not blocks.enough(n, self._tile_tokens, threads):
             return self._multiplied(whole_tiles(n // self._tile_tokens, lanes, k, m), threads)
@@ -174,7 +174,7 @@ class RowPlan(LinearPlan):
             return self._in_blocks((layout, layout), n, threads)
         return self._packed(n, threads)
 
-    def _in_blocks(self, layouts: tuple[str, str], n: int, threads: int) -> InRoom:
+    def _in_blocks(self, layouts: tuple[str, str], n: int, threads: int) -> KernelWithScratch:
         return blocks.prepared(self.panels, self.shape, self.tile[1], self.target, layouts, n, threads, self.numbers)
 
     def _in_place(self, n: int, threads: int) -> Call:
@@ -200,7 +200,7 @@ class RowPlan(LinearPlan):
 
         return call
 
-    def _multiplied(self, at: Vectors, threads: int, offsets: NDArray[np.int32] | None = None) -> Call:
+    def _multiplied(self, at: VectorGrid, threads: int, offsets: NDArray[np.int32] | None = None) -> Call:
         """The product of laid out x, or of x as it lies, whose columns have these offsets."""
         fused = self.target.fused
         if isinstance(self.panels, SingleRows):
@@ -321,7 +321,7 @@ def row_tile(packed: Packed, layout: str, n: int) -> tuple[int, int, int]:
     return 1, max(1, most), target.lanes
 
 
-def token_tile(packed: Packed, target: Target) -> tuple[int, int, int] | None:
+def token_tile(packed: Packed, target: CpuTarget) -> tuple[int, int, int] | None:
     """The register tile of kernel tokens for this weight; None where rows of a group fill no vector."""
     height = group_height(packed)
     if isinstance(packed, DenseWeight):

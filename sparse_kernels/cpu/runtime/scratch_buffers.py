@@ -21,7 +21,7 @@ LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and wri
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
-class Room:
+class ScratchBuffer:
     """So many elements, float32, at an address; alive as long as this."""
 
     __slots__ = ("_array", "at", "size")
@@ -33,19 +33,19 @@ class Room:
         raise TypeError("an address means nothing to a copy")
 
 
-_free: deque[Room] = deque(maxlen=KEPT)
+_free: deque[ScratchBuffer] = deque(maxlen=KEPT)
 
 
-def borrow(size: int) -> Room:
+def borrow(size: int) -> ScratchBuffer:
     """Room for at least `size` elements, aligned, with anything in it."""
     try:
         room = _free.pop()
     except IndexError:
-        return Room(aligned(size))
-    return room if room.size >= size else Room(aligned(size))  # the smaller one is not missed
+        return ScratchBuffer(aligned(size))
+    return room if room.size >= size else ScratchBuffer(aligned(size))  # the smaller one is not missed
 
 
-def give_back(room: Room) -> None:
+def give_back(room: ScratchBuffer) -> None:
     """Let a later call have what `borrow` gave, all of it."""
     _free.append(room)
 
@@ -54,9 +54,9 @@ class Pool:
     """Free buffers, float32. Taking and giving back are single steps of a deque, safe between threads."""
 
     def __init__(self) -> None:
-        self._free: deque[tuple[int, Room]] = deque(maxlen=KEPT)
+        self._free: deque[tuple[int, ScratchBuffer]] = deque(maxlen=KEPT)
 
-    def take(self, size: int, key: int = 0) -> Room:
+    def take(self, size: int, key: int = 0) -> ScratchBuffer:
         """Room for `size` elements, aligned: what was given back with this key and size, else zeros."""
         for _ in range(KEPT):
             try:
@@ -66,9 +66,9 @@ class Pool:
             if kept == key and room.size == size:
                 return room
             self._free.appendleft((kept, room))
-        return Room(aligned(size))
+        return ScratchBuffer(aligned(size))
 
-    def give_back(self, room: Room, key: int = 0) -> None:
+    def give_back(self, room: ScratchBuffer, key: int = 0) -> None:
         """Let a later call have it."""
         self._free.append((key, room))
 

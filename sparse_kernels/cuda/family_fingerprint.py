@@ -56,7 +56,7 @@ _COMMENT = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\])*")""", re.DOTALL)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
-def of_family(family: str, architecture: str) -> str:
+def fingerprint_family(family: str, architecture: str) -> str:
     """Return the fingerprint of a family (`variants.FAMILIES`) on an architecture.
 
     Parameters
@@ -77,13 +77,13 @@ def of_family(family: str, architecture: str) -> str:
     return _digest(digests)[:DIGITS]
 
 
-def candidates(op: str, format: str) -> tuple[str, ...]:
+def list_families(op: str, format: str) -> tuple[str, ...]:
     """Return the families that may run a layer, in the order in which they are tried; none for an unknown format."""
     return (variants.CONV2D if op == "conv2d" else variants.LINEAR).get(format, ())
 
 
 def code(source: str) -> str:
-    """Return a CUDA source of this folder and what it includes from here, without comments and spare white space."""
+    """Return a CUDA source of `device_code` with the headers that it includes, without comments and spare space."""
     text = (build.KERNELS / source).read_text()
     bare = _COMMENT.sub(lambda found: found[1] or " ", text)
     headers = [code(name) for name in _INCLUDE.findall(bare) if (build.KERNELS / name).is_file()]
@@ -134,11 +134,11 @@ def _compiled_variant(variant: Variant, architecture: str) -> str:
 def _launched(family: str, architecture: str) -> Iterator[str | bytes]:
     for format, patterns in SAMPLES.items():
         for pattern, (m, k) in itertools.product(patterns, SIZES):
-            if family in candidates("linear", format):
+            if family in list_families("linear", format):
                 packed = _packed(pattern, m, k)
                 prepare = functools.partial(variants.linear(family), packed, "float16", architecture, max(COLUMNS))
                 yield from _of_program(f"{pattern} {m} {k}", prepare, COLUMNS)
-        if family in candidates("conv2d", format):
+        if family in list_families("conv2d", format):
             packed = _packed(patterns[-1], CONVOLUTION.m, CONVOLUTION.k)
             prepare = functools.partial(variants.conv2d(family), packed, CONVOLUTION, "float16", architecture)
             yield from _of_program(f"{patterns[-1]} {CONVOLUTION}", prepare, BATCHES)

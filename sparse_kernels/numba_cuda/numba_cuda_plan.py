@@ -15,10 +15,10 @@ import numpy as np
 
 from sparse_kernels.formats import BlockWeight, CSRWeight, DenseWeight, NMWeight, Packed, VectorWeight
 from sparse_kernels.numba_cuda import block, csr, dense, nm, vector
-from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, Layout, taps
+from sparse_kernels.numba_cuda.layouts import IMAGES, MATRIX, ActivationLayout, taps
 from sparse_kernels.numba_cuda.library import cuda, require_device
 from sparse_kernels.numba_cuda.operands import check_apart, on_gpu
-from sparse_kernels.numba_cuda.tile import Tile
+from sparse_kernels.numba_cuda.tile import ThreadBlockTile
 from sparse_kernels.numba_cuda.transpose import transpose
 from sparse_kernels.plan_protocol import ACTIVATIONS
 from sparse_kernels.shapes import Conv2dShape
@@ -30,16 +30,16 @@ FLOAT32 = np.dtype(np.float32)
 class Format(Protocol):
     """What the file of each format offers."""
 
-    def tile(self, packed: Any, n: int) -> Tile:
+    def tile(self, packed: Any, n: int) -> ThreadBlockTile:
         """What a block of threads computes, where x has about n columns."""
 
-    def row_tiles(self, packed: Any, tile: Tile) -> int:
+    def row_tiles(self, packed: Any, tile: ThreadBlockTile) -> int:
         """How many tiles lie on top of each other in y."""
 
     def arguments(self, packed: Any, dtype: np.dtype) -> tuple[np.ndarray | int, ...]:
         """What the kernel takes before (source, n, bias, activation, y)."""
 
-    def kernel(self, layout: Layout, tile: Tile) -> Any:
+    def kernel(self, layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
         """The kernel, compiled when it is first run with arguments of new types."""
 
 
@@ -57,7 +57,7 @@ class Weight:
     """A packed weight on the GPU, and how it is multiplied."""
 
     format: Format
-    tile: Tile
+    tile: ThreadBlockTile
     row_tiles: int
     arguments: tuple[Any, ...]
 
@@ -66,7 +66,9 @@ class Weight:
         """Bytes of the arrays."""
         return sum(it.size * it.dtype.itemsize for it in self.arguments if not isinstance(it, int))
 
-    def multiply(self, layout: Layout, source: tuple[Any, ...], n: int, bias: Any, activation: int, y: Any) -> None:
+    def multiply(
+        self, layout: ActivationLayout, source: tuple[Any, ...], n: int, bias: Any, activation: int, y: Any
+    ) -> None:
         """Queue y = activation(w @ x + bias) for n columns: a block a tile, tiles numbered row of tiles by row."""
         blocks = -(-n // self.tile.width) * self.row_tiles
         launch = self.format.kernel(layout, self.tile)[blocks, self.tile.block]
@@ -78,7 +80,7 @@ class Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class LinearPlan:
+class NumbaCudaLinearPlan:
     """A linear layer's plan. Token-major x and y are turned around on the way in and out, in the plan's time."""
 
     shape: tuple[int, int]
@@ -115,9 +117,9 @@ class LinearPlan:
                 transpose(y_turned, y)
         return y if out is None else out
 
-    def copy(self) -> LinearPlan:
+    def copy(self) -> NumbaCudaLinearPlan:
         """The same plan with weights of its own."""
-        return LinearPlan(self.shape, self.weight.copy(), self.no_bias, self.kernel, self.layout, self.dtype)
+        return NumbaCudaLinearPlan(self.shape, self.weight.copy(), self.no_bias, self.kernel, self.layout, self.dtype)
 
     def _buffers(self, n: int) -> tuple[Any, Any]:
         """x (k, n) and y (m, n), kept for the next call with as many tokens."""
@@ -129,7 +131,7 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Conv2dPlan:
+class NumbaCudaConv2dPlan:
     """A convolution's plan, NCHW: implicit GEMM, nothing but y is written."""
 
     shape: Conv2dShape
@@ -156,12 +158,14 @@ class Conv2dPlan:
             self.weight.multiply(IMAGES, (x, self.taps, *s.stride), batch * s.out_h * s.out_w, bias, code, y)
         return y if out is None else out
 
-    def copy(self) -> Conv2dPlan:
+    def copy(self) -> NumbaCudaConv2dPlan:
         """The same plan with weights of its own."""
         return replace(self, weight=self.weight.copy())
 
 
-def prepare(packed: Packed, layout: str, n: int, dtype: str = "float32", tile: Tile | None = None) -> LinearPlan:
+def prepare(
+    packed: Packed, layout: str, n: int, dtype: str = "float32", tile: ThreadBlockTile | None = None
+) -> NumbaCudaLinearPlan:
     """The plan of a linear layer for about n columns. `tile` replaces the one that fits the format.
 
     Raises NoDevice without a GPU, ValueError for another dtype or weights that float16 cannot hold.
@@ -169,21 +173,21 @@ def prepare(packed: Packed, layout: str, n: int, dtype: str = "float32", tile: T
     element = _dtype(dtype)
     require_device()
     weight = _weight(packed, n, element, tile)
-    return LinearPlan(packed.shape, weight, _zeros(packed), _name(packed, "", weight.tile), layout, element)
+    return NumbaCudaLinearPlan(packed.shape, weight, _zeros(packed), _name(packed, "", weight.tile), layout, element)
 
 
 def prepare_conv2d(
-    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float32", tile: Tile | None = None
-) -> Conv2dPlan:
+    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float32", tile: ThreadBlockTile | None = None
+) -> NumbaCudaConv2dPlan:
     """The plan of a convolution; otherwise as `prepare`."""
     element = _dtype(dtype)
     require_device()
     weight = _weight(packed, shape.n, element, tile)
     name = _name(packed, ".conv2d", weight.tile)
-    return Conv2dPlan(shape, weight, cuda.to_device(taps(shape)), _zeros(packed), name, layout, element)
+    return NumbaCudaConv2dPlan(shape, weight, cuda.to_device(taps(shape)), _zeros(packed), name, layout, element)
 
 
-def _weight(packed: Packed, n: int, dtype: np.dtype, tile: Tile | None) -> Weight:
+def _weight(packed: Packed, n: int, dtype: np.dtype, tile: ThreadBlockTile | None) -> Weight:
     largest = np.abs(packed.values).max(initial=0)
     if largest > np.finfo(dtype).max:
         raise ValueError(f"{dtype} cannot hold a weight of {largest:g}: the largest is {np.finfo(dtype).max:g}")
@@ -193,7 +197,7 @@ def _weight(packed: Packed, n: int, dtype: np.dtype, tile: Tile | None) -> Weigh
     return Weight(format, tile, format.row_tiles(packed, tile), tuple(arguments))
 
 
-def _name(packed: Packed, op: str, tile: Tile) -> str:
+def _name(packed: Packed, op: str, tile: ThreadBlockTile) -> str:
     return f"numba_cuda.{packed.pattern.format}{op}.{tile.height}x{tile.width}"
 
 

@@ -21,11 +21,12 @@ MODULES = {
 }  # fmt: skip
 """The file of each format's kernels."""
 
-_ALWAYS = ("plan", "transpose")  # what every call runs through: launches, and the turning of token-major activations
+# Every call runs through these: launches, and the transposition of token-major activations.
+_ALWAYS = ("numba_cuda_plan", "transpose")
 
 
 @functools.cache
-def of_module(module: str) -> str:
+def fingerprint_module(module: str) -> str:
     """Return the fingerprint of the kernels in a file of this folder (``vector``, without ``.py``).
 
     Returns

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparse_kernels.cuda import variants
-from sparse_kernels.cuda.machine import Array, CupyMachine, Kernel, Machine
+from sparse_kernels.cuda.machine import Array, CudaMachine, CupyMachine, LoadedKernel
 from sparse_kernels.cuda.program import DTYPES, Argument, Dim3, Launch, NotSupported, Operand, Program
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan_protocol import ACTIVATIONS
@@ -29,10 +29,10 @@ NULL = np.uint64(0)
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LoadedLaunch:
     """A launch whose kernel is loaded and whose constant arrays are uploaded: addresses stand for them."""
 
-    kernel: Kernel
+    kernel: LoadedKernel
     grid: Dim3
     block: Dim3
     arguments: tuple[np.generic | Operand, ...]  # operands are filled in at each call
@@ -47,7 +47,7 @@ class Prepared:
 class Calls:
     """What runs for one number of columns and activation."""
 
-    launches: tuple[Prepared, ...]
+    launches: tuple[LoadedLaunch, ...]
     scratch_bytes: int
 
 
@@ -61,7 +61,7 @@ class CudaPlan:
     """
 
     program: Program
-    machine: Machine
+    machine: CudaMachine
     x_shape: tuple[int | None, ...]
     y_shape: tuple[int | None, ...]
     dtype: str
@@ -150,9 +150,9 @@ class CudaPlan:
                 )
         return n
 
-    def _prepare(self, launch: Launch) -> Prepared:
+    def _prepare(self, launch: Launch) -> LoadedLaunch:
         kernel = self.machine.kernel(launch.variant, launch.shared_bytes)
-        return Prepared(kernel, launch.grid, launch.block, tuple(map(self._on_machine, launch.arguments)))
+        return LoadedLaunch(kernel, launch.grid, launch.block, tuple(map(self._on_machine, launch.arguments)))
 
     def _on_machine(self, argument: Argument) -> np.generic | Operand:
         """The address of a constant array, uploaded once; all else as it is."""
@@ -169,7 +169,9 @@ class CudaPlan:
         return np.uint64(view.address)
 
 
-def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine: Machine | None = None) -> CudaPlan:
+def prepare(
+    packed: Packed, layout: str, n: int, dtype: str = "float16", machine: CudaMachine | None = None
+) -> CudaPlan:
     """The plan of a linear layer for about n columns, for CuPy arrays on the current GPU unless a machine is given.
 
     Raises NotSupported for what no kernel runs, MissingLibrary and NoDevice for what is not there.
@@ -187,7 +189,7 @@ def prepare(packed: Packed, layout: str, n: int, dtype: str = "float16", machine
 
 
 def prepare_conv2d(
-    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float16", machine: Machine | None = None
+    packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float16", machine: CudaMachine | None = None
 ) -> CudaPlan:
     """The plan of a convolution for about shape.batch images; as `prepare`."""
     if layout != CONV2D_LAYOUT:
@@ -226,7 +228,7 @@ def _first(
 
 def _planned(
     program: Program,
-    machine: Machine,
+    machine: CudaMachine,
     x_shape: tuple[int | None, ...],
     y_shape: tuple[int | None, ...],
     dtype: str,
