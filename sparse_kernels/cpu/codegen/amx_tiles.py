@@ -26,11 +26,10 @@ from typing import Any
 
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
-from numba.core.registry import cpu_target
 
 from sparse_kernels.cpu.codegen.bf16_split import HALF, UPPER
 from sparse_kernels.cpu.codegen.vector_emitter import I16, I32, I64, Emitter, with_literals
+from sparse_kernels.cpu.runtime.numba_internals import cgutils, read_compile_target
 
 # Rows of a tile, its bytes, and those of a row.
 ROWS, TILE_BYTES, ROW_BYTES = 16, 1024, 64
@@ -51,11 +50,11 @@ I8 = ir.IntType(8)
 @cache
 def available() -> bool:
     """Whether code for the target of this process may use the tiles: asks the kernel for them, once a process."""
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
-    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    triple, _, has = read_compile_target()
     if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0
+    status: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA)
+    return status == 0
 
 
 class AmxTileRegisters:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from numba.core.registry import cpu_target
-
 from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,7 @@ def host() -> CpuTarget:
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
     kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.
     """
-    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
-    has = {feature[1:] for feature in features.split(",") if feature.startswith("+")}
+    triple, cpu, has = read_compile_target()
     if triple.startswith(("aarch64", "arm64")):
         return CpuTarget("neon", 4, 32, fused=True)
     if {"avx512f", "avx512vl", "avx512dq"} <= has:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
+
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 
 # To a type checker, what @intrinsic returns would take the typing context too.
 with_literals: Any = intrinsic(prefer_literal=True)

@@ -22,7 +22,7 @@ from numba import carray, njit, types
 from sparse_kernels.cpu.launch.native_call import compiled_runner, integers_at
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel
 from sparse_kernels.cpu.layouts.vector_grid import TILE
-from sparse_kernels.cpu.runtime.kernel_cache import compiled
+from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 from sparse_kernels.cpu.runtime.scratch_buffers import addresses, aligned, borrow, give_back
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.plan_protocol import ACTIVATIONS, Array, check_call
@@ -248,7 +248,7 @@ _ARRAYS = (_READ[1], types.float32[:, :], _READ[0])  # x, y and bias: TypeError 
 @cache
 def _looking() -> Callable[..., tuple[int, int, int]]:
     """`_look`, compiled."""
-    dispatcher: Any = compiled(_look)
+    dispatcher: Any = compile_cached(_look)
     dispatcher.compile((*_ARRAYS, *[types.intp] * 4))
     dispatcher.disable_compile()
     return dispatcher

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, prange, types
-from numba.core import cgutils
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, with_literals
-from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, compiled, kept
+from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk, compile_cached
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.cpu.runtime.scratch_buffers import aligned
 from sparse_kernels.cpu.runtime.threads import link_openmp, taking_turns
 
@@ -69,7 +69,7 @@ def compiled_runner(
     name = f"{name}_by_openmp" if openmp else name
     known = {"__name__": __name__, "run_record": run_record, "launch": _by_openmp if openmp else _by_numba, **names}
     exec(f"def {name}({parameters}):\n    {body}", known)
-    found = kept(njit(**FLAGS)(known[name]), run_record.py_func, name)
+    found = cache_on_disk(njit(**FLAGS)(known[name]), run_record.py_func, name)
     found.compile(signature)
     found.disable_compile()
     return taking_turns(found)
@@ -177,5 +177,5 @@ def _each_by_numba(function: int, arguments: int, parts: int) -> None:
         call(function, arguments, part)
 
 
-_by_openmp = compiled(_each_by_openmp)
-_by_numba = compiled(_each_by_numba, parallel=True)
+_by_openmp = compile_cached(_each_by_openmp)
+_by_numba = compile_cached(_each_by_numba, parallel=True)

@@ -20,11 +20,11 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 
 from sparse_kernels.cpu.codegen.vector_emitter import I64, with_literals
 from sparse_kernels.cpu.launch.native_call import MOST_WORDS, PART, RAISED, record, runner
-from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, kept
+from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk
+from sparse_kernels.cpu.runtime.numba_internals import cgutils
 
 
 class ParallelKernel:
@@ -106,7 +106,7 @@ def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
     parts = "".join(f"_part(_stage_{number}, ({given},)), " for number in range(len(stages)))
     # A function of exactly these parameters: with *args Numba takes as long as a part.
     exec(f"def {name}(_at, {given}):\n    return _laid(_at, ({given},)), ({parts})", names)
-    return ParallelKernel(parameters, counts, kept(numba.njit(**FLAGS)(names[name]), stages[0], own))
+    return ParallelKernel(parameters, counts, cache_on_disk(numba.njit(**FLAGS)(names[name]), stages[0], own))
 
 
 def _identity(stage: Callable[..., Any]) -> bytes:

@@ -28,7 +28,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from sparse_kernels.cpu.codegen.cpu_target import host, rotated_bytes
@@ -38,6 +37,7 @@ from sparse_kernels.cpu.layouts.vector_grid import TILE
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.plans.linear import Choice
 from sparse_kernels.cpu.runtime.kernel_cache import VERSION
+from sparse_kernels.cpu.runtime.numba_internals import read_compile_target
 from sparse_kernels.formats import Packed
 from sparse_kernels.plan_protocol import BLOCKED_LAYOUTS, Plan
 
@@ -228,7 +228,7 @@ def cache_folder() -> Path:
 @cache
 def device() -> str:
     """The vector unit and the processor, as Numba's compiler and the operating system call it."""
-    _, cpu, _ = cpu_target.target_context.codegen().magic_tuple()
+    cpu = read_compile_target().cpu
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.runtime.kernel_cache import compiled
+from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
 LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and written by halves
@@ -78,7 +78,7 @@ def _address(array: NDArray[Any]) -> int:
 
 
 # Where an array begins, as kernels take it. NumPy itself takes four times as long to say it, almost a microsecond.
-address = compiled(_address)
+address = compile_cached(_address)
 
 
 def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[int, int, int]:
@@ -86,7 +86,7 @@ def _addresses(x: NDArray[Any], y: NDArray[Any], bias: NDArray[Any]) -> tuple[in
 
 
 # Where three of them begin: half the time of three calls.
-addresses = compiled(_addresses)
+addresses = compile_cached(_addresses)
 
 
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:

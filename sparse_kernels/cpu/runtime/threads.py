@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import numba
 from llvmlite import binding
-from numba.np.ufunc import parallel
+
+from sparse_kernels.cpu.runtime.numba_internals import find_openmp_library, find_thread_counter
 
 T = TypeVar("T")
 
@@ -39,8 +40,7 @@ def count() -> int:
     """
     global _ask
     if _ask is None:
-        numba.get_num_threads()  # they have now
-        _ask = getattr(parallel, "_get_num_threads", numba.get_num_threads)
+        _ask = find_thread_counter()
     return _ask()
 
 
@@ -61,11 +61,9 @@ def link_openmp() -> bool:
     numba.get_num_threads()
     if numba.threading_layer() != "omp":
         return False
-    from numba.np.ufunc import omppool  # type: ignore[attr-defined]
-
     # As the loader looks for them: torch shows its own OpenMP to all, and a second pool beside it would stand in its
     # way, each waiting for work on all cores. Else it is the one that Numba's own library was linked with.
-    for path in (None, omppool.__file__):
+    for path in (None, find_openmp_library()):
         library = ctypes.CDLL(path)
         if all(hasattr(library, name) for name in _OPENMP):
             for name in _OPENMP:
