@@ -519,7 +519,7 @@ class SparseLinear(_Sparse):
         """Whether the layer lays many tokens out in tiles, so that it saves time to get or give them so."""
         from sparse_kernels.cpu.plans import linear
 
-        return self.backend == "numba" and linear.lays_out(self.packed)
+        return self.backend == "numba" and linear.lays_out_tokens(self.packed)
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
         if self._on_gpu:

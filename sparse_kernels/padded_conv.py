@@ -55,7 +55,7 @@ def frame(x: Images, margin: int) -> Images:
     framed = Framed(Places(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, address_of(source), Places(batch, channels, h, w), framed.address, framed.places)
+    images.copy_images(host().lanes, address_of(source), Places(batch, channels, h, w), framed.address, framed.places)
     return framed
 
 
@@ -65,7 +65,7 @@ def plain(x: Images) -> Tensor:
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy(host().lanes, x.address, x.places, address_of(result), Places(*x.places.shape))
+    images.copy_images(host().lanes, x.address, x.places, address_of(result), Places(*x.places.shape))
     return result
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.kernels import token_blocks as blocks
-from sparse_kernels.cpu.kernels.transpose_tiles import tokens_in_tile
+from sparse_kernels.cpu.kernels import token_blocks
+from sparse_kernels.cpu.kernels.transpose_tiles import count_tile_tokens
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class OnTiles(nn.Module):
 
 def tiles_shape(n: int, features: int) -> tuple[int, int, int]:
     """The shape of tiles that hold n tokens."""
-    tokens = tokens_in_tile()
+    tokens = count_tile_tokens()
     return -(-n // tokens), features, tokens
 
 
 def worthwhile(n: int) -> bool:
     """Whether n tokens are so many that kernels lay them out block by block, with as many threads as torch uses."""
-    return blocks.enough(n, host().lanes, torch.get_num_threads())
+    return token_blocks.fills_threads(n, host().lanes, torch.get_num_threads())

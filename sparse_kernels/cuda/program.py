@@ -27,8 +27,8 @@ class Variant:
     """A kernel as it is compiled.
 
     source: file of `device_code`. function: its extern "C" kernel. defines: macros that choose tile sizes, element
-    type and so on. architectures: those that the kernel is for (sm_80, sm_90a, ...). instruction: what its SASS must hold
-    (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
+    type and so on. architectures: those that the kernel is for (sm_80, sm_90a, ...). instruction: what its SASS must
+    hold (HMMA, HMMA.SP, HGMMA, ...), empty if any will do.
     """
 
     source: str

@@ -48,8 +48,8 @@ from latbench.sweeping.core_placement import Placement
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import host
-from sparse_kernels.cpu.kernels.image_layout import copy
-from sparse_kernels.cpu.kernels.transpose_tiles import blocked
+from sparse_kernels.cpu.kernels.image_layout import copy_images
+from sparse_kernels.cpu.kernels.transpose_tiles import pack_tiles
 from sparse_kernels.cpu.layouts.padded_images import Framed, Places
 from sparse_kernels.cpu.plans.conv2d import CpuConv2dPlan
 from sparse_kernels.cpu.plans.linear import PRECISIONS
@@ -269,7 +269,7 @@ def conv2d_run(shape: Conv2dShape, frames: bool, bias: np.ndarray) -> Callable[[
     x = Framed(Places(shape.batch, shape.c_in, shape.h, shape.w, margin))
     y = Framed(Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, margin))
     images = np.random.default_rng(1).standard_normal(x.places.shape, np.float32)
-    copy(host().lanes, images.ctypes.data, Places(*images.shape), x.address, x.places)
+    copy_images(host().lanes, images.ctypes.data, Places(*images.shape), x.address, x.places)
     return lambda plan: plan.framed(x.array, x.places, bias, "relu", y.array, y.places)
 
 
@@ -307,7 +307,7 @@ def numba_cases(
                 if layout == "feature_major":
                     x = np.ascontiguousarray(x.T)
                 elif layout in ("token_blocked", "out_of_blocks"):
-                    x = blocked(x)
+                    x = pack_tiles(x)
                 x = at_cache_line(x)
                 y = at_cache_line(plans[spec](x))
                 run = dict.fromkeys(plans, lambda plan, x=x, y=y: plan(x, bias, "relu", y))

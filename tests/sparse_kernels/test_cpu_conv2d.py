@@ -229,7 +229,7 @@ def test_fetching_ahead_is_of_the_channels_that_are_read_and_changes_nothing(rng
     mask[:, [4, 1, 1 + 2 * 6, 4 + 8 * 6]] = True  # taps of channels 1 and 4: columns are by tap, then channel
     packed = pack(weight, mask, VectorWise(8))
     monkeypatch.setattr(rows, "CACHED", 6 * host().lanes * 8)  # several blocks for each thread
-    plan = conv2d.by_vectors(packed, shape, "nchw")
+    plan = conv2d.build_vector_plan(packed, shape, "nchw")
     usual = plan(x)
     monkeypatch.setattr(rows, "LARGE", 0)
     again = plan.copy()
@@ -310,9 +310,9 @@ def test_a_tap_at_the_wrong_place_is_caught(rng):
     ids=str,
 )
 def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
-    at, where = conv2d.positions(shape, host()), images.layout(shape, host().lanes)
+    at, where = conv2d.choose_positions(shape, host()), images.build_layout(shape, host().lanes)
     shares = at.x_starts.size * np.arange(parts + 1) // parts
-    begins, ends = images.rows_read(shape, where, at.x_starts, at.lanes, shares)
+    begins, ends = images.find_rows_read(shape, where, at.x_starts, at.lanes, shares)
     per_image = at.x_starts.size // shape.batch
     for part in range(parts):
         read = set()
@@ -328,8 +328,8 @@ def test_each_part_lays_out_the_rows_that_its_positions_read(shape, parts):
 
 def test_rows_share_their_zeros():
     shape = Conv2dShape(1, 1, 8, 8, 1, 3, 3, padding=(1, 1))
-    where = images.layout(shape, 0)
+    where = images.build_layout(shape, 0)
     assert (where.pitch, where.image) == (9, 81)
-    wide = images.layout(Conv2dShape(1, 1, 8, 8, 1, 1, 1, (2, 2)), 0)
+    wide = images.build_layout(Conv2dShape(1, 1, 8, 8, 1, 1, 1, (2, 2)), 0)
     assert where.offsets.size == 9
     assert (wide.phases >= 0).sum() == 1  # a 1x1 kernel reads one phase of four

@@ -6,15 +6,10 @@ NaN and infinity go through as in dense code: no flag here allows the compiler t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
-
-# To a type checker, what @intrinsic returns would take the typing context too.
-with_literals: Any = intrinsic(prefer_literal=True)
 
 # What happens to the finished sums. PARTIAL: stored as they are, to be continued later.
 PARTIAL, IDENTITY, RELU, GELU = -1, 0, 1, 2

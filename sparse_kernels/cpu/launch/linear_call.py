@@ -3,9 +3,9 @@
 A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
 the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
 kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
-addresses; and who has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). Arrays are
-looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong by
-Python, which takes several times as long to say what.
+addresses; and who has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). Arrays
+are looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong
+by Python, which takes several times as long to say what.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ from llvmlite import ir
 from numba import carray, njit, prange, types
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen.vector_emitter import I32, I64, with_literals
+from sparse_kernels.cpu.codegen.intrinsics import with_literals
+from sparse_kernels.cpu.codegen.vector_emitter import I32, I64
 from sparse_kernels.cpu.runtime.kernel_cache import FLAGS, cache_on_disk, compile_cached
 from sparse_kernels.cpu.runtime.numba_internals import cgutils
 from sparse_kernels.cpu.runtime.scratch_buffers import aligned

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,16 @@ class Groups:
     row_ids: NDArray[np.int32]
 
 
+class PanelArrays(NamedTuple):
+    """The arrays of the module's docstring, as kernels take them."""
+
+    table: NDArray[np.int64]
+    values: NDArray[Any]
+    columns: NDArray[np.int32]
+    work: NDArray[np.int64]
+    row_ids: NDArray[np.int32]
+
+
 @dataclass(frozen=True, eq=False)
 class Panels:
     """Panels of one width; the arrays are those of the module's docstring."""
@@ -54,9 +64,9 @@ class Panels:
     row_ids: NDArray[np.int32]
 
     @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """(table, values, columns, work, row_ids), as the compiled loops take them."""
-        return self.table, self.values, self.columns, self.work, self.row_ids
+    def arrays(self) -> PanelArrays:
+        """The arrays as kernels take them."""
+        return PanelArrays(self.table, self.values, self.columns, self.work, self.row_ids)
 
     @cached_property
     def in_order(self) -> bool:
@@ -74,19 +84,19 @@ class Panels:
         return self.values.size / (self.row_ids.size * k)
 
     @cached_property
-    def places(self) -> NDArray[np.uint32]:
-        """Where each row of the matrix lies among the packed ones, (m); unsigned, or its sign would be checked."""
+    def positions(self) -> NDArray[np.uint32]:
+        """The position of each row of the matrix among the packed ones, (m); unsigned, so no sign is checked."""
         exist = np.flatnonzero(self.row_ids >= 0)
         found = np.empty(exist.size, np.uint32)
         found[self.row_ids[exist]] = exist
         return found
 
-    def places_in_fours(self, lanes: int) -> NDArray[np.uint32]:
-        """The same where fours of tokens lie as `micro.token_tile` leaves them, by vectors of so many lanes.
+    def positions_in_fours(self, lanes: int) -> NDArray[np.uint32]:
+        """The same where fours of tokens lie as `token_tile` leaves them, by vectors of so many lanes.
 
         Of a vector every fourth row from the first on, then from the second, the third and the fourth on.
         """
-        vector, row = np.divmod(self.places.astype(np.int64), lanes)
+        vector, row = np.divmod(self.positions.astype(np.int64), lanes)
         return (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
 
     def used(self, stride: int) -> NDArray[np.int64]:
@@ -153,8 +163,9 @@ class Panels:
         return replace(self, columns=offsets[self.columns])
 
 
-def group_height(packed: Packed) -> int:
-    """Rows that share their columns in this weight; every height is possible where all columns are kept: m."""
+def count_group_rows(packed: Packed) -> int:
+    """Return how many rows share their columns in this weight; every height is possible where all columns are kept:
+    m."""
     match packed:
         case DenseWeight():
             return packed.shape[0]
@@ -167,8 +178,8 @@ def group_height(packed: Packed) -> int:
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def groups(packed: Packed) -> Groups:
-    """The groups of a packed weight, in the order of its rows; column lists rise."""
+def build_groups(packed: Packed) -> Groups:
+    """Return the groups of a packed weight, in the order of its rows; column lists rise."""
     m, k = packed.shape
     match packed:
         case DenseWeight():
@@ -179,15 +190,15 @@ def groups(packed: Packed) -> Groups:
         case CSRWeight():
             return Groups(1, packed.indptr, packed.indices, packed.values[:, None], np.arange(m, dtype=np.int32))
         case NMWeight():
-            return _of_nm(packed)
+            return _nm_groups(packed)
         case BlockWeight():
-            return _of_blocks(packed)
+            return _block_groups(packed)
         case VectorWeight():
             return Groups(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
     raise TypeError(f"a packed weight is needed, not {type(packed).__name__}")
 
 
-def panels(groups: Groups, width: int) -> Panels:
+def build_panels(groups: Groups, width: int) -> Panels:
     """Cut each group into panels of `width` rows, the last one filled up."""
     cuts = -(-groups.height // width)
     filled = cuts * width
@@ -216,8 +227,9 @@ def panels(groups: Groups, width: int) -> Panels:
     )  # fmt: skip
 
 
-def _of_nm(packed: NMWeight) -> Groups:
-    """Rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight 0."""
+def _nm_groups(packed: NMWeight) -> Groups:
+    """Return rows one by one, without the slots that hold nothing: they repeat the offset before them, with weight
+    0."""
     m, n_groups, _ = packed.values.shape
     offsets = packed.offsets.astype(np.int32)
     filled = np.ones(offsets.shape, bool)
@@ -229,8 +241,8 @@ def _of_nm(packed: NMWeight) -> Groups:
     return Groups(1, indptr, columns[filled], packed.values[filled][:, None], np.arange(m, dtype=np.int32))
 
 
-def _of_blocks(packed: BlockWeight) -> Groups:
-    """Block rows with their columns written out, those beyond k left out."""
+def _block_groups(packed: BlockWeight) -> Groups:
+    """Return block rows with their columns written out, those beyond k left out."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
     columns = packed.indices[:, None] * cols + np.arange(cols, dtype=np.int32)

@@ -7,7 +7,7 @@ in place   1x1, stride 1, no padding: x and y as they lie, each image a run of p
 row by row images re-laid (`images`), a vector never leaves a row of the output: it is stored to y directly
 flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
 
-Kernel rows takes them, or single where rows share no columns, or the matrix unit (`matrix_conv2d`) where that pays.
+Kernel rows takes them, or single where rows share no columns, or the matrix unit (`amx_conv2d`) where that pays.
 Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, rows takes pairs of columns: x
 is always laid out then, and rounded on the way.
 
@@ -25,30 +25,18 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from sparse_kernels.cpu.codegen import amx_tiles as amx
+from sparse_kernels.cpu.codegen.amx_tiles import ROWS
 from sparse_kernels.cpu.codegen.bf16_split import has_thirds
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget, host
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS, PAIRS_BY_UNIT
-from sparse_kernels.cpu.kernels import (
-    amx_conv2d as matrix_conv2d,
-)
-from sparse_kernels.cpu.kernels import (
-    amx_linear as matrix,
-)
-from sparse_kernels.cpu.kernels import (
-    image_layout as images,
-)
-from sparse_kernels.cpu.kernels import (
-    row_panels as rows,
-)
-from sparse_kernels.cpu.kernels import (
-    unstructured_rows as single,
-)
+from sparse_kernels.cpu.kernels import amx_conv2d, amx_linear, image_layout, row_panels, unstructured_rows
 from sparse_kernels.cpu.kernels.amx_linear import MatrixPanels
-from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, single_rows
+from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLayer, ImageSteps
+from sparse_kernels.cpu.kernels.row_panels import ProductSettings
+from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, arguments
 from sparse_kernels.cpu.layouts.padded_images import Places
-from sparse_kernels.cpu.layouts.panels import Groups, Panels, group_height, groups, panels
+from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.cpu.runtime.scratch_buffers import Pool, address, borrow, give_back
@@ -95,16 +83,16 @@ class Placed:
 
     weights: panels with offsets for columns; single rows as they are. offsets: int32 (k,), how far behind a vector of
     positions each column lies. where is None if x is read in place. columns: how many vectors of x a vector may read.
-    fetched: for panels, as `rows.prepared` takes it. blocks: for the matrix unit.
+    fetched: for panels, as `rows.bind_product` takes it. blocks: for the matrix unit.
     """
 
     weights: Panels | SingleRows | MatrixPanels
     offsets: NDArray[np.int32]
-    where: images.PhaseLayout | None
+    where: image_layout.PhaseLayout | None
     at: Positions
     columns: int
-    fetched: NDArray[np.int64] = field(default_factory=lambda: rows.NOTHING)
-    blocks: matrix_conv2d.Blocks | None = None
+    fetched: NDArray[np.int64] = field(default_factory=lambda: row_panels.NOTHING)
+    blocks: amx_conv2d.Blocks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +161,7 @@ class CpuConv2dPlan:
             return False
         by_rows = isinstance(self.panels, MatrixPanels)
         shape = replace(self.shape, batch=x.batch)
-        return not by_rows or positions(shape, self.target, True, x.margin, y.margin).flat is None
+        return not by_rows or choose_positions(shape, self.target, True, x.margin, y.margin).flat is None
 
     def framed(
         self,
@@ -195,12 +183,8 @@ class CpuConv2dPlan:
         self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
 
     def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
-        """The same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
-        self._run(x, x_at, bias, activation, y, y_at, added, count())
-
-    def _run(
-        self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int, threads: int
-    ) -> None:
+        """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
+        threads = count()
         key = x_at.batch, x_at.margin, y_at.margin, threads
         steps = self._calls.get(key)
         if steps is None:
@@ -212,7 +196,7 @@ class CpuConv2dPlan:
             added_here = added and added + behind
             if not product(x_here, y + behind, bias, activation, added_here):
                 places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
-                self._vectors._run(x_here, places[0], bias, activation, y + behind, places[1], added_here, threads)
+                self._vectors.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
 
     def copy(self) -> CpuConv2dPlan:
         """The same plan with weights of its own."""
@@ -234,7 +218,7 @@ class CpuConv2dPlan:
         """A few images, so that what one step writes is in the cache when the next one reads it."""
         by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
-        if read or (by_matrix and in_place(self.shape, self._wide, x_at, y_at)):
+        if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
             return x_at.batch
         rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         return -(-x_at.batch // (rounds * threads)) * threads
@@ -246,27 +230,32 @@ class CpuConv2dPlan:
         if where is None and at.flat is None:
             return self._multiplied(placed, x_at.size, threads)
         # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
-        begins, ends = images.even_rows(batch * self.shape.h, threads)
+        begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
         copies = self._copies(placed, threads)
         if where is not None and copies == threads:
-            shares = rows.shares(at.x_starts.size, self.tile[1], threads)
-            begins, ends = images.rows_read(replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares)
+            shares = row_panels.split_vectors(at.x_starts.size, self.tile[1], threads)
+            begins, ends = image_layout.find_rows_read(
+                replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares
+            )
         apart = 0 if where is None or copies == 1 else where.size
         product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
         if where is not None:
-            lay_out = images.lay_out(self.target.lanes, self.numbers).bound(
-                "x_at y_at", x_steps=images.steps(x_at),
-                y_steps=(where.image, where.plane, where.pitch, self.shape.c_in * where.plane), phases=where.phases,
-                padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, apart=apart, parts=threads,
+            laid_out = ImageCopyLayer(
+                x_steps=image_layout.image_steps(x_at),
+                y_steps=ImageSteps(where.image, where.plane, where.pitch, self.shape.c_in * where.plane),
+                phases=where.phases, padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends,
+                part_stride=apart, parts=threads,
             )  # fmt: skip
+            lay_out = image_layout.build_kernel(self.target.lanes, self.numbers).bind(ImageCopyCall, laid_out)
         if at.flat is not None:
-            begins, ends = images.even_rows(batch * self.shape.out_h, threads)
-            collect = images.lay_out(self.target.lanes, FLOATS).bound(
-                "x_at y_at", x_steps=(at.flat[0], at.y_stride, at.flat[1]), y_steps=(*images.steps(y_at), 0),
-                phases=images.ONE_PHASE, padding=(0, 0), shape=y_at.shape, begins=begins, ends=ends, apart=0,
-                parts=threads,
+            begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
+            collected = ImageCopyLayer(
+                x_steps=ImageSteps(at.flat[0], at.y_stride, at.flat[1], 0), y_steps=image_layout.image_steps(y_at),
+                phases=image_layout.ONE_PHASE, padding=(0, 0), shape=y_at.shape, begins=begins, ends=ends,
+                part_stride=0, parts=threads,
             )  # fmt: skip
+            collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
 
         def call(x: int, y: int, bias: int, activation: int, added: int) -> bool:
             source, result = x, y
@@ -293,18 +282,17 @@ class CpuConv2dPlan:
         if where is None or where.size * threads > MOST_COPIED or not isinstance(weights, Panels):
             return 1
         total = placed.at.x_starts.size
-        return threads if rows.own_blocks(weights, self.tile[1], total, placed.columns, threads) else 1
+        return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placed.columns, threads) else 1
 
     def _multiplied(self, placed: Placed, x_size: int, threads: int, apart: int = 0) -> Product:
         weights, at, fused = placed.weights, placed.at, self.target.fused
         if isinstance(weights, SingleRows):
-            return single.prepared(weights, fused, at, placed.offsets, threads)
+            return unstructured_rows.bind_product(weights, fused, at, placed.offsets, threads)
         if isinstance(weights, MatrixPanels):
             assert placed.blocks is not None
-            return matrix_conv2d.prepared(weights, placed.blocks, at, x_size, threads, self.emulated)
-        return rows.prepared(
-            weights, self.tile[1], fused, at, placed.columns, threads, lambda: placed.fetched, apart, self.numbers
-        )
+            return amx_conv2d.bind_product(weights, placed.blocks, at, x_size, threads, self.emulated)
+        settings = ProductSettings(self.tile[1], fused, placed.columns, threads, apart, self.numbers)
+        return row_panels.bind_product(weights, at, settings, lambda: placed.fetched)
 
     @cached_property
     def _vectors(self) -> CpuConv2dPlan:
@@ -314,7 +302,7 @@ class CpuConv2dPlan:
     @property
     def _wide(self) -> CpuTarget:
         """The target with vectors as long as those of positions."""
-        return wide(self.target) if isinstance(self.panels, MatrixPanels) else self.target
+        return widen(self.target) if isinstance(self.panels, MatrixPanels) else self.target
 
     def _known(self, x: Places, y: Places) -> Placed:
         key = x.batch, x.margin, y.margin
@@ -329,40 +317,40 @@ class CpuConv2dPlan:
         """Everything for this shape's batch."""
         target, by_rows = self._wide, not isinstance(self.panels, SingleRows)
         always = self.numbers != FLOATS
-        lie = columns_lie(shape, target, x, y, always)
-        at = positions(shape, target, by_rows, x.margin, y.margin, always)
+        lie = locate_columns(shape, target, x, y, always)
+        at = choose_positions(shape, target, by_rows, x.margin, y.margin, always)
         if isinstance(self.panels, SingleRows):
             return Placed(self.panels, lie.offsets, lie.where, at, lie.count)
         if isinstance(self.panels, MatrixPanels):
-            cut = matrix_conv2d.blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
+            cut = amx_conv2d.cut_blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
             return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, blocks=cut)
         # What the last tap of a plane reads, those before it have not read.
         fetched = np.unique(lie.planes[self.panels.columns]) * lie.plane_size + lie.taps.max(initial=0)
         return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count, fetched)
 
 
-def prepare(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:
-    """The plan of a convolution for about shape.batch images. Raises ValueError for a precision that the pattern
-    cannot gain from.
+def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:
+    """Return the plan of a convolution for about shape.batch images. Raises ValueError for a precision that the
+    pattern cannot gain from.
     """
     check_precision(packed, precision)
     packed = packed if precision == "float32" else rounded(packed)
-    if host().matrix and takes(packed) and pays_by_matrix(packed, shape):
-        return by_matrix(packed, shape, layout)
+    if host().matrix and accepts_weight(packed) and pays_by_matrix(packed, shape):
+        return build_matrix_plan(packed, shape, layout)
     if precision == "bfloat16" and host().pairs and pays_by_pairs(shape):
-        return by_pairs(packed, shape, layout)
-    return by_vectors(packed, shape, layout)
+        return build_pair_plan(packed, shape, layout)
+    return build_vector_plan(packed, shape, layout)
 
 
 def check_precision(packed: Packed, precision: str) -> None:
-    """ValueError unless this precision is float32, or bfloat16 and rows share columns."""
+    """Raise ValueError unless this precision is float32, or bfloat16 and rows share columns."""
     if precision == "bfloat16-weights":
         raise ValueError("precision='bfloat16-weights' is for linear layers, not for convolutions")
     linear.check_precision(packed, precision)
 
 
 def pays_by_pairs(shape: Conv2dShape) -> bool:
-    """Whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
+    """Return whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
 
     ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image and 1.2 to 1.7
     with 16 (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be laid out, which took longer
@@ -372,13 +360,14 @@ def pays_by_pairs(shape: Conv2dShape) -> bool:
     return several and shape.stride[1] <= 2
 
 
-def takes(packed: Packed) -> bool:
-    """Whether the matrix unit can multiply this weight, if there is one: its rows fill tiles, it has thirds."""
-    return matrix.row_tiles(packed) is not None and has_thirds(packed.values)
+def accepts_weight(packed: Packed) -> bool:
+    """Return whether the matrix unit can multiply this weight, if there is one: its rows fill tiles, it has
+    thirds."""
+    return amx_linear.count_row_tiles(packed) is not None and has_thirds(packed.values)
 
 
 def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
-    """Whether the matrix unit multiplies this weight faster than vectors, with about shape.batch images.
+    """Return whether the matrix unit multiplies this weight faster than vectors, with about shape.batch images.
 
     ResNet50's convolutions of 16 images with 3x3 taps are 1.2 to 2.2 times as fast at 75% sparsity and 0.8 to 1.9 at
     90%, those with one tap 0.6 to 1.5 and 0.2 to 1.2.
@@ -386,82 +375,82 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     x = Places(1, shape.c_in, shape.h, shape.w)
     y = Places(1, shape.c_out, shape.out_h, shape.out_w)
     one, target = replace(shape, batch=1), host()
-    at, shorter = positions(one, wide(target)), positions(one, target)
-    lie = columns_lie(one, wide(target), x, y)
-    cut = matrix_conv2d.blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
+    at, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
+    lie = locate_columns(one, widen(target), x, y)
+    cut = amx_conv2d.cut_blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
     vectors = shape.batch * at.x_starts.size / numba.get_num_threads()
-    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > matrix.SECOND_LEVEL_BYTES:
+    if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
     # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
     gain = 2 - at.x_starts.size * at.lanes / (shorter.x_starts.size * shorter.lanes)
     split = lie.count * cut.segment / (cut.size * at.lanes)  # again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
-    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if matrix.row_tiles(packed) == 1 else 1)
+    limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit
 
 
-def by_matrix(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> CpuConv2dPlan:
-    """The plan by the matrix unit, for a weight that `takes` accepts."""
-    tiles = matrix.row_tiles(packed)
+def build_matrix_plan(packed: Packed, shape: Conv2dShape, layout: str, emulated: bool = False) -> CpuConv2dPlan:
+    """Return the plan by the matrix unit, for a weight that `accepts_weight`."""
+    tiles = amx_linear.count_row_tiles(packed)
     assert tiles is not None
-    weights = matrix.panels(_by_channel(groups(packed), shape), tiles, shape.c_out)
-    size = tiles * amx.ROWS
-    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{matrix_conv2d.LANES}"
+    weights = amx_linear.build_matrix_panels(_by_channel(build_groups(packed), shape), tiles, shape.c_out)
+    size = tiles * ROWS
+    name = f"numba.{packed.pattern.format}.conv2d.amx{size}x{amx_conv2d.LANES}"
     return CpuConv2dPlan(
-        shape, weights, (size, matrix_conv2d.LANES // amx.ROWS), host(), name, layout,
-        lambda: by_vectors(packed, shape, layout), emulated,
+        shape, weights, (size, amx_conv2d.LANES // ROWS), host(), name, layout,
+        lambda: build_vector_plan(packed, shape, layout), emulated,
     )  # fmt: skip
 
 
-def by_vectors(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
-    """The plan by the vector unit."""
+def build_vector_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
+    """Return the plan by the vector unit."""
     target = host()
-    height = group_height(packed)
-    by_channel = _by_channel(groups(packed), shape)
+    height = count_group_rows(packed)
+    by_channel = _by_channel(build_groups(packed), shape)
     weights: Panels | SingleRows
     if height == 1:
         some = replace(shape, batch=max(1, shape.batch))
-        tile_rows, vectors = 1, min(TILE, positions(some, target, halves=False).x_starts.size)
-        weights = single_rows(by_channel, shape.k, vectors * target.lanes)
+        tile_rows, vectors = 1, min(TILE, choose_positions(some, target, halves=False).x_starts.size)
+        weights = build_single_rows(by_channel, shape.k, vectors * target.lanes)
     else:
-        tile_rows, vectors = rows.tile(height, target)
-        weights = panels(by_channel, tile_rows)
+        tile_rows, vectors = row_panels.choose_tile(height, target)
+        weights = build_panels(by_channel, tile_rows)
     name = f"numba.{packed.pattern.format}.conv2d.rows{tile_rows}x{vectors}.{target.name}"
     return CpuConv2dPlan(shape, weights, (tile_rows, vectors), target, name, layout)
 
 
-def by_pairs(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
-    """The plan by pairs of bfloat16, for a weight that is rounded to it."""
+def build_pair_plan(packed: Packed, shape: Conv2dShape, layout: str) -> CpuConv2dPlan:
+    """Return the plan by pairs of bfloat16, for a weight that is rounded to it."""
     target = host()
-    size, vectors = rows.tile(group_height(packed), target)
-    weights = panels(_by_channel(groups(packed), shape), size).paired()
+    size, vectors = row_panels.choose_tile(count_group_rows(packed), target)
+    weights = build_panels(_by_channel(build_groups(packed), shape), size).paired()
     name = f"numba.{packed.pattern.format}.conv2d.pairs{size}x{vectors}.{target.name}"
     numbers = PAIRS_BY_UNIT if target.pairs else PAIRS
     return CpuConv2dPlan(shape, weights, (size, vectors), target, name, layout, numbers=numbers)
 
 
 def _by_channel(groups: Groups, shape: Conv2dShape) -> Groups:
-    """The groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
+    """Return the groups with columns numbered by channel, then tap: taps of a channel read nearly the same of x."""
     numbers = groups.columns % shape.c_in * (shape.kh * shape.kw) + groups.columns // shape.c_in
     group = np.repeat(np.arange(groups.indptr.size - 1), np.diff(groups.indptr))
     order = np.lexsort((numbers, group))
     return replace(groups, columns=numbers[order], values=groups.values[order])
 
 
-def wide(target: CpuTarget) -> CpuTarget:
-    """A target with vectors as long as those of the matrix unit."""
-    return replace(target, lanes=matrix_conv2d.LANES, halves=False)
+def widen(target: CpuTarget) -> CpuTarget:
+    """Return a target with vectors as long as those of the matrix unit."""
+    return replace(target, lanes=amx_conv2d.LANES, halves=False)
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnsLie:
+class ColumnPlaces:
     """Where the columns of a weight lie, by channel, then tap.
 
     where: how images are laid out, None if x is read in place. offsets: int32 (k,), elements from a position of the
     output. planes: int64 (k,), in which plane of x, plane_size elements each: a channel, or a phase of one.
     """
 
-    where: images.PhaseLayout | None
+    where: image_layout.PhaseLayout | None
     offsets: NDArray[np.int32]
     planes: NDArray[np.int64]
     plane_size: int
@@ -477,41 +466,43 @@ class ColumnsLie:
         return int(self.planes.max()) + 1
 
 
-def columns_lie(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places, always: bool = False) -> ColumnsLie:
+def locate_columns(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places, always: bool = False) -> ColumnPlaces:
     """For vectors of this target, x and y of shape.batch images lying there; always: x is laid out anyway."""
     channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
     if not always and reads_frames(shape, x.margin):
-        return ColumnsLie(None, in_frames(shape, x), channels, x.channel)
-    if not always and in_place(shape, target, x, y):
-        return ColumnsLie(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
-    where = laid_out(shape, target, y)
+        return ColumnPlaces(None, locate_columns_in_frames(shape, x), channels, x.channel)
+    if not always and stays_in_place(shape, target, x, y):
+        return ColumnPlaces(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+    where = build_phase_layout(shape, target, y)
     offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
-    return ColumnsLie(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
+    return ColumnPlaces(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
 
 
-def in_place(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places) -> bool:
-    """Whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
+def stays_in_place(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places) -> bool:
+    """Return whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
     plain = x.margin is None and y.margin is None
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
     return plain and unpadded and target.lanes <= shape.h * shape.w < 2**31 // shape.c_in
 
 
 def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
-    """Whether x in frames of this margin is read as it lies: the output is as large as the input, step by step."""
+    """Return whether x in frames of this margin is read as it lies: the output is as large as the input, step by
+    step."""
     if margin is None or max(shape.padding) > margin:
         return False
     return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
 
 
-def laid_out(shape: Conv2dShape, target: CpuTarget, y: Places) -> images.PhaseLayout:
-    """How images are laid out that are not read where they lie: in rows as long as those of y in frames."""
-    where = images.layout(shape, target.lanes)
+def build_phase_layout(shape: Conv2dShape, target: CpuTarget, y: Places) -> image_layout.PhaseLayout:
+    """Return how images are laid out that are not read where they lie: in rows as long as those of y in frames."""
+    where = image_layout.build_layout(shape, target.lanes)
     wider = y.margin is not None and where.pitch < y.row
-    return images.layout(shape, target.lanes, y.row) if wider else where
+    return image_layout.build_layout(shape, target.lanes, y.row) if wider else where
 
 
-def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
-    """The offsets of columns, by channel, then tap, from an output's position to what it reads of x in frames."""
+def locate_columns_in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
+    """Return the offsets of columns, by channel, then tap, from an output's position to what it reads of x in
+    frames."""
     down = np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
     right = np.arange(shape.kw) * shape.dilation[1] - shape.padding[1]
     offsets = np.arange(shape.c_in)[:, None, None] * x.channel + down[:, None] * x.row + right
@@ -521,7 +512,7 @@ def in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
 
 
 @lru_cache(maxsize=256)
-def positions(
+def choose_positions(
     shape: Conv2dShape,
     target: CpuTarget,
     halves: bool = True,
@@ -529,9 +520,9 @@ def positions(
     y_margin: int | None = None,
     always: bool = False,
 ) -> Positions:
-    """The cheapest vectors that cover all output positions; halves: of half the width too, where that pays.
+    """Return the cheapest vectors that cover all output positions; halves: of half the width too, where that pays.
 
-    x_margin, y_margin: of the frames that x and y lie in; None for none. always: as `columns_lie` takes it.
+    x_margin, y_margin: of the frames that x and y lie in; None for none. always: as `locate_columns` takes it.
     """
     widths = (target.lanes, target.lanes // 2) if target.halves and halves else (target.lanes,)
     choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target, x_margin, y_margin, always)]
@@ -546,18 +537,18 @@ def positions(
 def _coverings(
     shape: Conv2dShape, lanes: int, target: CpuTarget, x_margin: int | None, y_margin: int | None, always: bool
 ) -> list[Positions]:
-    """The ways to cover the output with vectors of `lanes`."""
+    """Return the ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]
     x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
     y = Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
-    if not always and in_place(shape, target, x, y):
+    if not always and stays_in_place(shape, target, x, y):
         size = shape.out_h * shape.out_w
         run = _run(size, lanes)
         return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
     if not always and reads_frames(shape, x_margin):
         x_first, x_image, pitch = x.first, x.image, x.row
     else:
-        where = laid_out(shape, target, y)
+        where = build_phase_layout(shape, target, y)
         x_first, x_image, pitch = 0, where.image, where.pitch
     length = (shape.out_h - 1) * pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
@@ -580,7 +571,7 @@ def _coverings(
 
 
 def _run(length: int, lanes: int) -> NDArray[np.int64]:
-    """Starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
+    """Return starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
     return np.minimum(np.arange(-(-length // lanes), dtype=np.int64) * lanes, length - lanes)
 
 
