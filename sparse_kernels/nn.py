@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -542,7 +542,9 @@ class SparseLinear(_Sparse):
             from sparse_kernels.cuda import cuda_plan
 
             dtype = str(x.dtype).removeprefix("torch.")
-            return cuda_plan.prepare(self.packed, cuda_plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device))
+            return cuda_plan.prepare_linear(
+                self.packed, cuda_plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device)
+            )
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
         if not self._by_size and n > FEW_TOKENS:
@@ -550,6 +552,15 @@ class SparseLinear(_Sparse):
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
         return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
+
+
+class ConvolutionGeometry(NamedTuple):
+    """Taps of a convolution, each (rows, columns); the padding is zeros on all sides."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
 
 
 class SparseConv2d(_Sparse):
@@ -561,15 +572,11 @@ class SparseConv2d(_Sparse):
         bias: Tensor | None,
         activation: str | None,
         backend: str,
-        *,
-        kernel_size: tuple[int, int],
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
+        geometry: ConvolutionGeometry,
         precision: str = "float32",
     ) -> None:
         super().__init__(packed, bias, activation, backend, precision)
-        self.kernel_size, self.stride, self.padding, self.dilation = kernel_size, stride, padding, dilation
+        self.kernel_size, self.stride, self.padding, self.dilation = geometry
 
     @classmethod
     def from_dense(
@@ -586,19 +593,13 @@ class SparseConv2d(_Sparse):
 
         precision: float32 or bfloat16, as `prepare_conv2d` says.
         """
-        kernel_size = (conv.kernel_size[0], conv.kernel_size[1])
-        dilation = (conv.dilation[0], conv.dilation[1])
-        return cls(
-            _pack(conv, pattern, mask),
-            conv.bias,
-            activation,
-            backend,
-            kernel_size=kernel_size,
+        geometry = ConvolutionGeometry(
+            kernel_size=(conv.kernel_size[0], conv.kernel_size[1]),
             stride=(conv.stride[0], conv.stride[1]),
             padding=symmetric_padding(conv),
-            dilation=dilation,
-            precision=precision,
+            dilation=(conv.dilation[0], conv.dilation[1]),
         )
+        return cls(_pack(conv, pattern, mask), conv.bias, activation, backend, geometry, precision)
 
     @staticmethod
     def _check_precision(packed: Packed, precision: str) -> None:

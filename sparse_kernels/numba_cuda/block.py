@@ -19,38 +19,39 @@ from sparse_kernels.numba_cuda.tile import (
     ThreadBlockTile,
     activated,
     add_products,
+    fit_tile,
     stage_weights,
     store_sums,
-    tile_for,
 )
 
 
-def tile(packed: BlockWeight, n: int) -> ThreadBlockTile:
-    """The rows of a block share their columns."""
-    return tile_for(packed.pattern.rows, n)
+def choose_tile(packed: BlockWeight, n: int) -> ThreadBlockTile:
+    """Return the tile for rows of a block, which share their columns."""
+    return fit_tile(packed.pattern.rows, n)
 
 
-def row_tiles(packed: BlockWeight, tile: ThreadBlockTile) -> int:
-    """A tile never crosses from one row of blocks to the next."""
+def count_row_tiles(packed: BlockWeight, tile: ThreadBlockTile) -> int:
+    """Return the tiles on top of each other in y; none crosses from one row of blocks to the next."""
     return (packed.indptr.size - 1) * -(-packed.pattern.rows // tile.height)
 
 
-def arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
-    """(indptr, indices, values (blocks * cols, rows), cols, k): a column of a block lies in one piece."""
+def build_arguments(packed: BlockWeight, dtype: DTypeLike) -> tuple[np.ndarray | int, ...]:
+    """Return (indptr, indices, values (blocks * cols, rows), cols, k): a column of a block lies in one piece."""
     _, rows, cols = packed.values.shape
     values = np.ascontiguousarray(packed.values.swapaxes(1, 2), dtype).reshape(-1, rows)
     return packed.indptr, packed.indices, values, cols, packed.shape[1]
 
 
 @cache
-def kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
-    """multiply(indptr, indices, values, cols, k, source, n, bias, activation, y)."""
+def build_kernel(layout: ActivationLayout, tile: ThreadBlockTile) -> Any:
+    """Return multiply(weights, source, n, bias, activation, y); weights: (indptr, indices, values, cols, k)."""
     place, read, write = layout.place, layout.read, layout.write
     lanes, warps, rows, columns = tile.lanes, tile.warps, tile.rows, tile.columns
     depth, height, width = tile.depth, tile.height, tile.width
 
     @cuda.jit
-    def multiply(indptr, indices, values, cols, k, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+    def multiply(weights, source, n, bias, activation, y):  # type: ignore[no-untyped-def]
+        indptr, indices, values, cols, k = weights
         block_rows = values.shape[1]
         lane, warp = cuda.threadIdx.x, cuda.threadIdx.y
         tiles_across = (n + width - 1) // width

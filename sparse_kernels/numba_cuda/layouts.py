@@ -34,25 +34,25 @@ class ActivationLayout:
 
 @cuda.jit(device=True, inline="always")
 def place_of_token(source, y, column):  # type: ignore[no-untyped-def]
-    """A token is its column."""
+    """Return the column, which is the token."""
     return column
 
 
 @cuda.jit(device=True, inline="always")
 def read_matrix(source, feature, column):  # type: ignore[no-untyped-def]
-    """source: (x (k, n),)."""
+    """Return an element of x; source: (x (k, n),)."""
     return float32(source[0][feature, column])
 
 
 @cuda.jit(device=True, inline="always")
 def write_matrix(y, row, column, value):  # type: ignore[no-untyped-def]
-    """y: (m, n)."""
+    """Write an element of y (m, n)."""
     y[row, column] = value
 
 
 @cuda.jit(device=True, inline="always")
 def place_of_output(source, y, column):  # type: ignore[no-untyped-def]
-    """Columns run through the positions of an image, then through the images: (image, i, j) of y."""
+    """Return (image, i, j) of y: columns run through the positions of an image, then through the images."""
     out_h, out_w = y.shape[2], y.shape[3]
     line = column // out_w
     return line // out_h, line % out_h, column % out_w
@@ -60,7 +60,7 @@ def place_of_output(source, y, column):  # type: ignore[no-untyped-def]
 
 @cuda.jit(device=True, inline="always")
 def read_images(source, feature, place):  # type: ignore[no-untyped-def]
-    """What the tap `feature` sees from this output position, zero in the padding.
+    """Return what the tap `feature` sees from this output position, zero in the padding.
 
     source: (x (batch, c_in, h, w), taps, stride down, stride right). No patch is ever written out: that the product
     is a matrix product is only in how elements are addressed.
@@ -77,7 +77,7 @@ def read_images(source, feature, place):  # type: ignore[no-untyped-def]
 
 @cuda.jit(device=True, inline="always")
 def write_images(y, channel, place, value):  # type: ignore[no-untyped-def]
-    """y: (batch, c_out, out_h, out_w)."""
+    """Write an element of y (batch, c_out, out_h, out_w)."""
     image, i, j = place
     y[image, channel, i, j] = value
 
@@ -86,8 +86,8 @@ MATRIX = ActivationLayout("feature_major", place_of_token, read_matrix, write_ma
 IMAGES = ActivationLayout("nchw", place_of_output, read_images, write_images)
 
 
-def taps(shape: Conv2dShape) -> NDArray[np.int32]:
-    """What each feature of a convolution looks at, int32 (k, 3): channel, rows down, columns right.
+def build_taps(shape: Conv2dShape) -> NDArray[np.int32]:
+    """Return what each feature of a convolution looks at, int32 (k, 3): channel, rows down, columns right.
 
     Feature (r*kw + s)*c_in + c. Seen from the position times the stride: the padding is already taken off.
     """

@@ -55,25 +55,25 @@ class ThreadBlockTile:
         return self.lanes, self.warps
 
 
-def tile_for(height: int, n: int) -> ThreadBlockTile:
-    """The tile for groups of `height` rows that share their columns, and n columns of x.
+def fit_tile(height: int, n: int) -> ThreadBlockTile:
+    """Return the tile for groups of `height` rows that share their columns, and n columns of x.
 
     With r rows and c columns a thread loads r + c numbers from shared memory for r * c products, and loading is what
     takes longer: 12 loads for 32 products is three times as good as 9 for 8. Yet more sums would take registers that
     keep further warps from running while some wait for memory.
     """
     rows = 8 if height >= 4 * 8 else 4 if height >= 4 else 1
-    return ThreadBlockTile(WARP, min(MOST_WARPS, -(-height // rows)), rows, columns_for(n), DEPTH)
+    return ThreadBlockTile(WARP, min(MOST_WARPS, -(-height // rows)), rows, fit_columns(n), DEPTH)
 
 
-def columns_for(n: int) -> int:
-    """Columns a thread, of n in all: no more than there are warps full of columns."""
+def fit_columns(n: int) -> int:
+    """Return the columns of a thread, for n in all: no more than there are warps full of columns."""
     return 4 if n > 2 * WARP else 2 if n > WARP else 1
 
 
 @cuda.jit(device=True, inline="always")
 def stage_weights(staged, weights, start, count, first, thread, threads):  # type: ignore[no-untyped-def]
-    """staged[t, r] = weights[start + t, first + r], for t < count, by all threads of the block; 0 beyond its rows.
+    """Set staged[t, r] = weights[start + t, first + r], for t < count, by all threads of a block; 0 beyond its rows.
 
     weights: (columns, rows), the rows beside each other, so that neighbouring threads read neighbouring elements.
     """
@@ -88,7 +88,7 @@ def stage_weights(staged, weights, start, count, first, thread, threads):  # typ
 
 @cuda.jit(device=True, inline="always")
 def add_products(sums, weights, x, count, first, lane, lanes):  # type: ignore[no-untyped-def]
-    """sums[r, c] += weights[t, first + r] * x[t, lane + c * lanes] over all t < count: both in shared memory.
+    """Add: sums[r, c] += weights[t, first + r] * x[t, lane + c * lanes] over all t < count: both in shared memory.
 
     `sums` never lies in memory: the loops over it are unrolled, as their lengths are known, and each sum becomes a
     register.
@@ -101,7 +101,7 @@ def add_products(sums, weights, x, count, first, lane, lanes):  # type: ignore[n
 
 @cuda.jit(device=True, inline="always")
 def store_sums(staged, sums, first, lane, lanes):  # type: ignore[no-untyped-def]
-    """staged[first + r, lane + c * lanes] = sums[r, c]: from registers into shared memory, where x has been.
+    """Set staged[first + r, lane + c * lanes] = sums[r, c]: from registers into shared memory, where x has been.
 
     What comes next, bias, activation and where the row goes, is too long to be unrolled, and a loop that stays a loop
     cannot run over registers. A thread reads back only what it wrote itself, so no barrier is needed.
@@ -113,7 +113,7 @@ def store_sums(staged, sums, first, lane, lanes):  # type: ignore[no-untyped-def
 
 @cuda.jit(device=True, inline="always")
 def activated(value, activation):  # type: ignore[no-untyped-def]
-    """The activation of that number in plan.ACTIVATIONS. NaN stays NaN: it is not less than 0."""
+    """Return the activation of that number in `plan_protocol.ACTIVATIONS`. NaN stays NaN: it is not less than 0."""
     if activation == 1 and value < float32(0):
         value = float32(0)
     if activation == 2:

@@ -1,11 +1,11 @@
-"""What happens between the call of a plan and its kernel: as little as possible, and once what can be done once.
+"""Call a linear layer's kernel: as little as possible at each call, and once what can be done once.
 
 A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
 the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
-kernel. So a plan works out how it runs so many tokens with so many threads once, and keeps that as a function of
-addresses; and who has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). Arrays
-are looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds wrong
-by Python, which takes several times as long to say what.
+kernel. So a plan works out once how it runs so many tokens with so many threads, and keeps that as a function of
+addresses. A caller that has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`).
+Arrays are looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds
+wrong by Python, which takes several times as long to say what.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NEVER: Way = (0, 0, _nothing, _nothing)
 
 
 class KernelWithScratch(NamedTuple):
-    """A call that is one kernel, which takes the address of so much room, in elements, before all that a call has."""
+    """A call that is one kernel of `LinearCall`. needed: elements of scratch memory."""
 
     kernel: BoundKernel
     needed: int
@@ -74,7 +74,7 @@ def arguments(
     y_shape: tuple[int | None, ...],
     features: int,
 ) -> tuple[Array, Array, Array, int]:
-    """(x, y, bias, code of the activation) as kernels take them; refuses what `check_call` refuses.
+    """Return (x, y, bias, code of the activation) as kernels take them; refuse what `check_call` refuses.
 
     x and bias are C-contiguous, copied where they are not; y is `out` where given; no bias is `features` zeros.
     """
@@ -85,21 +85,21 @@ def arguments(
     return np.ascontiguousarray(x), y, bias, ACTIVATIONS.index(activation)
 
 
-def way_of(n: int, threads: int, found: Call | KernelWithScratch, axis: int, m: int, k: int) -> Way:
-    """How n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
+def build_way(n: int, threads: int, found: Call | KernelWithScratch, axis: int, m: int, k: int) -> Way:
+    """Return how n tokens pass a layer (m, k), by what was found for them; axis: along which they lie in arrays."""
     if not isinstance(found, KernelWithScratch):
         return n, threads, found, _looked_at(found, axis, n, m, k)
     bound, needed = found
     record = bound.args[0]
     known = np.array([record, axis, n, m, k], np.int64)
-    call = _with_room(bound.func, record, needed, bound)
-    return n, threads, call, _with_room(_looking_and_running(), known.ctypes.data, needed, (known, bound))
+    call = _with_scratch(bound.func, record, needed, bound)
+    return n, threads, call, _with_scratch(_looking_and_running(), known.ctypes.data, needed, (known, bound))
 
 
-def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
-    """A function of (x, y, bias, activation) that calls the kernel with `at`, room, and these.
+def _with_scratch(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> Callable[..., bool]:
+    """Return a function of (x, y, bias, activation) that calls the kernel with `at`, scratch memory, and these.
 
-    It keeps alive what is `held`. What it needs are defaults, not free variables: in a model each object on the way
+    It keeps alive what is `held`. What it needs is a default, not free variables: in a model each object on the way
     to a value comes from memory.
     """
     if not needed:
@@ -107,12 +107,14 @@ def _with_room(kernel: Callable[..., bool], at: int, needed: int, held: Any) -> 
         alone.held = held
         return alone
 
-    def call(x: Any, y: Any, bias: Any, activation: int, kernel: Callable[..., bool] = kernel, at: int = at,
-             needed: int = needed, held: Any = held) -> bool:  # fmt: skip
-        room = borrow(needed)
-        told = kernel(at, room.at, x, y, bias, activation)
-        give_back(room)
-        return told
+    known = kernel, at, needed, held
+
+    def call(x: Any, y: Any, bias: Any, activation: int, known: tuple[Any, ...] = known) -> bool:
+        kernel, at, needed, _ = known
+        scratch = borrow(needed)
+        done: bool = kernel(at, scratch.at, x, y, bias, activation)
+        give_back(scratch)
+        return done
 
     return call
 
@@ -140,7 +142,7 @@ class CpuLinearPlan:
     def __call__(
         self, x: Array, bias: Array | None = None, activation: str | None = None, out: Array | None = None
     ) -> Array:
-        """activation(w @ x + bias) in the plan's layout, as `Plan` says; x that is not C-contiguous is copied."""
+        """Return activation(w @ x + bias) in the plan's layout, as `Plan` says. Copy x if it is not C-contiguous."""
         m, k = self.shape
         axis = _TOKENS_ALONG.get(self.layout, -1)
         plain = axis >= 0 and type(x) is np.ndarray and x.ndim == 2 and activation in ACTIVATIONS
@@ -156,14 +158,15 @@ class CpuLinearPlan:
                         return y
                 except TypeError:  # of another dtype or number of axes, or may not be written
                     pass
-        x, y, bias, code, n = linear_arguments(self.layout, m, k, self._tile_tokens, x, bias, activation, out)
+        given_arrays = GivenArrays(x, bias, activation, out)
+        x, y, bias, code, n = linear_arguments(self.layout, self.shape, self._tile_tokens, given_arrays)
         if n:
             x_at, y_at, bias_at = addresses(x, y, bias)
             self.run(x_at, y_at, n, bias_at, code)
         return y
 
     def run(self, x: int, y: int, n: int, bias: int, activation: int) -> None:
-        """The same for n > 0 tokens at addresses that hold what the layout says; nothing is checked.
+        """Do the same for n > 0 tokens at addresses that hold what the layout says; nothing is checked.
 
         activation: its place among `plan.ACTIVATIONS`. All arrays are C-contiguous float32; bias has m elements.
         """
@@ -175,13 +178,13 @@ class CpuLinearPlan:
             self._otherwise().run(x, y, n, bias, activation)
 
     def _found(self, n: int, threads: int) -> Way:
-        """How so many tokens are run with so many threads; kept at hand, as the next call most often asks for it."""
+        """Return how so many tokens are run with so many threads; kept, as the next call most often asks for it."""
         way = self._ways.get((n, threads))
         if way is None:
             if len(self._ways) >= KEPT_WAYS:
                 self._ways.clear()
             axis = _TOKENS_ALONG.get(self.layout, 0)
-            way = self._ways[n, threads] = way_of(n, threads, self._prepared(n, threads), axis, *self.shape)
+            way = self._ways[n, threads] = build_way(n, threads, self._prepared(n, threads), axis, *self.shape)
         object.__setattr__(self, "_last", way)
         return way
 
@@ -200,22 +203,33 @@ class CpuLinearPlan:
         raise NotImplementedError
 
     def _prepared(self, n: int, threads: int) -> Call | KernelWithScratch:
-        """How n > 0 tokens are run with so many threads."""
+        """Return how n > 0 tokens are run with so many threads."""
         raise NotImplementedError
 
     def _otherwise(self) -> CpuLinearPlan:
-        """The plan that is right where this one said that it is not."""
+        """Return the plan that is right where this one said that it is not."""
         raise NotImplementedError
 
 
-def linear_arguments(
-    layout: str, m: int, k: int, tokens: int, x: Array, bias: Array | None, activation: str | None, out: Array | None
-) -> tuple[Array, Array, Array, int, int]:
-    """`arguments` of a linear layer (m, k) in any layout, blocked ones in tiles of so many tokens; and the tokens.
+class GivenArrays(NamedTuple):
+    """What a plan is called with: x, and optionally a bias, the name of an activation, and a result to write to."""
 
-    Tokens that fill up a last tile count, unless `out` is token-major and says how many there are. Where x is
-    token-major they are 0 in y: what reads them next computes on them.
+    x: Array
+    bias: Array | None
+    activation: str | None
+    out: Array | None
+
+
+def linear_arguments(
+    layout: str, shape: tuple[int, int], tile_tokens: int, given: GivenArrays
+) -> tuple[Array, Array, Array, int, int]:
+    """Return `arguments` of a linear layer of this shape (m, k) in any layout, and the number of tokens.
+
+    tile_tokens: tokens of a tile of blocked layouts. Tokens that fill up a last tile count, unless `out` is
+    token-major and says how many there are. Where x is token-major they are 0 in y: what reads them next computes on
+    them.
     """
+    (m, k), tokens, (x, bias, activation, out) = shape, tile_tokens, given
     if layout == "token_major":
         found = arguments(x, (None, k), bias, activation, out, (None, m), m)
         return *found, found[0].shape[0]
@@ -282,6 +296,6 @@ def _look(x: Array, y: Array, bias: Array, axis: int, n: int, m: int, k: int) ->
 
 
 def _empty(shape: list[int]) -> Array:
-    """Room for a result, from the start of a cache line on where it is large. Zeros would be written in vain."""
+    """Return memory for a result, uninitialised; it starts at a cache line if it is large."""
     size = math.prod(shape)
     return aligned(size, allocate=np.empty).reshape(shape) if size > LARGE else np.empty(shape, np.float32)
