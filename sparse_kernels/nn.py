@@ -256,7 +256,8 @@ class _Sparse(nn.Module):
     def _product(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
         """The kernel's result for x as it lies in memory."""
         if torch.compiler.is_compiling():
-            return multiply(x, list(y_shape), self._number)
+            result: Tensor = multiply(x, list(y_shape), self._number)
+            return result
         return self._multiply(x, y_shape)
 
     def _multiply(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
@@ -325,7 +326,8 @@ class _Sparse(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
-        return super()._apply(fn, recurse)
+        moved: nn.Module = super()._apply(fn, recurse)
+        return moved
 
     def _load_from_state_dict(
         self,

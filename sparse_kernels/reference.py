@@ -139,11 +139,11 @@ def finish(y: np.ndarray, bias: np.ndarray | None, activation: str | None) -> np
     if bias is not None:
         y = y + bias[:, None]
     if activation == "relu":
-        return np.maximum(y, 0)
+        y = np.maximum(y, 0)
     if activation == "gelu":
         from scipy.special import erf  # here: every process that measures would import it
 
-        return y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
+        y = y * (y.dtype.type(0.5) * (1 + erf(y * y.dtype.type(np.sqrt(0.5)))))
     return y
 
 

@@ -85,10 +85,11 @@ def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
         raise UnknownKernel(f"no kernel for {format} {op}: known are {known_pairs}")
     module, function = target.split(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        prepare: Callable[..., Plan] = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name and error.name.split(".")[0] == "sparse_kernels":
             raise
         raise MissingLibrary(
             f"backend {backend!r} needs {error.name}, which is not installed: pip install {error.name}"
         ) from error
+    return prepare

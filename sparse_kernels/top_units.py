@@ -43,7 +43,7 @@ def top(totals: Scores, count: int) -> Mask:
     if count >= totals.size:
         return np.ones(totals.shape, bool)
     least = np.partition(totals, totals.size - count)[totals.size - count]
-    kept = totals > least
+    kept: Mask = totals > least
     kept[np.flatnonzero(totals == least)[: count - np.count_nonzero(kept)]] = True
     return kept
 

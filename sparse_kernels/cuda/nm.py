@@ -295,7 +295,8 @@ def metadata(places: NDArray[np.uint8]) -> Words:
     # Axes: group, tile, lower or upper half, g; stage, step, h, place.
     split = places.reshape(groups, 2, 2, 8, stages, 2, 2, 8)
     by_word = split.transpose(0, 4, 1, 5, 3, 6, 2, 7).reshape(groups, stages, 2, 2, 16, 16).astype(np.uint32)
-    return (by_word << 2 * np.arange(16, dtype=np.uint32)).sum(axis=5, dtype=np.uint32)
+    words: Words = (by_word << 2 * np.arange(16, dtype=np.uint32)).sum(axis=5, dtype=np.uint32)
+    return words
 
 
 def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:

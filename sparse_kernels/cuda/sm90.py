@@ -193,7 +193,8 @@ def best_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multipr
     """Among how many blocks to share out each tile's stages, for the shortest expected time."""
     most = max(1, min(MOST_SPLITS, int(counts.max())))
     choices = (2**i for i in range(most.bit_length()))
-    return min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
+    best: int = min(choices, key=lambda splits: clocks(kernel, counts, splits, n, multiprocessors))
+    return best
 
 
 def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:

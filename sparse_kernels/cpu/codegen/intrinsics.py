@@ -22,7 +22,7 @@ def with_literals(function: Callable[..., Any]) -> Any:
     return intrinsic(prefer_literal=True)(function)
 
 
-def vector_code(form: type[tuple[int, ...]] | None = None) -> Callable[[Callable[..., None]], Any]:
+def vector_code(form: Any = None) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator that makes an emitter an intrinsic, a function of kernels that returns nothing.
 
     form: the NamedTuple of the emitter's form, None if it has none. The emitter is called with the builder, the form,
@@ -55,8 +55,9 @@ def vector_code(form: type[tuple[int, ...]] | None = None) -> Callable[[Callable
 
 def _operand(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value) -> Any:
     """Return an operand as an int64 or float32, or as a NamedTuple of them."""
+    named: Any = kind
     if isinstance(kind, types.BaseNamedTuple):
-        fields = (builder.extract_value(value, i) for i in range(len(kind.types)))
-        pairs = zip(kind.types, fields, strict=True)
-        return kind.instance_class(*(_operand(context, builder, *each) for each in pairs))
+        fields = (builder.extract_value(value, i) for i in range(len(named.types)))
+        pairs = zip(named.types, fields, strict=True)
+        return named.instance_class(*(_operand(context, builder, *each) for each in pairs))
     return context.cast(builder, value, kind, types.float32 if isinstance(kind, types.Float) else types.intp)

@@ -277,6 +277,7 @@ def build_kernel(row_tiles: int, framed: bool, emulated: bool = False) -> Parall
             multiply_positions(form, call, layer, (first, stop), sources, buffers)
             first = stop
         amx.end(unit_form, saved_at)
-        return flags[0]
+        not_finite: int = flags[0]
+        return not_finite
 
     return multiply

@@ -391,6 +391,7 @@ def build_kernel(row_tiles: int, x_layout: str, y_layout: str, emulated: bool = 
             finish_block(form, call, layer, tokens, y_at, flags.ctypes.data)
             first = tokens[1]
         amx.end(unit_form, saved_at)
-        return flags[0]
+        not_finite: int = flags[0]
+        return not_finite
 
     return multiply

@@ -41,6 +41,7 @@ from sparse_kernels.cpu.codegen.tile_operands import (
     TileWeights,
     VectorInput,
     WeightStream,
+    Word,
 )
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PARTIAL
 from sparse_kernels.cpu.codegen.weight_stream import multiply_stream
@@ -180,12 +181,12 @@ class RowsOfBlock(NamedTuple):
     rows of y.
     """
 
-    address: int
-    stride: int
-    token: int
-    width: int
-    begin: int
-    end: int
+    address: Word
+    stride: Word
+    token: Word
+    width: Word
+    begin: Word
+    end: Word
 
 
 class PlainOutput(NamedTuple):

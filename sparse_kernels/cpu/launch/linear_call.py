@@ -265,7 +265,8 @@ def _looking() -> Callable[..., tuple[int, int, int]]:
     dispatcher: Any = compile_cached(_look)
     dispatcher.compile((*_ARRAYS, *[types.intp] * 4))
     dispatcher.disable_compile()
-    return dispatcher
+    look: Callable[..., tuple[int, int, int]] = dispatcher
+    return look
 
 
 @cache

@@ -46,14 +46,14 @@ class ParallelKernel:
         """Run the stages with these arguments; return whether all parts returned 0."""
         return self.bound("", **dict(zip(self._parameters, arguments, strict=True)))()
 
-    def bind(self, call: type[tuple[int, ...]], layer: Any) -> BoundKernel:
+    def bind(self, call: Any, layer: Any) -> BoundKernel:
         """Return a kernel of (part, call, layer) as a function of the fields of `call`, integers.
 
         call: the NamedTuple of what each call brings. layer: the NamedTuple of what stays the same, of which arrays
         are read and written in place. A field of it says how many parts each stage has.
         """
-        fields: tuple[str, ...] = call._fields  # type: ignore[attr-defined]
-        given = [call(*(0 for _ in fields)), layer]  # type: ignore[call-arg]
+        fields: tuple[str, ...] = call._fields
+        given = [call(*(0 for _ in fields)), layer]
         counts = [getattr(layer, count) for count in self._counts]
         # A NamedTuple of integers is a run of words.
         return self._bound(given, counts, lambda places: [places[0] + i for i in range(len(fields))])

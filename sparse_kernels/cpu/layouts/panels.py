@@ -97,7 +97,8 @@ class Panels:
         Of a vector every fourth row from the first on, then from the second, the third and the fourth on.
         """
         vector, row = np.divmod(self.positions.astype(np.int64), lanes)
-        return (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
+        positions: NDArray[np.uint32] = (vector * lanes + row % 4 * (lanes // 4) + row // 4).astype(np.uint32)
+        return positions
 
     def used(self, stride: int) -> NDArray[np.int64]:
         """Where the columns start that any panel has, `stride` elements apart; rising."""

@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 
@@ -37,8 +37,7 @@ FLAGS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 def inline(function: F) -> F:
     """Return a function that kernels inline before they are typed, so that literals stay literals in it."""
-    inlined: F = numba.njit(inline="always")(function)
-    return inlined
+    return cast(F, numba.njit(inline="always")(function))
 
 
 def compile_cached(function: F, parallel: bool = False) -> F:
@@ -46,8 +45,7 @@ def compile_cached(function: F, parallel: bool = False) -> F:
 
     Its free variables are constants. Where the disk takes nothing, it warns once and compiles in every process.
     """
-    compiled: F = cache_on_disk(numba.njit(parallel=parallel, **FLAGS)(function), function)
-    return compiled
+    return cast(F, cache_on_disk(numba.njit(parallel=parallel, **FLAGS)(function), function))
 
 
 def cache_on_disk(dispatcher: Any, function: Callable[..., Any], suffix: str = "") -> Any:
@@ -63,13 +61,13 @@ class _Cache(FunctionCache):
     """Numba's `cache=True` with files of our own, for disks that may refuse to write."""
 
     def __init__(self, function: Callable[..., Any], suffix: str) -> None:
-        super().__init__(function)  # type: ignore[no-untyped-call]
+        super().__init__(function)
         name = ".".join(filter(None, [self._impl.filename_base, suffix]))
         self._cache_file = _KernelFiles(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+            super().save_overload(sig, data)
         except OSError as error:
             _warn(error)
 

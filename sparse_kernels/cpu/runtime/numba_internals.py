@@ -68,7 +68,7 @@ def attach_cache(dispatcher: Any, cache: FunctionCache) -> None:
 
 def serialize(value: Any) -> bytes:
     """Return the bytes from which `pickle.loads` rebuilds what Numba compiled."""
-    content: bytes = dumps(value)  # type: ignore[no-untyped-call]
+    content: bytes = dumps(value)
     return content
 
 

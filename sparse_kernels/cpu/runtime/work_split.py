@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-@numba.njit(inline="never")  # type: ignore[untyped-decorator]
+@numba.njit(inline="never")
 def share(work: NDArray[np.int64], repeats: int, part: int, parts: int) -> int:
     """Return where part `part` of `parts` begins in `repeats` passes over items, as pass * items + item.
 
@@ -29,4 +29,5 @@ def share(work: NDArray[np.int64], repeats: int, part: int, parts: int) -> int:
             high = middle
     if low > 0 and rest - work[low - 1] < work[low] - rest:
         low -= 1
-    return done * items + low
+    begin: int = done * items + low
+    return begin
