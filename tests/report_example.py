@@ -17,11 +17,11 @@ from latbench.base import files
 from latbench.tables import table as tables
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Layer, Workload
-from search.database import Database
-from search.profile import LayerChoice, Profile
+from search.artifacts.layer_database import Database
+from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline.verify import Verdict, manifest_hash
 from search.pruning.storage import model_folder as pruned
 from search.pruning.storage.model_folder import FILES
-from search.verify import Verdict, manifest_hash
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 OVERHEAD_SECONDS = 4e-6

@@ -32,8 +32,8 @@ from latbench.report import frames as data
 from latbench.report import inputs as reading
 from latbench.report import report_data as content
 from latbench.report import speedup_map as maps
-from search import frames
-from search.profile import LayerChoice, Profile
+from search.artifacts.profile import LayerChoice, Profile
+from search.inputs import problem_from_frame
 
 rows_of = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("report_rows.py"))))
 row, frame = rows_of.row, rows_of.frame
@@ -264,7 +264,7 @@ def profile_of(layers: dict[str, LayerChoice], **given: Any) -> Profile:
 
 def test_the_frontier_is_that_of_all_mixtures_and_goes_through_the_prediction() -> None:
     options = [("dense", 0.0, 4.0, 0.0), ("vector:2", 0.5, 2.5, 0.1), ("vector:2", 0.75, 1.0, 0.3)]
-    problem = frames.from_frame(
+    problem = problem_from_frame(
         pd.DataFrame(
             [(name, *option) for name in ("a", "b") for option in options],
             columns=["layer", "pattern", "sparsity", "seconds", "error"],

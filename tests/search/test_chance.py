@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from search.chance import apart, solve_with_chance, tangent, upper
 from search.knapsack.arrays import BadProblem, Infeasible, sum_in_order
 from search.knapsack.one_budget import solve
-from search.layers import DENSE, Interval, Layer, Option, tie
-from search.limits import of as limits_of
-from search.problem import Problem
+from search.problem.layers import DENSE, Interval, Layer, Option, tie
+from search.problem.limits import parse_limits
+from search.problem.problem import Problem
+from search.strategies.chance_constraint import apart, solve_with_chance, tangent, upper
 from sparse_kernels.shapes import LinearShape
 
 
@@ -238,7 +238,9 @@ def test_layers_of_one_shape_err_alike_whatever_limits_leave_them(limits: dict, 
     asked = searched(rng)
     one = replace(asked.layers[1], shape=LinearShape(m=8, k=8, n=1))
     free = replace(asked, layers=tuple(replace(one, name=f"fc{i}") for i in range(7)))
-    limited = limits_of(limits, "limits").on(replace(free, dense=Interval(*(3 * x for x in asked.dense.ends))))
+    limited = replace(free, dense=Interval(*(3 * x for x in asked.dense.ends))).limited(
+        parse_limits(limits, "limits")
+    )
     found = apart(limited, 1.2)
     assert found is not limited
     for _ in range(100):

@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError
 
 from latbench.errors import BadData, EnvironmentUnusable
-from search import database
-from search.database import Database, model_hash
+from search.artifacts import layer_database as database
+from search.artifacts.layer_database import Database, model_hash
 
 
 def entry(rng: np.random.Generator, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

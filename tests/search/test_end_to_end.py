@@ -10,7 +10,9 @@ import pytest
 from latbench.errors import BadData, LatbenchError
 from latbench.runners.worker_process import WorkerDied
 from latbench.timing.sampling import Burst
-from search.end_to_end import (
+from search.knapsack.arrays import Infeasible
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.whole_model.end_to_end import (
     MORE_PROCESSES,
     MOST_MOVES,
     MOST_TRIES,
@@ -25,10 +27,8 @@ from search.end_to_end import (
     time_engines,
     undisturbed,
 )
-from search.knapsack.arrays import Infeasible
-from search.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
-from search.problem import DENSE, Interval, Layer, Option
-from search.sessions import Session
+from search.whole_model.overhead import FREE, additivity, by_name, choice_of, fit_line, probe_profiles, whole_model
+from search.whole_model.sessions import Session
 
 ENGINES = """
 import time
@@ -196,7 +196,7 @@ def test_engines_are_built_again_in_place_of_a_disturbed_building(
     # The last one was disturbed all the time: nothing tells.
     monkeypatch.setattr(Busy, "disturbed", disturbed)
     monkeypatch.setattr(Busy, "buildings", 0)
-    monkeypatch.setattr("search.end_to_end.Worker", Busy)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
     engines = {name: Engine("a", name, ()) for name in ("4.0", "3.0")}
     timings = time_engines(engines, threads=1, required=[], processes=3, rounds=9)
     assert set(timings.built) == counted
@@ -208,7 +208,7 @@ def test_a_machine_of_another_pace_is_waited_for_during_one_building(
     known: dict[str, float], rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
-    monkeypatch.setattr("search.end_to_end.Worker", Busy)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Busy)
     timings = time_engines({"4.0": Engine("a", "4.0", ())}, threads=1, required=[], rounds=9, known=known)
     assert set(timings.built) == {1, 2, 3}
     assert len(timings.built) == rounds  # three a building, and three times as many in the one that waits
@@ -234,8 +234,8 @@ def test_bursts_from_when_cores_were_apart_are_taken_again(
 ) -> None:
     monkeypatch.setattr(Moving, "apart", staticmethod(apart))
     monkeypatch.setattr(Moving, "bursts", 0)
-    monkeypatch.setattr("search.end_to_end.Worker", Moving)
-    monkeypatch.setattr("search.end_to_end.Placement.apart", lambda self: apart(Moving.bursts))
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Moving)
+    monkeypatch.setattr("search.whole_model.end_to_end.Placement.apart", lambda self: apart(Moving.bursts))
     engines = {name: Engine(name, name, ()) for name in ("4.0", "3.0")}
     timings = time_engines(engines, threads=2, required=[], processes=1, rounds=6)
     pace = 2 if slow else 1
@@ -258,7 +258,7 @@ class Told(Busy):
 def test_engines_take_turns_in_each_round_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
     monkeypatch.setattr(Told, "turns", [])
-    monkeypatch.setattr("search.end_to_end.Worker", Told)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Told)
     names = ["4.0", "3.0", "2.0", "1.0"]
     engines = {name: Engine("a", name, ()) for name in names}
     timings = time_engines(engines, threads=1, required=[], processes=2, rounds=12)
@@ -280,7 +280,7 @@ class Failing(Busy):
 
 def test_an_engine_that_dies_in_a_later_building_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
-    monkeypatch.setattr("search.end_to_end.Worker", Failing)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Failing)
     engines = {name: Engine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
     timings = time_engines(engines, threads=1, required=["4.0"], processes=3, rounds=9)
     assert (list(timings.blocks), set(timings.built)) == (["4.0", "3.0"], {1, 2, 3})
@@ -310,7 +310,7 @@ def test_an_engine_that_dies_while_it_is_timed_is_left_out_and_its_building_begi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Busy, "buildings", 0)
-    monkeypatch.setattr("search.end_to_end.Worker", Dying)
+    monkeypatch.setattr("search.whole_model.end_to_end.Worker", Dying)
     engines = {name: Engine("a", name, ()) for name in ("4.0", "5.0", "3.0")}
     timings = time_engines(engines, threads=1, required=["4.0"], processes=3, rounds=9)
     assert Busy.buildings == 4

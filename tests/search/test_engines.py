@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from latbench.backends import openvino
-from search.engines import (
+from search.problem.layers import DENSE
+from search.pruning.storage.model_folder import in_precision
+from search.whole_model.model_engines import (
     Choices,
     check_outputs,
     dense_numba_bf16,
@@ -23,9 +25,7 @@ from search.engines import (
     layers_free,
     random_pruned,
 )
-from search.engines import tensors as engine_tensors
-from search.problem import DENSE
-from search.pruning.storage.model_folder import in_precision
+from search.whole_model.model_engines import tensors as engine_tensors
 from sparse_kernels import nn as sparse
 from sparse_kernels.convert import LayerPattern
 from sparse_kernels.oracle import WrongResult

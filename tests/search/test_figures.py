@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from latbench.runners.worker import resolve
-from search.evaluations import Evaluation, Found
 from search.knapsack.arrays import Choice
-from search.problem import DENSE, Interval, Layer, Option, Problem
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.problem import Problem
+from search.strategies.evaluation_budget import Evaluation, Found
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 OPTIONS = (Option(DENSE, 0.0), *(Option("vector:8", s) for s in (0.5, 0.75, 0.9)))

@@ -9,13 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import search
 from latbench.errors import BadData, UsageError
 from latbench.importers.text_formats import read_spdy, read_spdy_profile
-from search import sources
+from search.inputs import problem_from_frame, problem_from_spdy, read_problem
 from search.knapsack.arrays import Infeasible, sum_in_order
-from search.layers import DENSE, Interval, Option
-from search.problem import Problem
+from search.problem.layers import DENSE, Interval, Option
+from search.problem.problem import Problem
 from sparse_kernels.shapes import LinearShape
 
 
@@ -38,7 +37,7 @@ def best(problem: Problem, target: float) -> float:
 
 def test_a_frame_is_a_problem(rng: np.random.Generator) -> None:
     given = frame(rng)
-    p = Problem.from_frame(given)
+    p = problem_from_frame(given)
     dense = given.loc[given["pattern"] == DENSE, "seconds"].sum()
     assert (p.fixed, p.dense.value) == (Interval(0, 0, 0), pytest.approx(dense))
     solution = p.solve(2.0)
@@ -49,14 +48,14 @@ def test_a_frame_is_a_problem(rng: np.random.Generator) -> None:
 def test_what_else_takes_time_may_be_said(rng: np.random.Generator) -> None:
     given = frame(rng)
     dense = given.loc[given["pattern"] == DENSE, "seconds"].sum()
-    assert Problem.from_frame(given, dense_seconds=5.0).fixed.value == pytest.approx(5.0 - dense)
-    assert Problem.from_frame(given, fixed_seconds=0.5).dense.value == pytest.approx(0.5 + dense)
-    both = Problem.from_frame(given, dense_seconds=Interval(5.0, 4.0, 6.0), fixed_seconds=0.5)
+    assert problem_from_frame(given, dense_seconds=5.0).fixed.value == pytest.approx(5.0 - dense)
+    assert problem_from_frame(given, fixed_seconds=0.5).dense.value == pytest.approx(0.5 + dense)
+    both = problem_from_frame(given, dense_seconds=Interval(5.0, 4.0, 6.0), fixed_seconds=0.5)
     assert (both.dense, both.fixed.high) == (Interval(5.0, 4.0, 6.0), 0.5)
     sparse = given[given["pattern"] != DENSE]
     with pytest.raises(UsageError, match="layer fc0 has no dense time: give dense_seconds and fixed_seconds"):
-        Problem.from_frame(sparse)
-    assert len(Problem.from_frame(sparse, dense_seconds=5.0, fixed_seconds=0.0).layers) == 3
+        problem_from_frame(sparse)
+    assert len(problem_from_frame(sparse, dense_seconds=5.0, fixed_seconds=0.0).layers) == 3
 
 
 def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tmp_path: Path) -> None:
@@ -64,15 +63,15 @@ def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tm
         low_seconds=lambda it: it["seconds"] * 0.9, high_seconds=lambda it: it["seconds"] * 1.1,
         tied=np.repeat(["", "both", "both"], 4),
     )  # fmt: skip
-    p = Problem.from_frame(given, fixed_seconds=Interval(0.3, 0.2, 0.4))
+    p = problem_from_frame(given, fixed_seconds=Interval(0.3, 0.2, 0.4))
     assert [len(layer.parts) for layer in p.layers] == [1, 2]
     p.to_frame().to_csv(tmp_path / "options.csv", index=False)
-    again = Problem.from_frame(pd.read_csv(tmp_path / "options.csv"), dense_seconds=p.dense, fixed_seconds=p.fixed)
+    again = problem_from_frame(pd.read_csv(tmp_path / "options.csv"), dense_seconds=p.dense, fixed_seconds=p.fixed)
     for target in (1.1, 1.7, 3.0):
         assert again.solve(target) == p.solve(target)
         assert again.solve(target).predicted == p.solve(target).predicted
     p = p.limited(excluded=["fc0"])
-    again = Problem.from_frame(p.to_frame(), dense_seconds=p.dense, fixed_seconds=p.fixed)
+    again = problem_from_frame(p.to_frame(), dense_seconds=p.dense, fixed_seconds=p.fixed)
     assert again.solve(1.5).predicted == p.solve(1.5).predicted
 
 
@@ -96,11 +95,11 @@ def test_a_problem_survives_a_frame_to_the_last_bit(rng: np.random.Generator, tm
 )
 def test_a_frame_that_is_no_problem_is_refused_by_name(change: Any, said: str, rng: np.random.Generator) -> None:
     with pytest.raises(BadData, match=said):
-        Problem.from_frame(change(frame(rng)))
+        problem_from_frame(change(frame(rng)))
 
 
 def test_the_frontier_holds_every_speedup_that_pays(rng: np.random.Generator) -> None:
-    p = Problem.from_frame(frame(rng).assign(high_seconds=lambda it: it["seconds"] * 1.1), fixed_seconds=0.1)
+    p = problem_from_frame(frame(rng).assign(high_seconds=lambda it: it["seconds"] * 1.1), fixed_seconds=0.1)
     every = p.frontier()
     choices = itertools.product(*(range(len(layer.options)) for layer in p.layers))
     pairs = [
@@ -119,7 +118,7 @@ def test_the_frontier_holds_every_speedup_that_pays(rng: np.random.Generator) ->
 
 
 def test_a_profile_is_a_frame_of_layers_and_a_text(rng: np.random.Generator, tmp_path: Path) -> None:
-    p = Problem.from_frame(frame(rng))
+    p = problem_from_frame(frame(rng))
     solution = p.solve(2.0)
     rows = solution.to_frame()
     assert rows["layer"].tolist() == ["fc0", "fc1", "fc2"]
@@ -146,7 +145,7 @@ def test_a_profile_is_a_frame_of_layers_and_a_text(rng: np.random.Generator, tmp
 
 
 def test_tied_layers_need_one_option_in_a_profile(rng: np.random.Generator) -> None:
-    p = Problem.from_frame(frame(rng).assign(tied="all"))
+    p = problem_from_frame(frame(rng).assign(tied="all"))
     option = Option("vector:8", 0.9)
     assert p.selection(dict.fromkeys(("fc0", "fc1", "fc2"), option)).choice == (2,)
     with pytest.raises(UsageError, match="fc0, fc1, fc2 are tied: they have one option"):
@@ -155,22 +154,22 @@ def test_tied_layers_need_one_option_in_a_profile(rng: np.random.Generator) -> N
 
 def test_an_infinite_error_is_an_option_that_cannot_be_had(rng: np.random.Generator) -> None:
     given = frame(rng)
-    p = Problem.from_frame(given.assign(error=given["error"].where(given.index != 6, np.inf)))
+    p = problem_from_frame(given.assign(error=given["error"].where(given.index != 6, np.inf)))
     assert [len(layer.options) for layer in p.layers] == [4, 3, 4]
-    unknown = Problem.from_frame(given.assign(error=np.nan))
-    assert not unknown.errors_known and not Problem.from_frame(unknown.to_frame()).errors_known
+    unknown = problem_from_frame(given.assign(error=np.nan))
+    assert not unknown.errors_known and not problem_from_frame(unknown.to_frame()).errors_known
 
 
 def test_a_sparsity_that_the_pattern_of_a_timing_file_cannot_have_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("base\n0.5\nprunable\n0.25\nfc\n0.2 0.0\n0.1 0.7\n")
     with pytest.raises(BadData, match=r"t\.txt: layer fc: nm:2:4 has a sparsity of 0.5 and no other"):
-        Problem.from_spdy(tmp_path / "t.txt", pattern="nm:2:4")
+        problem_from_spdy(tmp_path / "t.txt", pattern="nm:2:4")
 
 
 @pytest.mark.parametrize("name", ["rn18_unstr", "rn50_unstr", "yolov5s_unstr"])
 def test_published_timing_files_are_problems(name: str, data: Path) -> None:
     path = data / "spdy_tables" / f"{name}.txt"
-    timings, p = read_spdy(path), Problem.from_spdy(path)
+    timings, p = read_spdy(path), problem_from_spdy(path)
     assert (p.dense.value, p.fixed.value) == (timings.base, timings.base - timings.prunable)
     assert p.errors_known and p.errors[0][0] == 0.0 and max(map(max, p.errors)) == 1.0
     fastest = sum(min(seconds for seconds, _ in points) for points in timings.layers.values())
@@ -186,12 +185,12 @@ def test_published_timing_files_are_problems(name: str, data: Path) -> None:
 
 
 def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Path) -> None:
-    p = Problem.from_frame(frame(rng), fixed_seconds=0.5)
+    p = problem_from_frame(frame(rng), fixed_seconds=0.5)
     with pytest.raises(UsageError, match="layer fc0 has options of one sparsity, to four digits"):
         p.save_spdy(tmp_path / "t.txt")
     p = replace(p, layers=tuple(layer.take([0, 1, 2]) for layer in p.layers)).with_prior()
     p.save_spdy(tmp_path / "t.txt")
-    again = Problem.from_spdy(tmp_path / "t.txt", pattern="vector:8")
+    again = problem_from_spdy(tmp_path / "t.txt", pattern="vector:8")
     assert again.solve(2.0).options == p.solve(2.0).options
     assert again.fixed.value == pytest.approx(0.5)
     near = replace(p, layers=tuple(
@@ -202,9 +201,12 @@ def test_a_problem_is_a_timing_file_again(rng: np.random.Generator, tmp_path: Pa
         near.save_spdy(tmp_path / "near.txt")
     with pytest.raises(UsageError, match="the layers alone take longer than the model"):
         replace(p, fixed=Interval(-0.1, -0.1, -0.1)).save_spdy(tmp_path / "longer.txt")
-    tiny = p._timed(Interval(1e-10, 1e-10, 1e-10), Interval(0, 0, 0), np.float64(1e-9), "torch")
+    tiny = replace(
+        p.change_layers(lambda it: replace(it, seconds=1e-10 * it.seconds, low=1e-10 * it.low, high=1e-10 * it.high)),
+        fixed=Interval(0, 0, 0), dense=Interval(1e-9, 1e-9, 1e-9),
+    )  # fmt: skip
     tiny.save_spdy(tmp_path / "tiny.txt")
-    again = Problem.from_spdy(tmp_path / "tiny.txt", pattern="vector:8")
+    again = problem_from_spdy(tmp_path / "tiny.txt", pattern="vector:8")
     assert [layer.seconds.tolist() for layer in again.layers] == [layer.seconds.tolist() for layer in tiny.layers]
     assert again.dense.value == 1e-9
 
@@ -214,7 +216,7 @@ def test_the_time_of_excluded_layers_is_counted_which_the_published_release_forg
     """There a profile for 3x without the first and the last layer really gave 2.2x (their time was in `prunable`)."""
     path = data / "spdy_tables" / "rn18_unstr.txt"
     timings = read_spdy(path)
-    solution = Problem.from_spdy(path).limited(excluded=["conv1", "fc"]).solve(target)
+    solution = problem_from_spdy(path).limited(excluded=["conv1", "fc"]).solve(target)
     assert not {"conv1", "fc"} & set(solution.options)
     seconds = timings.base - timings.prunable
     for layer, points in timings.layers.items():
@@ -224,7 +226,7 @@ def test_the_time_of_excluded_layers_is_counted_which_the_published_release_forg
 
 
 def test_every_answer_can_be_looked_at(rng: np.random.Generator) -> None:
-    p = search.Problem.from_frame(frame(rng))
+    p = problem_from_frame(frame(rng))
     options, chosen, every = p.plot(), p.solve(2.0).plot(), p.frontier().plot()
     assert len(options.data) == 9  # three layers, three patterns
     assert list(chosen.data[0].y) == ["fc0", "fc1", "fc2"]
@@ -239,31 +241,31 @@ def test_whatever_lies_there_is_read(rng: np.random.Generator, tmp_path: Path) -
     given.to_parquet(tmp_path / "f.parquet")
     (tmp_path / "t.txt").write_text("base\n0.5\nprunable\n0.25\nfc\n0.2 0.0\n0.1 0.5\n")
     for name in ("f.csv", "f.parquet"):
-        assert sources.read(str(tmp_path / name)).solve(2.0) == Problem.from_frame(given).solve(2.0)
+        assert read_problem(str(tmp_path / name)).solve(2.0) == problem_from_frame(given).solve(2.0)
     like_numbers = given.assign(layer=given["layer"].replace({"fc0": "0.1", "fc1": "0.10", "fc2": "007"}))
     like_numbers.to_csv(tmp_path / "numbers.csv", index=False)
-    assert [it.name for it in sources.read(str(tmp_path / "numbers.csv")).layers] == ["0.1", "0.10", "007"]
+    assert [it.name for it in read_problem(str(tmp_path / "numbers.csv")).layers] == ["0.1", "0.10", "007"]
     like_nothing = given.assign(layer=given["layer"].replace({"fc0": "NA", "fc1": "null"}), tied="None")
     like_nothing.assign(error=np.nan).to_csv(tmp_path / "nothing.csv", index=False)
-    p = sources.read(str(tmp_path / "nothing.csv"))
+    p = read_problem(str(tmp_path / "nothing.csv"))
     assert [part.name for part in p.layers[0].parts] == ["NA", "null", "fc2"] and not p.errors_known
     (tmp_path / "blank.csv").write_text("layer,pattern,sparsity,seconds\n,dense,0,1\n")
     with pytest.raises(BadData, match="the frame has a row without a layer"):
-        sources.read(str(tmp_path / "blank.csv"))
-    assert sources.read(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
+        read_problem(str(tmp_path / "blank.csv"))
+    assert read_problem(str(tmp_path / "t.txt"), pattern="vector:8").layers[0].options[1] == Option("vector:8", 0.5)
     with pytest.raises(UsageError, match="is no table that latbench measured: it does not go with threads"):
-        sources.read(str(tmp_path / "t.txt"), threads=2)
+        read_problem(str(tmp_path / "t.txt"), threads=2)
     (tmp_path / "broken.parquet").write_text("no")
     with pytest.raises(BadData, match=r"broken\.parquet: no CSV or Parquet file that can be read"):
-        sources.read(str(tmp_path / "broken.parquet"))
+        read_problem(str(tmp_path / "broken.parquet"))
     with pytest.raises(BadData):
-        sources.read(str(tmp_path / "nothing"))
+        read_problem(str(tmp_path / "nothing"))
     shapes = {"fc": LinearShape(m=8, k=4, n=1)}
-    assert sources.read(str(tmp_path / "t.txt"), layers=shapes).layers[0].shape == shapes["fc"]
+    assert read_problem(str(tmp_path / "t.txt"), layers=shapes).layers[0].shape == shapes["fc"]
 
 
 def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
-    p = Problem.from_frame(frame(rng), fixed_seconds=1.0)
+    p = problem_from_frame(frame(rng), fixed_seconds=1.0)
     assert repr(p).startswith("<Problem of 3 layers with 12 options: ")
     assert repr(p.layers[0]) == "<Layer fc0 with 4 options>"
     assert repr(p.solve(1.5)).endswith("proven least>") and repr(p.selection({})) == (
@@ -273,7 +275,7 @@ def test_what_is_printed_fits_a_line(rng: np.random.Generator) -> None:
 
 
 def test_limits_are_stated_where_they_are_needed(rng: np.random.Generator, tmp_path: Path) -> None:
-    p = Problem.from_frame(frame(rng))
+    p = problem_from_frame(frame(rng))
     (tmp_path / "limits.yaml").write_text("excluded: [fc0]")
     q = p.limited(tmp_path / "limits.yaml", tied=[["fc*"]])
     assert [[part.name for part in layer.parts] for layer in q.layers] == [["fc1", "fc2"]]

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from latbench.errors import PromiseMissed, UsageError
-from search import promise
-from search.also import Also
-from search.end_to_end import Timings
-from search.evaluations import Found
-from search.job import Settings, prunable_layers, searcher
-from search.knapsack.arrays import Infeasible
-from search.layers import options_of
-from search.limits import Limits
-from search.problem import DENSE, Choice, Interval, Layer, Option, Problem
-from search.promise import Kept, Measured, keep_promise, measured
-from search.sessions import Session
-from search.strategies import STRATEGIES, find
+from search.knapsack.arrays import Choice, Infeasible
+from search.pipeline import speedup_loop as promise
+from search.pipeline.search_job import Settings, prunable_layers, searcher
+from search.pipeline.speedup_loop import Kept, Measured, keep_promise, measured
+from search.problem.layers import DENSE, Interval, Layer, Option, options_of
+from search.problem.limits import Limits
+from search.problem.problem import Problem
+from search.problem.second_budget import SecondBudget
+from search.strategies.evaluation_budget import Found
+from search.strategies.run_strategy import STRATEGIES, find
 from search.task import Task
+from search.whole_model.end_to_end import Timings
+from search.whole_model.sessions import Session
 
 SPARSITIES = (0.0, 0.5, 0.6, 0.75, 0.8, 0.9, 0.95)
 OPTIONS = tuple(Option(DENSE if s == 0 else "vector:8", s) for s in SPARSITIES)
@@ -410,12 +410,14 @@ def test_every_strategy_keeps_a_second_budget(strategy: str) -> None:
     costs = {f"fc{i}": {it: (LAYERS - i) * (1 - it.sparsity) for it in OPTIONS} for i in range(LAYERS)}
     free = find(strategy, problem(), 2.0, Judge(), seed=0, evaluations=100)
     used = sum(costs[name][it] for name, it in options_of(problem().layers, free.choice).items())
-    asked = replace(problem(), also=Also(costs, 0.9 * used))
+    asked = replace(problem(), second_budget=SecondBudget(costs, 0.9 * used))
     found = find(strategy, asked, 2.0, Judge(), seed=0, evaluations=100, known={free.choice: "before"})
     assert found.trace and all(asked.keeps(one.choice, 2.0) for one in found.trace)
     assert found.loss >= free.loss
     with pytest.raises(Infeasible, match="that budget alone is too small"):
-        find(strategy, replace(problem(), also=Also(costs, 0.1)), 2.0, Judge(), seed=0, evaluations=9)
+        find(
+            strategy, replace(problem(), second_budget=SecondBudget(costs, 0.1)), 2.0, Judge(), seed=0, evaluations=9
+        )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from search.database import Database
+from search.artifacts.layer_database import Database
 from search.loss.evaluator import THREADS, Held, Judge
-from search.problem import DENSE, Option
+from search.problem.layers import DENSE, Option
 from search.task import Task
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 

@@ -15,15 +15,16 @@ import torch
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from search import task as tasks
-from search.database import Database, model_hash
+from search.artifacts.layer_database import Database, model_hash
 from search.loss.cache import Trials, key_of
+from search.loss.evaluation_worker import Opening
 from search.loss.evaluator import Held, Judge, on_device
 from search.loss.parallel import Judges, _split
 from search.loss.pools import panel
 from search.loss.process_pool import _said
-from search.loss.worker import Opening
-from search.problem import DENSE, Interval, Layer, Option, Problem
-from search.strategies import find
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.problem import Problem
+from search.strategies.run_strategy import find
 from search.task import Task
 from sparse_kernels.nn import weight_matrix
 

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData
-from search import layer_errors
-from search.database import Database
-from search.layers import DENSE, Interval, Layer, Option, tie
-from search.problem import Problem
+from search.artifacts.layer_database import Database
+from search.inputs import layer_errors
+from search.inputs.layer_errors import read_errors
+from search.problem.layers import DENSE, Interval, Layer, Option, tie
+from search.problem.problem import Problem
 from sparse_kernels.nn import weight_matrix
 
 OPTIONS = (Option(DENSE, 0.0), Option("unstructured", 0.5), Option("vector:2", 0.5))
@@ -60,7 +61,7 @@ def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
     frame.to_csv(tmp_path / "errors.csv", index=False)
     frame.to_parquet(tmp_path / "errors.parquet")
     for name in ("errors.csv", "errors.parquet"):
-        read = layer_errors.read(tmp_path / name)
+        read = read_errors(tmp_path / name)
         assert read == {name: {it: 0.25 * j for j, it in enumerate(OPTIONS)} for name in NAMES}
     assert problem().with_errors(frame).errors[0].tolist() == [0.0, 0.5, 1.0]
 
@@ -68,7 +69,7 @@ def test_a_users_own_errors_are_read_from_a_file(tmp_path: Path) -> None:
 def test_a_layer_s_name_is_no_number_whatever_it_looks_like(tmp_path: Path) -> None:
     path = tmp_path / "errors.csv"
     path.write_text("layer,pattern,sparsity,error\n0.1,vector:2,0.5,1\n0.10,vector:2,0.5,2\n1e3,vector:2,0.5,3\n")
-    assert {name: list(own.values()) for name, own in layer_errors.read(path).items()} == {
+    assert {name: list(own.values()) for name, own in read_errors(path).items()} == {
         "0.1": [1.0], "0.10": [2.0], "1e3": [3.0],
     }  # fmt: skip
 
@@ -89,6 +90,6 @@ def test_a_layer_s_name_is_no_number_whatever_it_looks_like(tmp_path: Path) -> N
 def test_a_file_of_no_errors_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "errors.csv").write_text(text)
     with pytest.raises(BadData, match=said):
-        layer_errors.read(tmp_path / "errors.csv")
+        read_errors(tmp_path / "errors.csv")
     with pytest.raises(BadData, match=r"none\.csv: no CSV or Parquet file"):
-        layer_errors.read(tmp_path / "none.csv")
+        read_errors(tmp_path / "none.csv")

@@ -17,9 +17,9 @@ from latbench.importers import text_formats as interchange
 from latbench.tables import table as tables
 from latbench.tables.validate import findings
 from latbench.timing.sampling import Burst
-from search import layer_times
 from search import task as tasks
-from search.layer_times import SPDY_LEVELS, Settings, by_layer, measure, missing_runs, of_task, rows
+from search.pipeline import measure_in_network as layer_times
+from search.pipeline.measure_in_network import SPDY_LEVELS, Settings, by_layer, measure, missing_runs, of_task, rows
 from search.task import Task
 from sparse_kernels.shapes import LinearShape
 

@@ -12,19 +12,22 @@ from torch import nn
 
 from latbench.errors import BadData, UsageError
 from latbench.tables import storage as places
-from search import job, layer_errors, overhead
 from search import task as tasks
-from search.database import Database
-from search.end_to_end import Timings
-from search.evaluations import Found
-from search.job import Inputs, Settings, prunable_layers
-from search.layers import DENSE, Interval, Layer, Option
-from search.limits import Limits
-from search.problem import Problem
-from search.promise import Kept, Measured
+from search.artifacts.layer_database import Database
+from search.inputs import layer_errors
+from search.pipeline import search_job as job
+from search.pipeline.search_job import Inputs, Settings, prunable_layers
+from search.pipeline.speedup_loop import Kept, Measured
+from search.problem.error_table import LayerErrors
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.limits import Limits
+from search.problem.problem import Problem
 from search.pruning.one_shot.fill_database import made_by
-from search.sessions import Session
+from search.strategies.evaluation_budget import Found
 from search.task import Task
+from search.whole_model import overhead
+from search.whole_model.end_to_end import Timings
+from search.whole_model.sessions import Session
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.shapes import Shape
 
@@ -33,6 +36,8 @@ SETTINGS = Settings(1.2, threads=1)
 LIMITS = {"tied_in_each": [["*.q", "*.k"]], "maximum": {"1.*": 0.5}, "excluded": ["head"]}
 TASK = f"""
 import torch
+from search.problem.error_table import LayerErrors
+from search.problem.error_table import LayerErrors
 limits = {LIMITS!r}
 def model():
     torch.manual_seed(0)
@@ -164,7 +169,7 @@ def test_an_option_that_is_not_to_be_had_takes_no_other_with_it(
     given = job.prepare(inputs, given_errors(tmp_path / "errors.csv", error, four_options))
     assert [layer.options for layer in given.problem.layers] == expected
 
-    def output_errors(problem: Problem, database: Database) -> layer_errors.Errors:
+    def output_errors(problem: Problem, database: Database) -> LayerErrors:
         parts = [part for layer in problem.layers for part in layer.parts]
         return {part.name: {it: error(part.name, it) for it in part.options} for part in parts}
 

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData, UsageError
-from search import limits
 from search.knapsack.arrays import Infeasible, sum_in_order
-from search.layers import DENSE, Interval, Layer, Option
-from search.limits import Limits
-from search.problem import Problem
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.limits import Limits, parse_limits, read_limits
+from search.problem.problem import Problem
 
 OPTIONS = (
     Option(DENSE, 0.0), Option("nm:2:4", 0.5), Option("vector:8", 0.5), Option("vector:8", 0.75),
@@ -82,7 +81,7 @@ def test_the_best_profile_under_limits_is_the_best_of_those_they_allow(
     stated: dict, allowed: Allowed, rng: np.random.Generator
 ) -> None:
     free = problem(rng)
-    p = limits.of(stated, "here").on(free)
+    p = free.limited(parse_limits(stated, "here"))
     every = []
     for choice in itertools.product(range(len(OPTIONS)), repeat=len(NAMES)):
         if allowed({name: OPTIONS[j] for name, j in zip(NAMES, choice, strict=True)}):
@@ -102,9 +101,9 @@ def test_the_best_profile_under_limits_is_the_best_of_those_they_allow(
         assert allowed(whole)
         again = tuple(OPTIONS.index(whole[name]) for name in NAMES)
         assert free.predict(again) == solution.predicted
-        for choice in p.uniforms(target):
+        for choice in p.uniform_profiles(target):
             assert p.speedup(p.predict(choice)).low >= target
-    assert p.without_hopeless().frontier().speedups[0] == p.frontier().speedups[0] == max(every)[0]
+    assert p.without_dominated().frontier().speedups[0] == p.frontier().speedups[0] == max(every)[0]
 
 
 def test_no_limits_change_nothing(rng: np.random.Generator) -> None:
@@ -127,8 +126,8 @@ def test_limits_may_be_set_in_steps(rng: np.random.Generator) -> None:
 
 def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random.Generator) -> None:
     (tmp_path / "limits.yaml").write_text("tied:\n  - [block.0.q, block.0.k]\nmaximum: {head: 0.5}\n")
-    both = limits.of({"maximum": {"head": 0.75}}, "task") + limits.read(tmp_path / "limits.yaml")
-    p = both.on(problem(rng))
+    both = parse_limits({"maximum": {"head": 0.75}}, "task") + read_limits(tmp_path / "limits.yaml")
+    p = problem(rng).limited(both)
     assert [len(layer.parts) for layer in p.layers] == [2, 1, 1, 1]
     assert [it.sparsity for it in p.layers[-1].options] == [0.0, 0.5, 0.5]
 
@@ -162,7 +161,7 @@ def test_limits_of_a_task_and_of_a_file_hold_both(tmp_path: Path, rng: np.random
 )  # fmt: skip
 def test_limits_that_cannot_hold_are_refused_in_a_line(stated: dict, said: str, rng: np.random.Generator) -> None:
     with pytest.raises(UsageError, match=said) as refused:
-        limits.of(stated, "here").on(problem(rng))
+        problem(rng).limited(parse_limits(stated, "here"))
     assert "\n" not in str(refused.value)
 
 
@@ -192,7 +191,7 @@ def test_a_file_that_states_no_limits_is_refused_with_its_name(text: str, said: 
     path = tmp_path / "limits.yaml"
     path.write_text(text)
     with pytest.raises(BadData) as refused:
-        limits.read(path)
+        read_limits(path)
     assert str(path) in str(refused.value) and said in str(refused.value)
     with pytest.raises(BadData, match="no such file"):
-        limits.read(tmp_path / "none.yaml")
+        read_limits(tmp_path / "none.yaml")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from latbench.errors import BadData, LatbenchError, UsageError
-from search.database import Database, model_hash
+from search.artifacts.layer_database import Database, model_hash
 from search.pruning.masks.prunable_units import Units, units_of
 from search.pruning.one_shot import auto, sparsegpt
 from search.pruning.one_shot import exact_obs as obs

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from latbench.errors import LatbenchError
-from search.engines import check_outputs, tensors
-from search.onnx_export import export, layer_values
+from search.artifacts.onnx_export import export, layer_values
+from search.whole_model.model_engines import check_outputs, tensors
 from sparse_kernels.oracle import WrongResult
 
 

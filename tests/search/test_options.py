@@ -14,8 +14,8 @@ from latbench.errors import BadData
 from latbench.machines import devices
 from latbench.tables import table as tables
 from latbench.workloads.points import Point, shape_columns
-from search.layers import DENSE, Option
-from search.options import measured_layers, predicted_layers, swept_rows
+from search.inputs.layer_options import measured_layers, predicted_layers, swept_rows
+from search.problem.layers import DENSE, Option
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 

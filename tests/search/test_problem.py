@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData, UsageError
-from search.also import Also
-from search.building import problem_of
+from search.inputs.problem_builder import build_problem
 from search.knapsack.arrays import Infeasible, Solution, sum_in_order
-from search.layers import (
+from search.problem.calibration import allow_only_fastest, calibrate, ignore_intervals
+from search.problem.layers import (
     DENSE,
     Interval,
     Layer,
@@ -23,7 +23,8 @@ from search.layers import (
     tie,
     uniform_choice,
 )
-from search.problem import Problem
+from search.problem.problem import Problem
+from search.problem.second_budget import SecondBudget
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 
@@ -88,13 +89,13 @@ def test_a_small_share_is_not_said_to_be_none() -> None:
 
 def test_uniform_profiles_are_the_mildest_that_fit_the_least_error_first() -> None:
     p = problem()
-    assert p.uniforms(2.0) == [(2, 2)]
-    assert p.uniforms(1.4) == [(1, 1)]
-    assert p.uniforms(0.98) == [(3, 3), (1, 1)]
-    assert p.uniforms(0.98, "vector:8") == [(1, 1)]
-    assert p.uniform(0.98) == (3, 3)
+    assert p.uniform_profiles(2.0) == [(2, 2)]
+    assert p.uniform_profiles(1.4) == [(1, 1)]
+    assert p.uniform_profiles(0.98) == [(3, 3), (1, 1)]
+    assert p.uniform_profiles(0.98, "vector:8") == [(1, 1)]
+    assert p.best_uniform(0.98) == (3, 3)
     with pytest.raises(Infeasible, match="no uniform unstructured reaches 2x"):
-        p.uniform(2.0, "unstructured")
+        p.best_uniform(2.0, "unstructured")
 
 
 def test_a_layer_without_the_option_stays_dense_in_a_uniform_profile() -> None:
@@ -105,7 +106,7 @@ def test_a_layer_without_the_option_stays_dense_in_a_uniform_profile() -> None:
 
 def test_options_that_nothing_efficient_needs_are_left_out() -> None:
     slow = layer("a", [2.0, 1.0, 1.5, 2.5], [0.0, np.nan, np.nan, np.nan])
-    p = Problem((slow,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless()
+    p = Problem((slow,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_dominated()
     assert p.layers[0].options == (OPTIONS[0], OPTIONS[1])
     assert p.layers[0].seconds.tolist() == [2.0, 1.0]
 
@@ -116,7 +117,7 @@ def test_a_pattern_that_is_freer_and_no_slower_makes_another_hopeless() -> None:
     )
     t = np.array([9.0, 3.0, 3.0, 3.0, 9.5, 2.9])
     one = Layer("a", options, t, t, t, np.zeros(6))
-    left = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless().layers[0].options
+    left = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_dominated().layers[0].options
     # shflbw:8 is no slower than vector:8; vector:4 than block:16x8; unstructured than nm:2:4.
     assert [option.pattern for option in left] == ["unstructured", "shflbw:8", "vector:4"]
 
@@ -146,14 +147,14 @@ def test_errors_change_only_what_they_say() -> None:
 
 def test_a_measurement_becomes_the_prediction_for_what_was_measured() -> None:
     measured, dense = Interval(7.0, 6.5, 7.5), Interval(11.0, 10.8, 11.2)
-    p = problem().calibrated((1, 1), measured, dense, "torch")
+    p = calibrate(problem(), (1, 1), measured, dense, "torch")
     found = p.predict((1, 1))
     assert (found.value, found.low, found.high) == pytest.approx((7.0, 6.5, 7.5))
     assert p.budget(1.1) == pytest.approx(11.0 / 1.1 - 1.0)  # the ratio's noise is in `measured` already
     faster = p.predict((2, 2))
     assert faster.value == pytest.approx(1.0 + 2.0 * 6.0 / 5.0)
     assert faster.low < faster.value < faster.high
-    tiny = problem().calibrated((1, 1), Interval(0.9, 0.8, 1.0), dense, "torch")
+    tiny = calibrate(problem(), (1, 1), Interval(0.9, 0.8, 1.0), dense, "torch")
     assert tiny.predict((1, 1)).value == pytest.approx(0.9)
 
 
@@ -203,7 +204,7 @@ def test_options_with_an_infinite_error_cannot_be_had() -> None:
 
 def test_uniform_profiles_are_not_worse_for_options_that_were_left_out() -> None:
     fast = layer("a", [9.0, 1.0, 1.5, 1.4], [0.0, np.nan, np.nan, np.nan])
-    p = Problem((fast, problem().layers[1]), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_hopeless()
+    p = Problem((fast, problem().layers[1]), Interval(0, 0, 0), Interval(9, 9, 9), "torch").without_dominated()
     assert Option("vector:8", 0.9) not in p.layers[0].options
     assert uniform_choice(p.layers, Option("vector:8", 0.9))[0] == 1  # at 50% it is faster
 
@@ -211,7 +212,7 @@ def test_uniform_profiles_are_not_worse_for_options_that_were_left_out() -> None
 def test_a_model_whose_layers_take_no_time_is_corrected_around_them() -> None:
     free = layer("a", [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0])
     dense = Interval(4.0, 4.0, 4.0)
-    p = Problem((free,), Interval(1, 1, 1), dense, "torch").calibrated((0,), Interval(2.0, 1.9, 2.1), dense, "torch")
+    p = calibrate(Problem((free,), Interval(1, 1, 1), dense, "torch"), (0,), Interval(2.0, 1.9, 2.1), dense, "torch")
     assert p.predict((0,)) == Interval(2.0, 1.9, 2.1)
 
 
@@ -230,14 +231,14 @@ def test_tied_layers_are_one_with_the_options_that_all_have() -> None:
 def test_what_is_done_to_a_problem_is_done_to_each_tied_layer() -> None:
     p = replace(problem(), layers=(tie(problem().layers),))
     errors = {"a": dict.fromkeys(OPTIONS, 1.0), "b": {**dict.fromkeys(OPTIONS, 2.0), OPTIONS[3]: np.inf}}
-    (layer,) = p.certain().with_errors(errors).layers
+    (layer,) = ignore_intervals(p).with_errors(errors).layers
     assert layer.options == OPTIONS[:3]
     assert layer.errors.tolist() == [0.0, 3.0, 3.0]
     assert layer.high.tolist() == layer.low.tolist() == [10.0, 5.0, 2.0]
     assert [part.errors.tolist() for part in layer.parts] == [[0.0, 1.0, 1.0], [0.0, 2.0, 2.0]]
     assert [part.seconds.tolist() for part in layer.parts] == [[4.0, 2.0, 1.0], [6.0, 3.0, 1.0]]
     measured = Interval(6.0, 6.0, 6.0)
-    assert p.calibrated((1,), measured, p.dense, "torch").predict((1,)).value == pytest.approx(6.0)
+    assert calibrate(p, (1,), measured, p.dense, "torch").predict((1,)).value == pytest.approx(6.0)
 
 
 def test_errors_that_are_missing_are_named_and_never_guessed_at() -> None:
@@ -300,43 +301,43 @@ def test_two_problems_at_once_keep_both_promises(rng: np.random.Generator) -> No
         p, other = random_problem(rng), random_problem(rng)
         both = [(p.speedup(p.predict(c)).low, other.speedup(other.predict(c)).low, c) for c in all_profiles(p)]
         one, two, _ = both[int(rng.integers(len(both)))]
-        solution = p.solve(one, also=other.within(two))
+        solution = p.solve(one, second_budget=other.as_second_budget(two))
         assert p.speedup(p.predict(solution.choice)).low >= one
         assert other.speedup(other.predict(solution.choice)).low >= two
         fitting = [c for a, b, c in both if a >= one and b >= two]
         assert solution.error == min(sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fitting)
     with pytest.raises(UsageError, match="other layers, or they are tied otherwise"):
-        p.solve(1.0, also=random_problem(rng, layers=5).within(1.0))
+        p.solve(1.0, second_budget=random_problem(rng, layers=5).as_second_budget(1.0))
     with pytest.raises(
         Infeasible, match=r"^the phone: target 99x is infeasible: the best is .*; .* of the time is in"
     ):
-        p.within(99.0, "the phone")
+        p.as_second_budget(99.0, "the phone")
 
 
 def test_a_second_budget_in_any_unit() -> None:
     weights = dict(zip(OPTIONS, (100.0, 50.0, 10.0, 60.0), strict=True))
     p = problem()
-    solution = p.solve(1.0, also=Also({"a": weights, "b": weights}, 70.0, "bytes"))
+    solution = p.solve(1.0, second_budget=SecondBudget({"a": weights, "b": weights}, 70.0, "bytes"))
     used = sum(weights[it] for it in solution.options.values())
     assert used <= 70 and solution.options == {"a": OPTIONS[2], "b": OPTIONS[3]}
     with pytest.raises(Infeasible, match="that reaches 2x keeps bytes, 19: the least that one takes is 20"):
-        p.solve(2.0, also=Also({"a": weights, "b": weights}, 19.0, "bytes"))
+        p.solve(2.0, second_budget=SecondBudget({"a": weights, "b": weights}, 19.0, "bytes"))
     with pytest.raises(UsageError, match="bytes: nothing says what layer b takes as dense"):
-        p.solve(1.0, also=Also({"a": weights}, 70.0, "bytes"))
+        p.solve(1.0, second_budget=SecondBudget({"a": weights}, 70.0, "bytes"))
 
 
 def test_a_profile_has_one_second_budget() -> None:
     weights = dict(zip(OPTIONS, (100.0, 50.0, 10.0, 60.0), strict=True))
-    also = Also({"a": weights, "b": weights}, 70.0, "bytes")
+    also = SecondBudget({"a": weights, "b": weights}, 70.0, "bytes")
     with pytest.raises(UsageError, match="the problem keeps bytes already, and a profile can have one second budget"):
-        replace(problem(), also=also).solve(1.0, also=replace(also, budget=1e9))
+        replace(problem(), second_budget=also).solve(1.0, second_budget=replace(also, budget=1e9))
 
 
 def test_another_problem_s_budget_holds_also_where_layers_stay_dense(rng: np.random.Generator) -> None:
     for _ in range(20):
         p, other = random_problem(rng), random_problem(rng)
         name = p.layers[0].name
-        found = replace(p, also=other.within(1.05)).limited(excluded=[name]).solve(1.02)
+        found = replace(p, second_budget=other.as_second_budget(1.05)).limited(excluded=[name]).solve(1.02)
         assert name not in found.options and other.selection(found.options).speedup.low >= 1.05
         fitting = [
             sum_in_order(e[j] for e, j in zip(p.errors[1:], c[1:], strict=True))
@@ -351,12 +352,12 @@ def test_another_problem_s_budget_holds_also_where_layers_stay_dense(rng: np.ran
 def test_what_was_not_settled_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # As the solver answers where too many profiles come close: 150 is what it found, 140 what it proved.
     unproven = Solution((2, 2), 2.0, 150.0, 140.0)
-    monkeypatch.setattr("search.problem.solve", lambda *_: unproven)
+    monkeypatch.setattr("search.problem.problem.solve", lambda *_: unproven)
     weights = dict(zip(OPTIONS, (100.0, 50.0, 75.0, 60.0), strict=True))
-    asked = replace(problem(), also=Also({"a": weights, "b": weights}, 145.0, "it"))
+    asked = replace(problem(), second_budget=SecondBudget({"a": weights, "b": weights}, 145.0, "it"))
     assert asked.reachable(2.0) == asked.budget(2.0)
     with pytest.raises(Infeasible, match="the least that one takes is 150"):
-        replace(asked, also=Also({"a": weights, "b": weights}, 139.0, "it")).reachable(2.0)
+        replace(asked, second_budget=SecondBudget({"a": weights, "b": weights}, 139.0, "it")).reachable(2.0)
 
 
 def heavy(p: Problem, rng: np.random.Generator) -> dict[str, dict[Option, float]]:
@@ -372,17 +373,17 @@ def test_a_problem_s_second_budget_is_kept_by_all_that_it_answers_with(rng: np.r
         options = {c: options_of(p.layers, c) for c in all_profiles(p)}
         used = {c: sum(costs[name][it] for name, it in chosen.items()) for c, chosen in options.items()}
         budget = 7.0 + used[p.solve(1.6).choice]
-        asked = replace(p, also=Also(costs, budget, fixed=7.0))
+        asked = replace(p, second_budget=SecondBudget(costs, budget, fixed=7.0))
         fast = [c for c in used if p.speedup(p.predict(c)).low >= 1.3 and used[c] + 7.0 <= budget]
         assert sorted(fast) == sorted(c for c in used if asked.keeps(c, 1.3))
         error = {c: sum_in_order(e[j] for e, j in zip(p.errors, c, strict=True)) for c in fast}
-        assert asked.solve(1.3).error == p.solve(1.3, also=asked.also).error == min(error.values())
+        assert asked.solve(1.3).error == p.solve(1.3, second_budget=asked.second_budget).error == min(error.values())
         assert asked.solver(1.3, quick=True)(p.errors).choice in fast
-        assert all(asked.keeps(c, 1.3) for c in asked.uniforms(1.3))
+        assert all(asked.keeps(c, 1.3) for c in asked.uniform_profiles(1.3))
         high = {c: sum_in_order(t[j] for t, j in zip(p.safe_seconds, c, strict=True)) for c in used}
         light = [c for c in used if used[c] + 7.0 <= budget]
         assert high[asked.fastest()] == min(high[c] for c in light)
-        only = asked.only_fastest(3.0)
+        only = allow_only_fastest(asked, 3.0)
         assert {c for c in light if only.keeps(c, 3.0)} == {
             c for c in light if high[c] == min(high[c] for c in light)
         }
@@ -401,10 +402,10 @@ def test_what_is_slower_may_be_lighter_and_so_has_hope() -> None:
     t = np.array([4.0, 2.0, 3.0, 1.0])
     one = Layer("a", options, t, t, t, np.array([0.0, 1.0, 2.0, 3.0]))
     p = Problem((one,), Interval(0, 0, 0), Interval(9, 9, 9), "torch")
-    assert p.without_hopeless().layers[0].options == (options[0], options[1], options[3])
-    light = replace(p, also=Also({"a": dict(zip(options, (8.0, 6.0, 5.0, 3.0), strict=True))}, 5.0))
-    assert light.without_hopeless().layers[0].options == options
-    assert light.without_hopeless().solve(2.0).options == {"a": options[2]}
+    assert p.without_dominated().layers[0].options == (options[0], options[1], options[3])
+    light = replace(p, second_budget=SecondBudget({"a": dict(zip(options, (8.0, 6.0, 5.0, 3.0), strict=True))}, 5.0))
+    assert light.without_dominated().layers[0].options == options
+    assert light.without_dominated().solve(2.0).options == {"a": options[2]}
 
 
 def test_which_of_two_budgets_is_too_small_is_said() -> None:
@@ -419,31 +420,31 @@ def test_which_of_two_budgets_is_too_small_is_said() -> None:
         (99.0, 99.0, "target 99x is infeasible: the best is"),
     ):
         with pytest.raises(Infeasible, match=said):
-            replace(p, also=Also({"a": costs, "b": costs}, budget, "it")).reachable(target)
+            replace(p, second_budget=SecondBudget({"a": costs, "b": costs}, budget, "it")).reachable(target)
     slow = dict(zip(OPTIONS, (10.0, 50.0, 100.0, 60.0), strict=True))  # what is fast is heavy
     with pytest.raises(
         Infeasible, match="the least that one takes is 150, and 20 at whatever speed: either budget alone"
     ):
-        replace(p, also=Also({"a": slow, "b": slow}, 149.0, "it")).reachable(2.0)
+        replace(p, second_budget=SecondBudget({"a": slow, "b": slow}, 149.0, "it")).reachable(2.0)
 
 
 def test_a_second_budget_that_lacks_something_is_refused_wherever_it_is_asked() -> None:
-    p = replace(problem(), also=Also({"a": {}, "b": {}}, 9.0, "it"))
+    p = replace(problem(), second_budget=SecondBudget({"a": {}, "b": {}}, 9.0, "it"))
     with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
-        p.within_also((0, 0))
+        p.keeps_second_budget((0, 0))
     with pytest.raises(UsageError, match="it: nothing says what layer a takes as dense"):
         p.limited(excluded=["a"])
     with pytest.raises(BadData, match="it: a budget is a finite number, not nan"):
-        replace(p, also=Also({"a": {}, "b": {}}, np.nan, "it")).solve(2.0)
+        replace(p, second_budget=SecondBudget({"a": {}, "b": {}}, np.nan, "it")).solve(2.0)
 
 
 def test_no_uniform_profile_is_said_to_be_where_there_is_no_other_either() -> None:
     slow = dict(zip(OPTIONS, (10.0, 50.0, 100.0, 60.0), strict=True))
-    p = replace(problem(), also=Also({"a": slow, "b": slow}, 149.0, "it"))
+    p = replace(problem(), second_budget=SecondBudget({"a": slow, "b": slow}, 149.0, "it"))
     with pytest.raises(Infeasible, match="the least that one takes is 150"):
-        p.uniform(2.0)
+        p.best_uniform(2.0)
     with pytest.raises(UsageError, match="no layer can be had as nm:9:4"):
-        problem().uniform(1.5, "nm:9:4")
+        problem().best_uniform(1.5, "nm:9:4")
 
 
 def test_sparsities_need_not_be_given_to_the_last_digit() -> None:
@@ -512,20 +513,20 @@ def test_a_model_that_takes_no_time_is_infinitely_fast_and_said_to_be(tmp_path: 
 def test_times_that_cannot_be_are_no_problem(dense: float | None, fixed: float | None, said: str) -> None:
     one = layer("a", [4.0, 1.0], [0.0, 1.0], spread=0.0)
     with pytest.raises(BadData, match=said):
-        problem_of([one], dense_seconds=dense, fixed_seconds=fixed)
+        build_problem([one], dense_seconds=dense, fixed_seconds=fixed)
 
 
 def test_layers_that_take_no_time_at_all_are_no_problem() -> None:
     with pytest.raises(BadData, match="above 0, not 0 s"):
-        problem_of([layer("a", [0.0, 0.0], [0.0, 1.0])])
+        build_problem([layer("a", [0.0, 0.0], [0.0, 1.0])])
 
 
 def test_the_solver_of_a_problem_keeps_its_budgets_for_any_errors(rng: np.random.Generator) -> None:
     p, other = random_problem(rng), random_problem(rng)
     both = [c for c in all_profiles(p) if p.speedup(p.predict(c)).low >= 1.5]
     also = [c for c in both if other.speedup(other.predict(c)).low >= 1.2]
-    for fitting, second in ((both, None), (also, other.within(1.2))):
+    for fitting, second in ((both, None), (also, other.as_second_budget(1.2))):
         errors = [rng.random(len(one)) for one in p.errors]
         totals = {c: sum_in_order(e[j] for e, j in zip(errors, c, strict=True)) for c in fitting}
-        found = replace(p, also=second).solver(1.5)(errors)
+        found = replace(p, second_budget=second).solver(1.5)(errors)
         assert found.choice in fitting and found.error == min(totals.values()) == found.bound

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from latbench.errors import BadData
-from search.profile import LayerChoice, Profile, Weights, load
+from search.artifacts.profile import LayerChoice, Profile, Weights, load
 
 
 def example() -> Profile:

@@ -16,15 +16,15 @@ from torch.nn.utils import prune as torch_prune
 from latbench.base.files import sha256
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, LatbenchError, UsageError
-from search import onnx_export
-from search.database import Database, model_hash
-from search.profile import LayerChoice, Profile
+from search.artifacts import onnx_export
+from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline.verify import manifest_hash
 from search.pruning.masks.layer_targets import Target, Targets, targets_of
 from search.pruning.one_shot.fill_database import build_database
 from search.pruning.storage.model_folder import load_pruned, read_manifest, read_masks, save_pruned
 from search.pruning.storage.packed_file import load_packed, write_packed
 from search.task import Task, load
-from search.verify import manifest_hash
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.formats import pack
 from sparse_kernels.nn import set_weight_matrix, weight_matrix

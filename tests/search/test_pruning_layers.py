@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from latbench.errors import BadData
-from search.database import Database, model_hash
+from search.artifacts.layer_database import Database, model_hash
 from search.pruning.one_shot.adaprune import AdaPrune
 from search.pruning.one_shot.fill_database import build_database, made_by
 from search.pruning.one_shot.hessian import input_hessians

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, UsageError
-from search.database import Database, model_hash
-from search.profile import LayerChoice, Profile
+from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.profile import LayerChoice, Profile
 from search.pruning import pipeline
 from search.pruning.masks.bits import apply_masks
 from search.pruning.one_shot.batchnorm import batchnorms, tune_batchnorm

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from latbench.cli.commands.prune import prune as prune_command
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from search.database import Database, model_hash
-from search.profile import LayerChoice, Profile
+from search.artifacts.layer_database import Database, model_hash
+from search.artifacts.profile import LayerChoice, Profile
 from search.pruning.masks.layer_targets import targets_of
 from search.pruning.one_shot.fill_database import build_database
 from search.pruning.pipeline import check_recipe

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from search.end_to_end import PROCESSES
-from search.risk import MOOD, SPREAD, WEIGHT, coverage, promise, scatter, spread
+from search.whole_model.confidence import MOOD, SPREAD, WEIGHT, coverage, promise, scatter, spread
+from search.whole_model.end_to_end import PROCESSES
 
 
 @pytest.mark.parametrize(("actual", "mood"), [(0.01, 0.0), (SPREAD, MOOD), (0.03, MOOD)])

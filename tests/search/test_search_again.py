@@ -13,14 +13,17 @@ import torch
 from latbench.cli.commands.search import search as search_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed, UsageError
 from latbench.runners.worker import resolve
-from search import job, overhead, profile, sessions, verify
 from search import task as tasks
-from search.end_to_end import PROCESSES, Engine, Timings
-from search.job import Inputs, Settings
+from search.artifacts import profile
+from search.artifacts.profile import Profile
 from search.knapsack.arrays import Infeasible
-from search.problem import DENSE, Layer, Option
-from search.profile import Profile
+from search.pipeline import search_job as job
+from search.pipeline import verify
+from search.pipeline.search_job import Inputs, Settings
+from search.problem.layers import DENSE, Layer, Option
 from search.pruning.one_shot.fill_database import build_database
+from search.whole_model import overhead, sessions
+from search.whole_model.end_to_end import PROCESSES, Engine, Timings
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 
@@ -51,11 +54,11 @@ class Machine:
         blocks = {}
         for name, engine in engines.items():
             choices = engine.arguments[-1] if isinstance(engine.arguments[-1], Mapping) else None
-            if engine.function == "search.engines:folder_pruned":
+            if engine.function == "search.whole_model.model_engines:folder_pruned":
                 layers = profile.load(Path(engine.arguments[3]) / "profile.json").layers
                 choices = {layer: (choice.pattern, choice.sparsity) for layer, choice in layers.items()}
             seconds = 8e-3
-            if engine.function == "search.engines:layers_free":
+            if engine.function == "search.whole_model.model_engines:layers_free":
                 seconds = 1e-4
             elif choices is not None:
                 seconds = 2e-4 + self.slowness * sum(4e-3 * (1 - sparsity) for _, sparsity in choices.values())

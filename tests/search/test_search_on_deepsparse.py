@@ -18,16 +18,19 @@ from latbench.backends.deepsparse_environment import Environment
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables import table as tables
-from search import engines, job, overhead, promise
 from search import task as tasks
-from search.database import Database, model_hash
-from search.end_to_end import Engine, Timings
-from search.job import Inputs, Settings
-from search.layer_times import rows
-from search.problem import DENSE, Option
+from search.artifacts.layer_database import Database, model_hash
+from search.pipeline import search_job as job
+from search.pipeline import speedup_loop as promise
+from search.pipeline.measure_in_network import rows
+from search.pipeline.search_job import Inputs, Settings
+from search.problem.layers import DENSE, Option
 from search.pruning.one_shot.fill_database import build_database, made_by
-from search.sessions import Session
 from search.task import Task
+from search.whole_model import model_engines as engines
+from search.whole_model import overhead
+from search.whole_model.end_to_end import Engine, Timings
+from search.whole_model.sessions import Session
 from sparse_kernels.oracle import WrongResult
 from sparse_kernels.shapes import LinearShape
 
@@ -134,7 +137,7 @@ def test_profiles_are_timed_on_the_backend_beside_its_dense_engines(
     profiles = {"pruned": CHOICES}
     settings = Settings(2.0, threads=2, backend=backend)
     timings = job.time_profiles(inputs, settings, profiles, {}, lambda *_: None)
-    assert asked["pruned"].function == "search.engines:database_pruned"
+    assert asked["pruned"].function == "search.whole_model.model_engines:database_pruned"
     assert backend in asked["pruned"].arguments and inputs.model_hash in asked["pruned"].arguments
     found = promise.measured([Session(profiles, timings)], "pruned", 0.9)
     fastest = "deepsparse" if backend == "deepsparse" else "torch"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from latbench.errors import BadData
-from search import sessions
-from search.end_to_end import Timings
-from search.sessions import Session, profile_name
+from search.whole_model import sessions
+from search.whole_model.end_to_end import Timings
+from search.whole_model.sessions import Session, profile_name
 
 CHOSEN = {"fc1": ("vector:8", 0.75), "fc2": ("dense", 0.0)}
 

@@ -9,9 +9,9 @@ import pytest
 
 from latbench.cli import main as cli
 from latbench.importers.text_formats import read_spdy_profile
-from search.layers import Option
-from search.problem import Problem
-from search.weight_bytes import weight_bytes
+from search.inputs import problem_from_spdy
+from search.problem.layers import Option
+from search.problem.packed_bytes import weight_bytes
 from sparse_kernels.shapes import LinearShape
 
 Run = Callable[..., tuple[int, str, str]]
@@ -50,10 +50,10 @@ def test_without_a_target_it_prints_the_frontier(run: Run) -> None:
     code, out, _ = run("t.txt")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["1.00×", "1.25×"]
-    assert f"of {len(Problem.from_spdy('t.txt').frontier())} efficient profiles" in out
+    assert f"of {len(problem_from_spdy('t.txt').frontier())} efficient profiles" in out
     code, out, _ = run("t.txt", "-o", "frontier.csv")
     assert code == 0 and out.endswith("frontier.csv is written\n")
-    every = Problem.from_spdy("t.txt").frontier().to_frame()
+    every = problem_from_spdy("t.txt").frontier().to_frame()
     pd.testing.assert_frame_equal(pd.read_csv("frontier.csv"), every)
     assert run("t.txt", "-o", "frontier.parquet")[0] == 0
     pd.testing.assert_frame_equal(pd.read_parquet("frontier.parquet"), every)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from search.evaluations import Enough, Evaluations, Found
 from search.knapsack.arrays import Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.spdy import quadratic_prior, spdy_search
+from search.problem.priors import quadratic_prior
+from search.strategies.evaluation_budget import Enough, Evaluations, Found
+from search.strategies.spdy import spdy_search
 
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]

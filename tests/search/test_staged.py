@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from search.additive import AdditiveLoss, layer_priors
-from search.evaluations import AT_ONCE, Enough, Evaluations, Found
 from search.knapsack.arrays import BadProblem, Choice, Infeasible, Solver
 from search.knapsack.one_budget import solve
-from search.spdy import spdy_search
-from search.staged import staged_search
+from search.strategies.additive_loss import AdditiveLoss, layer_priors
+from search.strategies.evaluation_budget import AT_ONCE, Enough, Evaluations, Found
+from search.strategies.spdy import spdy_search
+from search.strategies.staged import staged_search
 
 LAYERS, OPTIONS = 7, 4
 SECONDS = [np.linspace(1 + layer, 0.1, OPTIONS) for layer in range(LAYERS)]

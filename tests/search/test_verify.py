@@ -13,14 +13,9 @@ from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from latbench.machines import devices
 from latbench.tables import table as tables
-from search import sessions
 from search import task as tasks
-from search.end_to_end import Timings, time_engines
-from search.overhead import conditions
-from search.profile import LayerChoice, Profile
-from search.pruning.storage.model_folder import save_pruned
-from search.task import Task
-from search.verify import (
+from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline.verify import (
     PRUNED,
     SESSION,
     Verdict,
@@ -32,6 +27,11 @@ from search.verify import (
     up_to_date,
     verify,
 )
+from search.pruning.storage.model_folder import save_pruned
+from search.task import Task
+from search.whole_model import sessions
+from search.whole_model.end_to_end import Timings, time_engines
+from search.whole_model.overhead import conditions
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import parse
 
@@ -198,7 +198,7 @@ def test_the_command_says_what_all_weights_take_where_they_have_a_budget(
     asked = replace(profile(), most_bytes=most, weight_bytes=7000.0, dense_bytes=12000.0)
     folder = pruned_folder(tmp_path / "pruned", little, asked)
     verdict = conclude(little, asked, "numba", timings(2.0), (0.9, 0.8), "hash")
-    monkeypatch.setattr("search.verify.up_to_date", lambda *of: verdict)
+    monkeypatch.setattr("search.pipeline.verify.up_to_date", lambda *of: verdict)
     verify_command(little.reference, folder, tmp_path / "verify")
     said = "all weights take 7,000 of 9,000 bytes allowed, 12,000 dense\n" in capsys.readouterr().out
     assert said is (most is not None)
@@ -211,7 +211,7 @@ def test_the_command_says_what_was_predicted_for_the_backend_it_ran_on(
     folder = pruned_folder(tmp_path / "pruned", little, asked)
     for backend in ("numba", "deepsparse"):
         verdict = conclude(little, asked, backend, timings(2.0), (0.9, 0.8), "hash")
-        monkeypatch.setattr("search.verify.up_to_date", lambda *of, verdict=verdict: verdict)
+        monkeypatch.setattr("search.pipeline.verify.up_to_date", lambda *of, verdict=verdict: verdict)
         verify_command(little.reference, folder, tmp_path / "verify", backend=backend)
         said = "the pruned model was predicted to take 1.90 s (1.80–2.10)\n" in capsys.readouterr().out
         assert said is (backend == "numba")
@@ -223,7 +223,7 @@ def test_a_small_model_is_verified_from_its_folder(
 ) -> None:
     monkeypatch.setenv("LATBENCH_LOCKS", str(tmp_path / "locks"))  # this test need not wait for the machine
     once = partial(time_engines, processes=1, rounds=4)  # what is built again and again is test_end_to_end.py's
-    monkeypatch.setattr("search.verify.time_engines", once)
+    monkeypatch.setattr("search.pipeline.verify.time_engines", once)
     folder, output = pruned_folder(tmp_path / "pruned", little, profile(1e-3)), tmp_path / "verify"
     verdict = verify(little, folder, output)
     assert verdict.met

@@ -5,9 +5,9 @@ import pytest
 
 from latbench.errors import UsageError
 from search.knapsack.arrays import Infeasible
-from search.layers import DENSE, Interval, Layer, Option
-from search.problem import Problem
-from search.weight_bytes import weight_bytes
+from search.problem.layers import DENSE, Interval, Layer, Option
+from search.problem.packed_bytes import weight_bytes
+from search.problem.problem import Problem
 from sparse_kernels.formats import pack
 from sparse_kernels.patterns import parse
 from sparse_kernels.shapes import LinearShape
@@ -37,9 +37,9 @@ def test_the_lightest_profile_is_found_within_both_budgets() -> None:
     p = problem()
     heavy = sum(weight_bytes(OPTIONS[1], shape) for shape in SHAPES.values())
     assert p.solve(4.0).options == dict.fromkeys("abc", OPTIONS[1])
-    assert p.solve(4.0, also=p.bytes_within(heavy, SHAPES)).error == 3.0
-    budget = p.bytes_within(heavy - 1, SHAPES)
-    light = p.solve(4.0, also=budget)
+    assert p.solve(4.0, second_budget=p.byte_budget(heavy, SHAPES)).error == 3.0
+    budget = p.byte_budget(heavy - 1, SHAPES)
+    light = p.solve(4.0, second_budget=budget)
     assert sorted(map(str, light.options.values())) == [
         "unstructured at 0.5",
         "unstructured at 0.5",
@@ -58,7 +58,7 @@ def test_layers_that_stay_dense_weigh_the_same_excluded_or_not(known: str) -> No
         answers = []
         for p in (excluded, fixed):
             try:
-                answers.append(p.solve(1.0, also=p.bytes_within(used, given)).options["a"])
+                answers.append(p.solve(1.0, second_budget=p.byte_budget(used, given)).options["a"])
             except Infeasible as refused:
                 answers.append(str(refused))
         assert answers[0] == answers[1]
@@ -67,7 +67,7 @@ def test_layers_that_stay_dense_weigh_the_same_excluded_or_not(known: str) -> No
 
 def test_a_layer_whose_shape_nobody_knows_is_named() -> None:
     with pytest.raises(UsageError, match="bytes of weights: the shape of layer b is not known"):
-        problem().bytes_within(1e6, {"a": SHAPES["a"], "c": SHAPES["c"]})
+        problem().byte_budget(1e6, {"a": SHAPES["a"], "c": SHAPES["c"]})
     with pytest.raises(UsageError, match="the shape of layer c is not known"):
         p = problem().limited(excluded=["c"])
-        p.bytes_within(1e6, {"a": SHAPES["a"], "b": SHAPES["b"]})
+        p.byte_budget(1e6, {"a": SHAPES["a"], "b": SHAPES["b"]})
