@@ -17,9 +17,9 @@ LIMITS = {
     "functions over 60 lines": 33,
     "functions over 7 arguments": 60,
     "blocks nested over 5": 5,
-    "file names twice": 9,
+    "file names twice": 7,
     "class names twice": 26,
-    "folders over 16 files": 5,
+    "folders over 16 files": 4,
     "private Numba outside its module": 12,
 }
 """How many places may still break each rule of `house_rules.py`. The numbers only fall, until all are 0."""
