@@ -30,7 +30,7 @@ from latbench.tables import compare
 from latbench.tables import merge as merging
 from latbench.tables import table as tables
 from latbench.tables import validate as validation
-from search.options import swept_rows
+from search.inputs.layer_options import swept_rows
 from sparse_kernels.shapes import LinearShape
 
 SAMPLES = 20
