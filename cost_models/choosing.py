@@ -17,8 +17,8 @@ import pandas as pd
 from cost_models.errors import Uncalibrated
 from cost_models.lookup import AnchoredLookup
 from cost_models.rows import CURVE, KEY, keys, sparsities, training_rows
-from latbench.sweeping.sweep import FINISHED
 from latbench.tables import table as tables
+from latbench.tables.table import FINISHED
 from latbench.workloads.points import Point
 
 ANCHORS = 6

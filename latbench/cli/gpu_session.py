@@ -57,6 +57,8 @@ from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine, repository_on_path
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.sweeping.publisher import Publisher
+from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables import table as tables
 from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
@@ -206,7 +208,7 @@ class SmokeFailed(Exception):
 
 
 def measure(
-    machine: sweep.Machine,
+    machine: SweepMachine,
     blocks: Sequence[Sequence[Point]],
     out: Path,
     *,
@@ -214,7 +216,7 @@ def measure(
     remarks: Sequence[str] = (),
     smoke_points: Sequence[Point] = (),
     sources: Sequence[Path] = (),
-    settings: sweep.Settings = SETTINGS,
+    settings: SweepSettings = SETTINGS,
     watch: Stopwatch | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Swept:
@@ -252,7 +254,7 @@ def measure(
             said = [each.verdict for each in judged]
             publish(folder, out, environment, [*notes, *said, str(watch), *watch.laps[:MOST_LAPS]])
 
-        def report(now: sweep.Progress) -> None:
+        def report(now: Progress) -> None:
             watch.turn_to(now.activity.partition(":")[0])
 
         late: Incomplete | None = None
@@ -272,7 +274,7 @@ def measure(
                     folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
                     report=report, saved=saved, expected=wanted, chances_last=True,
                 )  # fmt: skip
-            except sweep.Stopped as error:
+            except SweepStopped as error:
                 interrupted = error.interrupted
                 late = _unfinished("interrupted" if interrupted else "the time is over", out, machine.device)
             except SmokeFailed:

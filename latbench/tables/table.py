@@ -148,6 +148,12 @@ STATUSES = (
     *TIMED, "throttled", "impossible", "spike", "unsupported", "oom", "incorrect", "timeout", "error",
 )  # fmt: skip
 
+# A rerun measures a point again unless it has a row with one of these: the causes of errors may be gone.
+# Noise may be gone, too, but a noisy row was given all its chances: it is measured again only if that is asked for.
+FINISHED = ("ok", "unsupported", "incorrect")
+
+DISTURBED = ("noisy", "throttled", "spike")  # the statuses that are measured again: a later try is often a quiet one
+
 # The name of a part tells its content, so that damage of any kind shows when it is read.
 PART_NAME = re.compile(r"part-([0-9a-f]{16})\.parquet")
 

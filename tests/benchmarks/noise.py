@@ -31,7 +31,9 @@ import pandas as pd
 from latbench import backends
 from latbench.machines import devices
 from latbench.runners.worker_process import Worker
-from latbench.sweeping import sweep
+from latbench.sweeping import sweep, sweep_machine
+from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.tables import table as tables
 from latbench.tables.significance import Verdict, judged_together, spread, verdict
 from latbench.workloads import points as plan
@@ -107,12 +109,12 @@ def timed(run: Callable[[], object]) -> float:
 # The comparisons ----------------------------------------------------------------------------------------------------
 
 
-def measured(points: Sequence[Point], threads: int, settings: sweep.Settings, seed: int) -> pd.DataFrame:
+def measured(points: Sequence[Point], threads: int, settings: SweepSettings, seed: int) -> pd.DataFrame:
     """One sweep of `points`, a row of each that has a time, by point_id; `spent`: the seconds that all its samples
     took, in all its tries, those that do not count among them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        machine = sweep.Cpu(threads)
+        machine = CpuMachine(threads)
         sweep.run(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
         rows = tables.read(Path(folder))
     taken = rows["sample_count"].fillna(0) + rows["discarded_samples"].fillna(0)
@@ -120,7 +122,7 @@ def measured(points: Sequence[Point], threads: int, settings: sweep.Settings, se
     return tables.timed(rows).set_index("point_id").assign(spent=spent)
 
 
-def repeat(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+def repeat(points: Sequence[Point], runs: int, threads: int, settings: SweepSettings) -> None:
     """Print how much the times of `points` vary between runs, latbench's and torch's."""
     found: dict[str, list[list[float]]] = {}
     for run in range(runs):
@@ -190,9 +192,9 @@ class Count:
         print(f"5% slower {dict(self.slowed)}, {self.slowed['SLOWER'] / sum(self.slowed.values()):.0%} caught")
 
 
-def verdicts(points: Sequence[Point], runs: int, threads: int, settings: sweep.Settings) -> None:
+def verdicts(points: Sequence[Point], runs: int, threads: int, settings: SweepSettings) -> None:
     """Measure `points` twice, `runs` times, one of them 5% slower the second time; count the verdicts."""
-    sweep.PREPARE = f"{HERE}:prepare"
+    sweep_machine.PREPARE = f"{HERE}:prepare"
     counts = [Count("as measured"), Count("at the usual pace"), Count("beside the other points")]
     for run in range(runs):
         which = run % len(points)
@@ -237,11 +239,11 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=30)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=devices.cores())
-    parser.add_argument("--seconds", type=float, default=sweep.Settings.max_seconds, help="most seconds a point")
-    parser.add_argument("--sessions", type=int, default=sweep.Settings.sessions, help="as of `latbench sweep`")
-    parser.add_argument("--error", type=float, default=sweep.Settings.rel_error, help="error at which a point ends")
+    parser.add_argument("--seconds", type=float, default=SweepSettings.max_seconds, help="most seconds a point")
+    parser.add_argument("--sessions", type=int, default=SweepSettings.sessions, help="as of `latbench sweep`")
+    parser.add_argument("--error", type=float, default=SweepSettings.rel_error, help="error at which a point ends")
     given = parser.parse_args()
-    settings = sweep.Settings(max_seconds=given.seconds, rel_error=given.error, sessions=given.sessions)
+    settings = SweepSettings(max_seconds=given.seconds, rel_error=given.error, sessions=given.sessions)
     VERBS[given.what](chosen(given.points, given.threads), given.runs, given.threads, settings)
 
 

@@ -29,6 +29,7 @@ from latbench.sweeping.gpu_points import DENSE, OURS
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.gpu_summary import compared
 from latbench.sweeping.roofline_pace import Roofline
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepSettings, SweepStopped
 from latbench.tables import table as tables
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.workloads.points import Point
@@ -39,7 +40,7 @@ FAKES = Path(__file__).with_name("gpu_fakes.py")
 fakes = SimpleNamespace(**runpy.run_path(str(FAKES)))
 
 ENVIRONMENT = f"env-{'e' * 16}.json"
-QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
+QUICK = SweepSettings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
 VERSIONS: dict[str, str] = fakes.PACKAGES
 
@@ -251,7 +252,7 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
 def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
     frame = run(tmp_path, [dense(), point(fakes.HOT)])
     hot = frame[frame["pattern_seed"] == fakes.HOT].sort_values("started_at")
-    tries = 1 + sweep.NOISY_CHANCES
+    tries = 1 + NOISY_CHANCES
     assert hot["status"].tolist() == ["throttled"] * tries
     assert hot["error"].tolist() == [
         f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
@@ -332,7 +333,7 @@ def test_ceilings_too_low_to_be_true_are_measured_again_before_a_time_is_refused
 def test_without_a_roofline_the_sweep_goes_on_and_its_rows_say_so(tmp_path: Path, failure: Exception) -> None:
     frame = sweep_into(tmp_path, [dense(), point()], machine=Bounded(failure=failure)).table
     assert frame is not None and set(frame["status"]) == {"ok"}
-    assert frame["roofline_seconds"].isna().all() and set(frame["flags"]) == {sweep.NO_ROOFLINE}
+    assert frame["roofline_seconds"].isna().all() and set(frame["flags"]) == {NO_ROOFLINE}
     assert "fake no_roofline" in (tmp_path / "summary.txt").read_text()
 
 
@@ -449,7 +450,7 @@ def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> 
     began = time.monotonic()
     try:
         timer.start()
-        with pytest.raises(sweep.Stopped, match=r"interrupted: \d of 3 points"):
+        with pytest.raises(SweepStopped, match=r"interrupted: \d of 3 points"):
             sweep.run(tmp_path, sweep.in_order([wanted]), machine=machine, settings=QUICK)
     finally:
         timer.join()

@@ -14,7 +14,7 @@ from latbench.cli.commands import sweep as command
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping.sweep import Settings
+from latbench.sweeping.settings import SweepSettings
 from latbench.tables import table as tables
 
 fakes = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("gpu_fakes.py"))))
@@ -45,7 +45,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(machine, "GpuMachine", at.machine)
-    monkeypatch.setattr(machine, "SETTINGS", Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001))
+    monkeypatch.setattr(machine, "SETTINGS", SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001))
     monkeypatch.setattr(Machine, "refused", {})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return at

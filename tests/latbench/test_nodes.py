@@ -13,6 +13,7 @@ from latbench.runners.device_lock import device_lock
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
+from latbench.sweeping.settings import SweepSettings, SweepStopped, SweepSummary
 from latbench.tables import table as tables
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -20,7 +21,7 @@ from sparse_kernels.shapes import LinearShape
 
 TASKS = Path(__file__).with_name("node_tasks.py")
 DEVICE = "nvidia-a100-sxm4-80gb"
-QUICK = sweep.Settings(max_seconds=0.02, round_seconds=0.0005, block_points=4)
+QUICK = SweepSettings(max_seconds=0.02, round_seconds=0.0005, block_points=4)
 
 
 def node(name: str) -> Node:
@@ -78,7 +79,7 @@ def points(shapes: int) -> list[Point]:
     return [point(m, sparsity) for m in range(1, shapes + 1) for sparsity in (0.5, 0.75)]
 
 
-def measure(folder: Path, wanted: list[Point], taken: FakeNodes, **options: Any) -> sweep.Summary:
+def measure(folder: Path, wanted: list[Point], taken: FakeNodes, **options: Any) -> SweepSummary:
     there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
     return sweep.spread(folder, lambda table: wanted, elsewhere=there, settings=QUICK, **options)
 
@@ -121,7 +122,7 @@ def test_a_point_that_takes_nodes_down_is_found_and_recorded(tmp_path: Path) -> 
 
 def test_when_no_node_is_left_what_is_measured_is_kept(tmp_path: Path) -> None:
     said = r"every node that could measure is lost: 9 of 12 points are in .*, and the same command goes on"
-    with pytest.raises(sweep.Stopped, match=said) as stopped:
+    with pytest.raises(SweepStopped, match=said) as stopped:
         measure(tmp_path, points(6), FakeNodes(deadly=lambda each: each.shape.m == 2, most=3))
     assert len(tables.read(tmp_path)) == len(stopped.value.summary.statuses) == 9
     assert measure(tmp_path, points(6), FakeNodes()).skipped == 8

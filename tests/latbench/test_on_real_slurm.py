@@ -23,6 +23,7 @@ from latbench.runners.slurm_nodes import SlurmNodes, queued
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
+from latbench.sweeping.settings import SweepSettings
 from latbench.tables import table as tables
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -36,7 +37,7 @@ pytestmark = [
 TASKS = Path(__file__).with_name("node_tasks.py")
 NODES = ("n0", "n1", "n2")
 DEVICE = "nvidia-a100-sxm4-80gb"
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 # Schedules at once; kills what does not end; whoever starts it is its user, and root's key is not asked for.
 CONFIGURATION = """

@@ -19,6 +19,7 @@ from latbench.runners.slurm_nodes import SlurmNodes
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
+from latbench.sweeping.settings import SweepSettings, SweepSummary
 from latbench.tables import table as tables
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -28,7 +29,7 @@ TASKS = Path(__file__).with_name("node_tasks.py")
 TRIPLE = (f"{TASKS}:tool", 3)
 DEVICE = "nvidia-a100-sxm4-80gb"
 FINE, KILLS = range(2)  # as in node_tasks.py
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 
 class Slurm:
@@ -255,7 +256,7 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, dict[str, str]]:
+def measure(folder: Path, points: list[Point], **options: Any) -> tuple[SweepSummary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with SlurmNodes("a100", ["nodes=3"]) as taken:
         there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)

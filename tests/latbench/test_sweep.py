@@ -21,9 +21,13 @@ from latbench.machines.ceilings import Ceilings
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import core_placement as placement
 from latbench.sweeping import sweep
+from latbench.sweeping.bench import Bench, split_to_fit
+from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.roofline_pace import Reference
-from latbench.sweeping.sweep import Progress, Settings
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepSettings, SweepSummary
+from latbench.sweeping.sweep_machine import CpuMachine, estimate_cpu_bytes
 from latbench.tables import table as tables
+from latbench.timing import sampling
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -32,15 +36,15 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 TASKS = Path(__file__).with_name("worker_tasks.py")
 does = SimpleNamespace(**runpy.run_path(str(TASKS)))
 
-QUICK = Settings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
+QUICK = SweepSettings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
 
 
 @pytest.fixture(autouse=True)
 def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None:
     """Workers run `prepare` of worker_tasks.py, where a point's seed says what goes wrong."""
-    monkeypatch.setattr(sweep, "PREPARE", f"{TASKS}:prepare")
-    monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: None)  # finding the ceilings takes seconds
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE", f"{TASKS}:prepare")
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE_SECONDS", 3.0)
+    monkeypatch.setattr(CpuMachine, "pace", lambda self, seconds_left: None)  # finding the ceilings takes seconds
 
 
 VECTORS = VectorWise(8)
@@ -51,8 +55,8 @@ def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba", patter
     return Point(devices.cpu_device(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, *points: Point, **options: object) -> sweep.Summary:
-    machine = sweep.Cpu(threads=1)
+def measure(folder: Path, *points: Point, **options: object) -> SweepSummary:
+    machine = CpuMachine(threads=1)
     return sweep.run(folder, lambda table: points, machine=machine, settings=QUICK, **options)  # type: ignore[arg-type]
 
 
@@ -65,7 +69,7 @@ def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
     row = frame.loc[frame["point_id"] == points[0].id].iloc[0]
     assert row["kernel_used"] == "fake.0" and row["timer"] == "perf_counter"
     samples = len(row["samples_seconds"])
-    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sweep.measure.FEWEST_ROUNDS
+    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sampling.FEWEST_ROUNDS
     assert row["env_id"] == tables.read_env(tmp_path)["env_id"].item()
     assert row["load"] >= 0 and row["stop_reason"]
 
@@ -123,7 +127,7 @@ def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -
 
 
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep.Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
+    monkeypatch.setattr(Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
     (tmp_path / "file.parquet").write_bytes(b"")
     with pytest.raises(UsageError, match="is a file, and a table that grows is a folder"):
         measure(tmp_path / "file.parquet", point())
@@ -137,13 +141,11 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
     happened: list[str] = []
     for name in ("prepare", "burst"):
 
-        def note(
-            self: object, *args: object, name: str = name, run: object = getattr(sweep._Engines, name)
-        ) -> object:
+        def note(self: object, *args: object, name: str = name, run: object = getattr(EngineWorkers, name)) -> object:
             happened.append(f"{name} {args[0].seed}")  # type: ignore[attr-defined]
             return run(self, *args)  # type: ignore[operator]
 
-        monkeypatch.setattr(sweep._Engines, name, note)
+        monkeypatch.setattr(EngineWorkers, name, note)
     crashes = point(behaviour=does.CRASHES, pattern=BlockWise(4, 4))
     measure(tmp_path, point(), crashes, point(behaviour=does.CRASHES_LATER))
     frame = tables.read(tmp_path).set_index("pattern_seed")
@@ -160,19 +162,19 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
 
 def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[tuple[str, int]] = []
-    prepare = sweep._Engines.prepare
+    prepare = EngineWorkers.prepare
 
-    def note(engines: sweep._Engines, which: Point) -> None:
+    def note(engines: EngineWorkers, which: Point) -> None:
         prepare(engines, which)
         began.append((which.id, engines.prepared(which).generation))
 
-    monkeypatch.setattr(sweep._Engines, "prepare", note)
+    monkeypatch.setattr(EngineWorkers, "prepare", note)
     points = [point(m=m) for m in range(8, 14)]
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
-    sweep.run(tmp_path, lambda table: points, machine=sweep.Cpu(threads=1), settings=settings)
+    sweep.run(tmp_path, lambda table: points, machine=CpuMachine(threads=1), settings=settings)
     frame = tables.read(tmp_path)
     assert set(frame["status"]) <= {"ok", "noisy"} and len(frame) == len(points)
-    assert all(frame["sample_count"] >= 2 * sweep.measure.FEWEST_ROUNDS)
+    assert all(frame["sample_count"] >= 2 * sampling.FEWEST_ROUNDS)
     first, second = began[: len(points)], began[len(points) :]
     assert {name for name, _ in first} == {name for name, _ in second} == {which.id for which in points}
     assert {number for _, number in first}.isdisjoint(number for _, number in second)
@@ -183,19 +185,19 @@ def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pyt
 def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, fine, short = sweep._Engines.prepare, point(m=8), point(m=9)
+    prepare, fine, short = EngineWorkers.prepare, point(m=8), point(m=9)
     tried: list[Point] = []
 
-    def only_once(engines: sweep._Engines, which: Point) -> None:
+    def only_once(engines: EngineWorkers, which: Point) -> None:
         tried.append(which)
         if tried.count(short) > 1 and which == short:
             raise TaskFailed("MemoryError", "no memory", "")
         prepare(engines, which)
 
-    monkeypatch.setattr(sweep._Engines, "prepare", only_once)
+    monkeypatch.setattr(EngineWorkers, "prepare", only_once)
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
     statuses = sweep.run(
-        tmp_path, lambda table: [fine, short], machine=sweep.Cpu(threads=1), settings=settings
+        tmp_path, lambda table: [fine, short], machine=CpuMachine(threads=1), settings=settings
     ).statuses
     assert statuses[short.id] == "oom" and statuses[fine.id] in ("ok", "noisy")
 
@@ -212,8 +214,8 @@ def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: 
 
 def test_a_table_with_every_point_starts_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure(tmp_path, point(behaviour=does.REFUSES))
-    monkeypatch.setattr(sweep, "PREPARE", "no_such_module:prepare")
-    assert measure(tmp_path, point(behaviour=does.REFUSES)) == sweep.Summary({}, 1)
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE", "no_such_module:prepare")
+    assert measure(tmp_path, point(behaviour=does.REFUSES)) == SweepSummary({}, 1)
 
 
 def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -
         refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
         return refused[: len(seen)]
 
-    sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK)
+    sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK)
     assert seen == [0, 1, 2, 3]
 
 
@@ -305,7 +307,7 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
         return [point(m=len(seen), behaviour=does.REFUSES)] if len(seen) <= 4 else []
 
     def run() -> None:
-        sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK, saved=damage_the_first)
+        sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK, saved=damage_the_first)
 
     with pytest.raises(BadData, match=r"part-.*: damaged") as said:
         run()
@@ -321,11 +323,11 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
 def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "FINISHED", ())
+    monkeypatch.setattr("latbench.sweeping.sweep.FINISHED", ())
     runs: list[str] = []
     for year in (2026, 2016, 2016, 2027):
         now = datetime(year, 6, 1, tzinfo=UTC)
-        monkeypatch.setattr(sweep, "datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        monkeypatch.setattr("latbench.sweeping.bench.datetime", SimpleNamespace(now=lambda zone, now=now: now))
         measure(tmp_path, point(behaviour=does.REFUSES))
         [run] = set(tables.read(tmp_path)["run_id"]) - set(runs)
         runs.append(run)
@@ -361,23 +363,23 @@ def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, mon
 
 def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> None:
     points = [point(behaviour=b) for b in range(5)]
-    assert [len(part) for part in sweep._fitting(points, 1e12)] == [5]
-    assert [len(part) for part in sweep._fitting(points, 1.0)] == [1] * 5
-    assert [p for part in sweep._fitting(points, 2e8) for p in part] == points
+    assert [len(part) for part in split_to_fit(points, 1e12)] == [5]
+    assert [len(part) for part in split_to_fit(points, 1.0)] == [1] * 5
+    assert [p for part in split_to_fit(points, 2e8) for p in part] == points
 
 
 def test_layers_whose_copies_stay_small_share_a_block_however_large_the_caches_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweep.backends, "cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
+    monkeypatch.setattr("latbench.backends.cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
     small, large = point(m=64), replace(point(), shape=LinearShape(4096, 4096, 1))
-    assert [len(part) for part in sweep._fitting([small] * 24, 6e9)] == [24]
-    assert [len(part) for part in sweep._fitting([large] * 24, 6e9)] == [3] * 8
+    assert [len(part) for part in split_to_fit([small] * 24, 6e9)] == [24]
+    assert [len(part) for part in split_to_fit([large] * 24, 6e9)] == [3] * 8
     dense, sparse = (replace(point(m=512), sparsity=sparsity) for sparsity in (0.0, 0.9))
-    assert sweep._needed_bytes(sparse) < sweep._needed_bytes(dense) / 4
+    assert estimate_cpu_bytes(sparse) < estimate_cpu_bytes(dense) / 4
     # A few weights, but each copy of them has its images laid out: only a few such points fit.
     stem = replace(point(), shape=Conv2dShape(1, 3, 640, 640, 32, 6, 6, (2, 2), (2, 2)))
-    assert max(len(part) for part in sweep._fitting([stem] * 24, 6e9)) <= 4
+    assert max(len(part) for part in split_to_fit([stem] * 24, 6e9)) <= 4
 
 
 def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
@@ -431,14 +433,14 @@ class MadeUpPace:
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace) -> MadeUpPace:
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: pace)
+    monkeypatch.setattr(CpuMachine, "pace", lambda self, seconds_left: pace)
     return pace
 
 
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other processes do is seen in no burst: a point is never noisy."""
-    burst = sweep.measure.Burst([1e-3] * 4)
-    monkeypatch.setattr(sweep._Engines, "burst", lambda engines, point, seconds: burst)
+    burst = Burst([1e-3] * 4)
+    monkeypatch.setattr(EngineWorkers, "burst", lambda engines, point, seconds: burst)
 
 
 def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,13 +463,13 @@ def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatc
         def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
             return Reference([3e-3 * (2.0 if i in (1, 3) else 1.0) for i in range(len(at))], 3e-3, False)
 
-    def burst(engines: sweep._Engines, which: Point, seconds: float) -> sweep.measure.Burst:
+    def burst(engines: EngineWorkers, which: Point, seconds: float) -> Burst:
         number = next(numbers)
-        return sweep.measure.Burst([1e-3 * (2.0 if number in (1, 3) else 1.0)] * 4)
+        return Burst([1e-3 * (2.0 if number in (1, 3) else 1.0)] * 4)
 
     numbers = iter(range(100))
     paced(monkeypatch, Stumbling())
-    monkeypatch.setattr(sweep._Engines, "burst", burst)
+    monkeypatch.setattr(EngineWorkers, "burst", burst)
     measure(tmp_path, point())
     row = tables.read(tmp_path).iloc[-1]
     assert row["corrected_seconds"] == pytest.approx(1e-3) and row["reference_ratio"] == pytest.approx(1.0)
@@ -501,7 +503,7 @@ def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypat
     paced(monkeypatch, MadeUpPace(apart=True))
     measure(tmp_path, point())
     frame = tables.read(tmp_path)
-    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == placement.APART).all()
 
 
@@ -511,16 +513,16 @@ def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
     paced(monkeypatch, MadeUpPace(ratio=1.5, slow_spell=True))
     measure(tmp_path, point())
     frame = tables.read(tmp_path)
-    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("slow_spell").all()
-    assert (frame["status"] == "noisy").sum() >= sweep.NOISY_CHANCES
+    assert (frame["status"] == "noisy").sum() >= NOISY_CHANCES
 
 
 def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as always:
-        always.setattr(sweep.Bench, "_status", lambda *_: "noisy")
+        always.setattr(Bench, "_status", lambda *_: "noisy")
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
     assert set(tables.read(tmp_path)["status"]) == {"noisy"}
@@ -551,22 +553,22 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
 ) -> None:
     asked: list[int] = []
 
-    def fail(machine: sweep.Cpu, seconds_left: Any) -> None:
+    def fail(machine: CpuMachine, seconds_left: Any) -> None:
         asked.append(1)
         raise failure
 
-    monkeypatch.setattr(sweep.Cpu, "pace", fail)
+    monkeypatch.setattr(CpuMachine, "pace", fail)
     undisturbed(monkeypatch)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
     frame = tables.read(tmp_path)
     assert frame["reference_ratio"].isna().all() and frame["roofline_seconds"].isna().all() and len(asked) == 1
-    assert frame["flags"].item() == sweep.NO_ROOFLINE  # so that no silence passes for possible
+    assert frame["flags"].item() == NO_ROOFLINE  # so that no silence passes for possible
 
 
 def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep._Engines, "burst", lambda *args: sweep.measure.Burst([1e-3, -1e-3, 1e-3] * 4))
+    monkeypatch.setattr(EngineWorkers, "burst", lambda *args: Burst([1e-3, -1e-3, 1e-3] * 4))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
     assert "the clock went backwards" in tables.read(tmp_path)["error"].item()
 
@@ -605,12 +607,12 @@ def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
         now[0] = next(tries) if points else now[0]
         measure_all(self, points, chance)
 
-    def burst(self: object, point: Point, seconds: float) -> sweep.measure.Burst:
+    def burst(self: object, point: Point, seconds: float) -> Burst:
         time = now[0] if point.sparsity == 0.75 else 1e-3
-        return sweep.measure.Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
+        return Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
 
     monkeypatch.setattr(sweep.Sweep, "measure_all", another_try)
-    monkeypatch.setattr(sweep._Engines, "burst", burst)
+    monkeypatch.setattr(EngineWorkers, "burst", burst)
 
 
 @pytest.mark.parametrize(
@@ -646,7 +648,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
 def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:
     low, middle, high = curve(does.SPIKES_ONCE)
     steps = iter([[low, high], [middle], []])
-    sweep.run(tmp_path, lambda _: next(steps), machine=sweep.Cpu(1), settings=QUICK)
+    sweep.run(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
     frame = tables.read(tmp_path)
     assert frame[frame["sparsity_target"] == 0.75].sort_values("started_at")["status"].iloc[0] == "spike"
     assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(tables.TIMED)

@@ -14,7 +14,7 @@ from latbench.cli.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
 from latbench.machines import devices
 from latbench.sweeping import sweep
-from latbench.sweeping.sweep import Stopped, Summary
+from latbench.sweeping.settings import SweepStopped, SweepSummary
 from latbench.tables import table as tables
 from latbench.workloads.points import Point
 
@@ -51,7 +51,7 @@ class MadeUpSweep:
         *,
         time_budget: float | None,
         **_: Any,
-    ) -> Summary:
+    ) -> SweepSummary:
         self.time_budget = time_budget
         table = None
         while fresh := [point for point in choose(table) if point not in self.measured]:
@@ -63,7 +63,7 @@ class MadeUpSweep:
                 self.measured += fresh
             table = tables.read(folder)
             if len(self.measured) >= self.most:
-                stopped = Stopped("the time budget is used up: the same command goes on from there")
+                stopped = SweepStopped("the time budget is used up: the same command goes on from there")
                 stopped.summary = self.summary()
                 raise stopped
         return self.summary()
@@ -72,8 +72,8 @@ class MadeUpSweep:
         step = 0.5 if point.shape.m == 16 and point.sparsity > 0.7 else 1.0  # of another kernel, say
         return [1e-3 * (1.05 - point.sparsity) * step] * 10
 
-    def summary(self) -> Summary:
-        return Summary({point.id: "ok" for point in self.measured}, 0)
+    def summary(self) -> SweepSummary:
+        return SweepSummary({point.id: "ok" for point in self.measured}, 0)
 
 
 @pytest.fixture
@@ -179,5 +179,5 @@ def test_a_failure_of_this_run_is_told_once(
     failed = row | {"status": "error", "samples_seconds": None}
     tables.write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
     frame = tables.read(tmp_path)
-    _tell(tmp_path, [], Summary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
+    _tell(tmp_path, [], SweepSummary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
     assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out

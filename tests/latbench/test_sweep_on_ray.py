@@ -17,6 +17,7 @@ from latbench.runners.ray_nodes import RayNodes
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
+from latbench.sweeping.settings import SweepSettings, SweepSummary
 from latbench.tables import table as tables
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
@@ -29,7 +30,7 @@ TASKS = Path(__file__).with_name("node_tasks.py")
 DEVICE = "nvidia-a100-sxm4-80gb"
 FINE, KILLS = range(2)  # as in node_tasks.py
 
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, dict[str, str]]:
+def measure(folder: Path, points: list[Point], **options: Any) -> tuple[SweepSummary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with RayNodes("a100") as taken:
         there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)

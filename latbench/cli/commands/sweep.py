@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cost_models import Adaptive
     from latbench.cli.commands.progress import Tell
     from latbench.sweeping.gpu_machine import GpuMachine
-    from latbench.sweeping.sweep import Progress, Summary
+    from latbench.sweeping.settings import Progress, SweepSummary
     from latbench.tables.storage import Place
     from latbench.workloads.points import Point
 
@@ -140,7 +140,7 @@ class Target:
     device: str
     threads: int
     backends: Collection[str]
-    run: Callable[..., Summary]
+    run: Callable[..., SweepSummary]
     close: Callable[[], None] = lambda: None
     where: str = "here"
     gpu: bool = False
@@ -153,12 +153,14 @@ def _cpu_here(threads: int | None, sessions: int) -> Target:
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import CPU_SETTINGS
+    from latbench.sweeping.sweep_machine import CpuMachine
 
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
-    cpu = sweeping.Cpu(threads or devices.cores())
+    cpu = CpuMachine(threads or devices.cores())
     there = [name for name, version in backends.available().items() if version is not None]
-    run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
+    run = functools.partial(sweeping.run, machine=cpu, settings=replace(CPU_SETTINGS, sessions=sessions))
     return Target(cpu.device, cpu.threads, there, run)
 
 
@@ -229,6 +231,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
     from latbench.sweeping import cluster as nodes
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.gpu_machine import SETTINGS
+    from latbench.sweeping.settings import CPU_SETTINGS
 
     if on not in ("ray", "slurm"):
         raise UsageError(f"a sweep runs here, or on the nodes of a cluster with --on ray or slurm, not on {on!r}")
@@ -239,7 +242,7 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
             raise UsageError(
                 f"--gpu {gpu} with --on {on}: the cluster chooses the GPU of a node; type --gpu {wanted.name}"
             )
-    settings = replace(sweeping.SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
+    settings = replace(CPU_SETTINGS if gpu is None else SETTINGS, sessions=how.sessions)
 
     def tell(line: str) -> None:
         typer.echo(f"latbench: {line}", err=True)
@@ -251,7 +254,11 @@ def _elsewhere(on: str, gpu: str | None, threads: int | None, how: How, options:
         cluster.close()
         raise
     threads = threads or common.cores
-    one = ("latbench.sweeping.sweep:Cpu", threads) if gpu is None else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    one = (
+        ("latbench.sweeping.sweep_machine:CpuMachine", threads)
+        if gpu is None
+        else ("latbench.sweeping.cluster:gpu_machine", gpu)
+    )
     machine = ("latbench.sweeping.cluster:machine_like", common, gpu, one)
     where = nodes.Elsewhere(
         cluster, common.device, machine, how.seed, settings, how.wait_seconds, current=common.current
@@ -473,6 +480,7 @@ def _measure(
 
     from latbench.cli.commands.progress import live
     from latbench.sweeping import sweep as sweeping
+    from latbench.sweeping.settings import SweepStopped
     from latbench.tables import table as tables
 
     chooser = _chooser(points) if how.adaptive else None
@@ -480,7 +488,7 @@ def _measure(
     if blocks is not None:
         choose = sweeping.in_order(blocks)
     began = time.monotonic()
-    stopped: sweeping.Stopped | None = None
+    stopped: SweepStopped | None = None
     try:
         with live() as tell:
             summary = target.run(
@@ -494,7 +502,7 @@ def _measure(
                 expected=0 if blocks is None else len(points),
                 chances_last=blocks is not None,
             )
-    except sweeping.Stopped as error:
+    except SweepStopped as error:
         stopped, summary = error, error.summary
     finally:
         target.close()
@@ -539,7 +547,7 @@ def refuse_without_times(frame: pd.DataFrame | None, points: Sequence[Point]) ->
 
 
 def _document(
-    folder: Place, device: str, summary: Summary, frame: pd.DataFrame | None, seconds: float
+    folder: Place, device: str, summary: SweepSummary, frame: pd.DataFrame | None, seconds: float
 ) -> dict[str, Any]:
     """What --json prints of a sweep, for machines: statuses count the points measured now."""
     from collections import Counter
@@ -554,7 +562,7 @@ def _document(
     }
 
 
-def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.DataFrame) -> None:
+def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: pd.DataFrame) -> None:
     """Print what a sweep did, for people."""
     import os
     from collections import Counter
@@ -562,7 +570,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: Summary, frame: pd.Da
     from rich.console import Console
 
     from latbench.machines import devices
-    from latbench.sweeping.sweep import NO_ROOFLINE
+    from latbench.sweeping.settings import NO_ROOFLINE
     from latbench.tables import table as tables
 
     console = Console()
