@@ -22,7 +22,7 @@ from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.settings import NO_ROOFLINE, Keep, Row, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep_machine import SweepMachine, estimate_cpu_bytes
-from latbench.tables import plausibility as gates
+from latbench.tables.plausibility import MOST_UTILISATION, explain_impossible
 from latbench.timing import sampling as measure
 from latbench.workloads import points as plan
 from latbench.workloads.minimum_work import inside_share
@@ -249,12 +249,12 @@ class Bench:
         prepared = self.engines.prepared(point)
         known = timing.relative_error <= measure.NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
-        why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
+        why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
-        faster_than_usual = meanwhile * gates.MOST_UTILISATION < usual
+        faster_than_usual = meanwhile * MOST_UTILISATION < usual
         if (why is not None or faster_than_usual) and self.engines.pace is not None and self.engines.pace.doubt():
             beside, slow_spell = self._beside(point, timing, prepared.facts)
-            why = gates.impossible(timing.samples, beside.get("roofline_seconds"))
+            why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         facts = dict(prepared.facts)
         families = facts.pop("kernel_families", None)
         flags = (

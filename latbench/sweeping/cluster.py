@@ -37,7 +37,7 @@ from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.settings import Row, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep import Sweep
 from latbench.sweeping.sweep_machine import SweepMachine
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
 
@@ -248,7 +248,7 @@ class Elsewhere:
             else:
                 for environment, rows in answer:
                     sweep.keep(environment, rows)
-                    left -= {tables.point_id(row) for row in rows}
+                    left -= {hash_key(row) for row in rows}
             tell()
         if left:
             raise TimeUsedUp

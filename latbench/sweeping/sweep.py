@@ -42,10 +42,12 @@ from latbench.sweeping.settings import (
     TimeUsedUp,
 )
 from latbench.sweeping.sweep_machine import SweepMachine
-from latbench.tables import plausibility as gates
-from latbench.tables import table as tables
+from latbench.tables.plausibility import SPIKE_RATIO, find_spikes
+from latbench.tables.point_ids import convert_to_plain, hash_key
+from latbench.tables.schema import DISTURBED, FINISHED, KEY, SCHEMA, TIMED
 from latbench.tables.storage import Place
-from latbench.tables.table import DISTURBED, FINISHED
+from latbench.tables.table import GrowingTable
+from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
 
@@ -56,7 +58,7 @@ Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far without its samples (None while there is none); called until it names
 nothing new.
 """
-_CHOSEN_BY = [field.name for field in tables.SCHEMA if field.name != "samples_seconds"]
+_CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
 def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
@@ -214,7 +216,7 @@ class Sweep:
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
         self.end = None if time_budget is None else monotonic() + time_budget
-        self.growing = tables.Growing(folder, _CHOSEN_BY)
+        self.growing = GrowingTable(folder, _CHOSEN_BY)
         self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
         self.total = 0
         self._named: set[str] = set()  # every point that was ever wanted, by its id
@@ -262,7 +264,7 @@ class Sweep:
         left = {key: point for key, point in wanted.items() if key not in finished and key not in self.statuses}
         every = self._every_row()
         if table is not None and every is not None and left:
-            self.newest |= tables.newest(every, left.keys())
+            self.newest |= find_newest_starts(every, left.keys())
             self._recall(table, left.values())
         return list(left.values())
 
@@ -307,14 +309,14 @@ class Sweep:
 
     def keep(self, environment: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
         """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
-        rows = tables.after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
+        rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
         with files.uninterrupted():
             if environment is not None:
-                tables.write_environment(self.folder, environment)
-            tables.write_part(self.folder, rows)
-            self.statuses |= {tables.point_id(row): row["status"] for row in rows}
-            self.newest |= {tables.point_id(row): row["started_at"] for row in rows}
+                write_environment(self.folder, environment)
+            write_part(self.folder, rows)
+            self.statuses |= {hash_key(row): row["status"] for row in rows}
+            self.newest |= {hash_key(row): row["started_at"] for row in rows}
             self.block += 1
             self._saved()
 
@@ -324,25 +326,25 @@ class Sweep:
         Its neighbours are of this block, or of earlier ones and runs: those of one curve mostly share a block, but an
         adaptive sweep comes back to it. A row that is written stays as it is, whatever its neighbours turn out to be.
         """
-        timed = [row for row in rows if row["status"] in tables.TIMED]
+        timed = [row for row in rows if row["status"] in TIMED]
         for row in timed:
             self.curves.setdefault(_curve(row), {})[row["sparsity_target"]] = float(np.median(row["samples_seconds"]))
         for row in timed:
-            medians, key = self.curves[_curve(row)], tables.point_id(row)
-            if row["sparsity_target"] not in gates.spikes(medians):
+            medians, key = self.curves[_curve(row)], hash_key(row)
+            if row["sparsity_target"] not in find_spikes(medians):
                 continue
             now, before = medians[row["sparsity_target"]], self.spikes.get(key, 0.0)
-            if before / gates.SPIKE < now < before * gates.SPIKE:
+            if before / SPIKE_RATIO < now < before * SPIKE_RATIO:
                 row["flags"] = "+".join(flag for flag in (row["flags"], "spike") if flag)
             else:
                 self.spikes[key] = now
-                row |= {"status": "spike", "error": f"{gates.SPIKE} times its neighbours in sparsity, or more"}
+                row |= {"status": "spike", "error": f"{SPIKE_RATIO} times its neighbours in sparsity, or more"}
 
     def _recall(self, table: pd.DataFrame, points: Iterable[Point]) -> None:
         """Take from the table what earlier runs found of the curves of `points`, to judge spikes by."""
         wanted = {_curve(point.key()) for point in points} - self.curves.keys()
         alike = [(place, {key[place] for key in wanted}) for place in range(len(_CURVE))]
-        rows = table[table["status"].isin((*tables.TIMED, "spike")) & table["median_seconds"].notna()]
+        rows = table[table["status"].isin((*TIMED, "spike")) & table["median_seconds"].notna()]
         for place, values in alike:  # few are left to look at one by one
             if None not in values:
                 rows = rows[rows[_CURVE[place].name].isin(values)]
@@ -375,9 +377,9 @@ class _Here:
                 )
 
 
-_CURVE = [field for field in tables.KEY if field.name != "sparsity_target"]
+_CURVE = [field for field in KEY if field.name != "sparsity_target"]
 
 
 def _curve(row: Mapping[Any, Any]) -> tuple[Any, ...]:
     """What is left of a row's key without its sparsity; of a frame's row as of one that was just measured."""
-    return tuple(tables.plain(field.type, row.get(field.name)) for field in _CURVE)
+    return tuple(convert_to_plain(field.type, row.get(field.name)) for field in _CURVE)

@@ -19,13 +19,21 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench.base import environments
-from latbench.base.median_interval import interval_rank
 from latbench.errors import BadData
-from latbench.tables import plausibility as gates
-from latbench.tables import row_hashes as digests
-from latbench.tables import storage as places
-from latbench.tables import table as tables
-from latbench.tables.storage import Place
+from latbench.tables.layer_columns import derive_pattern_columns
+from latbench.tables.plausibility import MOST_UTILISATION, explain_too_fast
+from latbench.tables.point_ids import hash_keys
+from latbench.tables.row_hashes import hash_rows
+from latbench.tables.schema import LEAST_SIZES, STATUSES, TIMED
+from latbench.tables.storage import PART_NAME, Place, RemotePlace, parse_place
+from latbench.tables.table import (
+    find_untimed,
+    list_environment_files,
+    list_parts,
+    read_environment,
+    read_part_batches,
+)
+from latbench.tables.time_summary import summarise_sample_rows, summarise_samples
 
 # No device of this decade computes or moves more; a time that implies it has the wrong unit or is of no real run.
 MOST_FLOP_PER_SECOND = 1e16
@@ -54,7 +62,7 @@ _WORDS = {
     "stop_reason": ("relative_error", "plateau", "budget", "failed"),
 }
 # The least that numbers may be, and the most where there is one.
-_LEAST = tables.LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
+_LEAST = LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
 _LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
 _LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
 _LEAST |= dict.fromkeys(("c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
@@ -64,7 +72,7 @@ _SHARES = ("steal_fraction",)
 _FIRST_YEAR = 2010  # no kernel for sparse networks is older
 _CLOCKS_DIFFER = timedelta(days=1)
 _WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
-_SUMMARY = [name for name in tables.summarise([1.0]) if name != "sample_count"]
+_SUMMARY = [name for name in summarise_samples([1.0]) if name != "sample_count"]
 # What makes a measurement: one run does not measure a point twice at the same moment.
 _MEASUREMENT = ("point_id", "run_id", "started_at")
 
@@ -82,28 +90,28 @@ class Finding:
     text: str
 
 
-def findings(path: str | Place) -> Iterator[Finding]:
+def validate_table(path: str | Place) -> Iterator[Finding]:
     """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
-    path = places.at(path)
-    parts = tables.parts(path)
+    path = parse_place(path)
+    parts = list_parts(path)
     described: set[str] = set()
-    for file in tables.environment_files(path):
+    for file in list_environment_files(path):
         described.add(file.name)
         try:
-            fault = environments.fault(tables.read_environment(file))
+            fault = environments.fault(read_environment(file))
         except BadData as error:
             fault = str(error).removeprefix(f"{file}: ")
         if fault is not None:
             yield Finding(file, "corrupt", fault)
     measured = _Measured(parts)
     for number, part in enumerate(parts):
-        if not tables.PART_NAME.fullmatch(part.name):
+        if not PART_NAME.fullmatch(part.name):
             text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
             yield Finding(part, "note", text)
         unknown: set[str] = set()
         rows, found, off_record = 0, Counter[str](), Counter[str]()
         try:
-            for start, table in tables.part_batches(part):
+            for start, table in read_part_batches(part):
                 rows += table.num_rows
                 for severity, row, text in sorted(_row_findings(table), key=lambda found: found[1]):
                     found[severity] += 1
@@ -128,7 +136,7 @@ def findings(path: str | Place) -> Iterator[Finding]:
             text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
             yield Finding(part, "suspect", text)
     yield from measured.findings(path)
-    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, places.Remote) else []:
+    for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:
         yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
 
 
@@ -148,7 +156,7 @@ class _Measured:
         for seen, columns in (
             (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
         ):  # fmt: skip
-            seen.append(digests.rows(table.select(list(columns)))[:, 0].copy())
+            seen.append(hash_rows(table.select(list(columns)))[:, 0].copy())
         self._at.append(np.arange(start, start + table.num_rows, dtype=np.uint64) + np.uint64(number << 40))
         known = table.select(["run_id", "block"]).drop_null()
         for pair in known.group_by(["run_id", "block"]).aggregate([]).to_pylist():
@@ -211,11 +219,11 @@ def _identity(table: pa.Table) -> _Found:
     for name in _NEVER_NULL:
         missing = table[name].is_null().to_numpy()
         yield from _each("corrupt", missing & ~without_op if name == "op" else missing, _always(f"{name} is null"))
-    ids = tables.point_ids(table)
+    ids = hash_keys(table)
     wrong = pc.not_equal(table["point_id"], pa.chunked_array([ids])).fill_null(False).to_numpy()
     yield from _each("corrupt", wrong, lambda row: f"its key hashes to {ids[row]}")
     status = table["status"]
-    unknown = ~pc.is_in(status, pa.array(tables.STATUSES)).to_numpy() & status.is_valid().to_numpy()
+    unknown = ~pc.is_in(status, pa.array(STATUSES)).to_numpy() & status.is_valid().to_numpy()
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
     failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
@@ -229,7 +237,7 @@ def _off_record(table: pa.Table) -> Counter[str]:
 
 
 def _timed_here(table: pa.Table) -> Bools:
-    timed: Bools = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
+    timed: Bools = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
     return timed & ~_imported(table)
 
 
@@ -260,7 +268,7 @@ def _structure(table: pa.Table) -> _Found:
     for level, pattern in enumerate(patterns.dictionary.to_pylist()):
         rows = index == level
         try:
-            expected = tables.structure(pattern)
+            expected = derive_pattern_columns(pattern)
         except ValueError as error:
             yield from _each("corrupt", rows, _always(str(error)))
             continue
@@ -323,7 +331,7 @@ def _times(table: pa.Table) -> _Found:
         if name == "std_seconds":
             wrong = ~((seconds >= 0) & (seconds < math.inf))
         yield from _each("corrupt", wrong, _valued(name, seconds, ": no time"))
-    absent = tables.without_time(table) & table["median_seconds"].is_null().to_numpy()
+    absent = find_untimed(table) & table["median_seconds"].is_null().to_numpy()
     yield from _each("corrupt", absent, lambda row: f"status {table['status'][row]} and no time")
 
 
@@ -348,7 +356,7 @@ def _samples(table: pa.Table) -> _Found:
     burst_errors[wrong] = math.nan
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
-        summary = summaries(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
+        summary = summarise_sample_rows(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
         for name, expected in summary.items():
             found = columns[name][rows]
             # Not relative to the value alone: the spread of equal samples is rounding.
@@ -358,31 +366,6 @@ def _samples(table: pa.Table) -> _Found:
                 yield "corrupt", int(rows[index]), f"{name} is {float(found[index])!r}, and its samples give {said}"
     bare = (lengths == 0) & ~np.isnan(columns["median_seconds"])
     yield from _each("suspect", bare & ~_imported(table), lambda _: "a time without the samples it comes from")
-
-
-def summaries(samples: Reals, burst_errors: Reals) -> dict[str, Reals]:
-    """What `tables.summarise` says of each row of `samples` (rows, count), with `burst_errors` (rows,) or NaN; NaN
-    where it says None.
-    """
-    ordered = np.sort(samples, axis=1)
-    count = samples.shape[1]
-    q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
-    nothing = np.full(len(samples), math.nan)
-    rank = interval_rank(count)
-    low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
-    if rank is not None:
-        low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))
-    return {
-        "median_seconds": median,
-        "min_seconds": ordered[:, 0],
-        "mean_seconds": ordered.mean(axis=1),
-        "q25_seconds": q25,
-        "q75_seconds": q75,
-        "p95_seconds": p95,
-        "std_seconds": ordered.std(axis=1, ddof=1) if count > 1 else nothing,
-        "low_seconds": low,
-        "high_seconds": high,
-    }
 
 
 def _comparisons(table: pa.Table) -> _Found:
@@ -403,12 +386,12 @@ def _comparisons(table: pa.Table) -> _Found:
         yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
         bare = missing & ~np.isnan(found)
         yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
-    timed = pc.is_in(table["status"], pa.array(tables.TIMED)).to_numpy()
-    fast = timed & (median > 0) & (median * gates.MOST_UTILISATION < roofline)
+    timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
+    fast = timed & (median > 0) & (median * MOST_UTILISATION < roofline)
     yield from _each(
         "corrupt",
         fast,
-        lambda row: f"status {table['status'][row]}, but {gates.too_fast(median[row], roofline[row])}",
+        lambda row: f"status {table['status'][row]}, but {explain_too_fast(median[row], roofline[row])}",
     )
 
 

@@ -34,8 +34,8 @@ from latbench.runners.worker_process import Worker
 from latbench.sweeping import sweep, sweep_machine
 from latbench.sweeping.settings import SweepSettings
 from latbench.sweeping.sweep_machine import CpuMachine
-from latbench.tables import table as tables
-from latbench.tables.significance import Verdict, judged_together, spread, verdict
+from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
+from latbench.tables.table import read_table, select_timed
 from latbench.workloads import points as plan
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point
@@ -116,10 +116,10 @@ def measured(points: Sequence[Point], threads: int, settings: SweepSettings, see
     with tempfile.TemporaryDirectory() as folder:
         machine = CpuMachine(threads)
         sweep.run(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
-        rows = tables.read(Path(folder))
+        rows = read_table(Path(folder))
     taken = rows["sample_count"].fillna(0) + rows["discarded_samples"].fillna(0)
     spent = (taken * rows["inner_loops"] * rows["mean_seconds"]).groupby(rows["point_id"]).sum()
-    return tables.timed(rows).set_index("point_id").assign(spent=spent)
+    return select_timed(rows).set_index("point_id").assign(spent=spent)
 
 
 def repeat(points: Sequence[Point], runs: int, threads: int, settings: SweepSettings) -> None:
@@ -178,7 +178,7 @@ class Count:
         self.equal: Counter[str] = Counter()
         self.slowed: Counter[str] = Counter()
 
-    def add(self, judged: Verdict, slowed: bool, point: Point) -> None:
+    def add(self, judged: ChangeVerdict, slowed: bool, point: Point) -> None:
         """Count a verdict; a wrong one is printed."""
         (self.slowed if slowed else self.equal)[judged.kind] += 1
         if judged.kind not in (("SLOWER",) if slowed else ("SAME", "UNCLEAR")):
@@ -208,12 +208,13 @@ def verdicts(points: Sequence[Point], runs: int, threads: int, settings: SweepSe
         beside = [(before, after / common) for before, after in paced]
         print(
             f"  run {run}: times {np.median(ratios(raw)):.3f}, at the usual pace {common:.3f}, spread "
-            f"{spread(ratios(raw)):.2%}, {spread(ratios(paced)):.2%}; slowed {ratios(beside)[which]:.3f}",
+            f"{estimate_spread(ratios(raw)):.2%}, {estimate_spread(ratios(paced)):.2%}; "
+            f"slowed {ratios(beside)[which]:.3f}",
             flush=True,
         )
         for count, pairs in zip(counts, (raw, paced, beside), strict=True):
-            between = spread(ratios(pairs))
-            found = judged_together([verdict(before, after, between=between) for before, after in pairs])
+            between = estimate_spread(ratios(pairs))
+            found = judge_together([judge_change(before, after, between=between) for before, after in pairs])
             for i, each in enumerate(found):
                 count.add(each, i == which, points[i])
     for count in counts:

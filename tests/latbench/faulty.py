@@ -28,10 +28,11 @@ from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines import devices
 from latbench.runners import worker_process as local
-from latbench.sweeping import bench, settings, sweep_machine
+from latbench.sweeping import bench, settings, sweep, sweep_machine
 from latbench.sweeping.settings import SweepSettings
 from latbench.sweeping.sweep_machine import CpuMachine
-from latbench.tables import table as tables
+from latbench.tables.schema import TIMED
+from latbench.tables.writer import write_part
 from latbench.timing import sampling as measure
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
@@ -139,7 +140,7 @@ def expected(kernel: str) -> tuple[set[str], str]:
     """The statuses that its point may have, and a word of the reason."""
     if kernel in HARMS:
         return {HARMS[kernel][1]}, HARMS[kernel][2]
-    return ({"impossible"}, "clock went backwards") if CLOCKS[kernel] < 0 else (set(tables.TIMED), "")
+    return ({"impossible"}, "clock went backwards") if CLOCKS[kernel] < 0 else (set(TIMED), "")
 
 
 class OnABadClock:
@@ -270,7 +271,7 @@ def main() -> None:
     if jumps := order.get("jumps"):
         said = moments(jumps)
         bench.datetime = SimpleNamespace(now=lambda zone: next(said))
-    write = tables.write_part
+    write = write_part
 
     def noted(*arguments: Any) -> Any:
         part = write(*arguments)
@@ -278,7 +279,7 @@ def main() -> None:
             log.write(f"{part.name}\n")
         return part
 
-    tables.write_part = noted
+    sweep.write_part = noted
     sys.argv = ["latbench", "sweep", "--cpu", "--backends", "numba", "-o", order["folder"]]
     sys.argv += ["--wait", order.get("wait", "1m")]
     cli.main()

@@ -20,7 +20,7 @@ from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import GpuMachine
-from latbench.tables.table import FINISHED
+from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult

@@ -26,7 +26,9 @@ from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.roofline_pace import Reference
 from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepSettings, SweepSummary
 from latbench.sweeping.sweep_machine import CpuMachine, estimate_cpu_bytes
-from latbench.tables import table as tables
+from latbench.tables.schema import TIMED
+from latbench.tables.table import hash_table, read_environments, read_table, select_timed
+from latbench.tables.writer import write_part
 from latbench.timing import sampling
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
@@ -63,14 +65,14 @@ def measure(folder: Path, *points: Point, **options: object) -> SweepSummary:
 def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
     points = [point(), point(backend="torch"), point(m=9)]
     summary = measure(tmp_path, *points)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert summary.skipped == 0 and set(summary.statuses) == set(frame["point_id"]) == {p.id for p in points}
     assert len(list(tmp_path.glob("part-*.parquet"))) == 2  # one a layer shape
     row = frame.loc[frame["point_id"] == points[0].id].iloc[0]
     assert row["kernel_used"] == "fake.0" and row["timer"] == "perf_counter"
     samples = len(row["samples_seconds"])
     assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sampling.FEWEST_ROUNDS
-    assert row["env_id"] == tables.read_env(tmp_path)["env_id"].item()
+    assert row["env_id"] == read_environments(tmp_path)["env_id"].item()
     assert row["load"] >= 0 and row["stop_reason"]
 
 
@@ -90,7 +92,7 @@ def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> No
     formats: dict[int, Pattern] = {does.HANGS: BlockWise(4, 4), does.CRASHES_LATER: Unstructured()}
     numba = (point(behaviour=behaviour, pattern=formats.get(behaviour, VECTORS)) for behaviour in behaviours)
     measure(tmp_path, *numba, point(backend="torch"))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert set(frame["status"][frame["backend"] == "torch"]) <= {"ok", "noisy"}
     found = frame[frame["backend"] == "numba"].drop_duplicates("pattern_seed", keep="last").set_index("pattern_seed")
     for behaviour, (status, error) in behaviours.items():
@@ -107,7 +109,7 @@ def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_p
     others = [point(behaviour=does.REFUSES, pattern=ShflBW(8)), point(backend="torch")]
     statuses = measure(tmp_path, *deadly, spared, *others).statuses
     assert statuses[others[0].id] == "unsupported" and statuses[others[1].id] in ("ok", "noisy")
-    row = tables.read(tmp_path).set_index("point_id").loc[spared.id]
+    row = read_table(tmp_path).set_index("point_id").loc[spared.id]
     assert (row["status"], row["error"]) == (
         "error",
         "not tried in this run: 2 workers died of numba vector points, "
@@ -122,7 +124,7 @@ def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -
     given_up = replace(point(behaviour=does.REFUSES), kernel="wide")
     statuses = measure(tmp_path, *deadly, spared, given_up).statuses
     assert statuses[spared.id] == "unsupported" and statuses[given_up.id] == "error"
-    error = tables.read(tmp_path).set_index("point_id").loc[given_up.id, "error"]
+    error = read_table(tmp_path).set_index("point_id").loc[given_up.id, "error"]
     assert error.startswith("not tried in this run: 2 workers died of numba wide vector points")
 
 
@@ -148,7 +150,7 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
         monkeypatch.setattr(EngineWorkers, name, note)
     crashes = point(behaviour=does.CRASHES, pattern=BlockWise(4, 4))
     measure(tmp_path, point(), crashes, point(behaviour=does.CRASHES_LATER))
-    frame = tables.read(tmp_path).set_index("pattern_seed")
+    frame = read_table(tmp_path).set_index("pattern_seed")
     assert frame["status"][does.FINE] in ("ok", "noisy")
     crash = happened.index(f"prepare {does.CRASHES}")
     first_burst = next(i for i, event in enumerate(happened) if event.startswith("burst"))
@@ -172,14 +174,14 @@ def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pyt
     points = [point(m=m) for m in range(8, 14)]
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
     sweep.run(tmp_path, lambda table: points, machine=CpuMachine(threads=1), settings=settings)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert set(frame["status"]) <= {"ok", "noisy"} and len(frame) == len(points)
     assert all(frame["sample_count"] >= 2 * sampling.FEWEST_ROUNDS)
     first, second = began[: len(points)], began[len(points) :]
     assert {name for name, _ in first} == {name for name, _ in second} == {which.id for which in points}
     assert {number for _, number in first}.isdisjoint(number for _, number in second)
     assert [name for name, _ in first] != [name for name, _ in second]
-    assert tables.read_env(tmp_path)["sessions"].item() == 2
+    assert read_environments(tmp_path)["sessions"].item() == 2
 
 
 def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
@@ -242,32 +244,32 @@ def test_an_interruption_keeps_what_is_finished_and_the_same_sweep_goes_on(tmp_p
     points = [point(m=m) for m in (1, 2, 3)]
     with pytest.raises(Incomplete, match=r"1 of 3 points are in .* the same command goes on"):
         measure(tmp_path, *points, report=interrupt_at("preparing", 1))
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
     assert len(measure(tmp_path, *points).statuses) >= 2
-    assert set(tables.read(tmp_path)["point_id"]) == {p.id for p in points}
+    assert set(read_table(tmp_path)["point_id"]) == {p.id for p in points}
 
 
 def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path) -> None:
     points = [point(behaviour=does.REFUSES), point(), point(backend="torch")]
     with pytest.raises(Incomplete):
         measure(tmp_path, *points, report=interrupt_at("timing", 2))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert "unsupported" in set(frame["status"]) and 1 <= len(frame) <= 2
 
 
 def test_an_interruption_while_a_block_is_written_comes_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = tables.write_part
+    write = write_part
 
     def interrupted(*arguments: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
         return write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tables, "write_part", interrupted)
+    monkeypatch.setattr("latbench.sweeping.sweep.write_part", interrupted)
     with pytest.raises(Incomplete, match="1 of 2 points"):
         measure(tmp_path, point(m=1, behaviour=does.REFUSES), point(m=2, behaviour=does.REFUSES))
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -278,9 +280,9 @@ def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
 
 def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
     measure(tmp_path, point(behaviour=does.REFUSES))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     row = {name: value for name, value in frame.iloc[0].items() if not pd.isna(value)}
-    tables.write_part(tmp_path, [row | {"device": "nvidia-h200"}])
+    write_part(tmp_path, [row | {"device": "nvidia-h200"}])
     with pytest.raises(UsageError, match="nvidia-h200"):
         measure(tmp_path, point())
 
@@ -314,7 +316,7 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
     assert str(damaged[0]) in str(said.value)
     assert seen == [0, 0, 1, 2, 3]  # of the first it never heard
     whole = set(tmp_path.glob("part-*.parquet")) - set(damaged)
-    assert sorted(int(tables.read(part)["m"].iloc[0]) for part in whole) == [2, 3, 4]
+    assert sorted(int(read_table(part)["m"].iloc[0]) for part in whole) == [2, 3, 4]
     with pytest.raises(BadData, match=damaged[0].name):
         run()
     assert len(seen) == 5  # a part that was damaged before stops it at once
@@ -329,9 +331,9 @@ def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
         now = datetime(year, 6, 1, tzinfo=UTC)
         monkeypatch.setattr("latbench.sweeping.bench.datetime", SimpleNamespace(now=lambda zone, now=now: now))
         measure(tmp_path, point(behaviour=does.REFUSES))
-        [run] = set(tables.read(tmp_path)["run_id"]) - set(runs)
+        [run] = set(read_table(tmp_path)["run_id"]) - set(runs)
         runs.append(run)
-    rows = tables.read(tmp_path).sort_values("started_at")
+    rows = read_table(tmp_path).sort_values("started_at")
     assert list(rows["run_id"]) == runs and rows["started_at"].is_unique
     assert list(rows["flags"].fillna("")) == ["", "clock_set_back", "clock_set_back", ""]
     assert list(rows["started_at"].dt.year) == [2026, 2026, 2026, 2027]
@@ -349,7 +351,7 @@ def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure(tmp_path, point(m=1, behaviour=does.REFUSES))
-    before = tables.table_hash(tmp_path)
+    before = hash_table(tmp_path)
 
     def full(path: Path, content: bytes) -> int:
         raise OSError(28, os.strerror(28))
@@ -357,7 +359,7 @@ def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, mon
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(EnvironmentUnusable, match="No space left on device"):
         measure(tmp_path, point(m=2, behaviour=does.REFUSES))
-    assert tables.table_hash(tmp_path) == before
+    assert hash_table(tmp_path) == before
     assert not list(tmp_path.glob(".*"))
 
 
@@ -389,7 +391,7 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
         measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
 
 
 class MadeUpPace:
@@ -446,7 +448,7 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[0]
+    row = read_table(tmp_path).iloc[0]
     assert row["reference_seconds"] == pytest.approx(3.75e-3) and row["reference_usual_seconds"] == 3e-3
     assert row["reference_ratio"] == pytest.approx(1.25)
     assert row["corrected_seconds"] == pytest.approx(row["median_seconds"] / 1.25)
@@ -471,7 +473,7 @@ def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatc
     paced(monkeypatch, Stumbling())
     monkeypatch.setattr(EngineWorkers, "burst", burst)
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[-1]
+    row = read_table(tmp_path).iloc[-1]
     assert row["corrected_seconds"] == pytest.approx(1e-3) and row["reference_ratio"] == pytest.approx(1.0)
     assert sorted(set(row["samples_seconds"])) == [1e-3, 2e-3]
 
@@ -494,7 +496,7 @@ def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Worker, "burst", burst)
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[-1]
+    row = read_table(tmp_path).iloc[-1]
     assert row["status"] == "ok" and row["discarded_samples"] >= 5
     assert set(row["samples_seconds"]) == {1e-3} and row["event_reasons"] == placement.APART
 
@@ -502,7 +504,7 @@ def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypa
 def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, MadeUpPace(apart=True))
     measure(tmp_path, point())
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == placement.APART).all()
 
@@ -512,7 +514,7 @@ def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
 ) -> None:
     paced(monkeypatch, MadeUpPace(ratio=1.5, slow_spell=True))
     measure(tmp_path, point())
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("slow_spell").all()
     assert (frame["status"] == "noisy").sum() >= NOISY_CHANCES
@@ -525,16 +527,16 @@ def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
         always.setattr(Bench, "_status", lambda *_: "noisy")
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
-    assert set(tables.read(tmp_path)["status"]) == {"noisy"}
+    assert set(read_table(tmp_path)["status"]) == {"noisy"}
     assert set(measure(tmp_path, point(), remeasure=True).statuses) == {point().id}
 
 
 def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, MadeUpPace(flop_per_second=1.0))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
-    row = tables.read(tmp_path).iloc[0]
+    row = read_table(tmp_path).iloc[0]
     assert pd.isna(row["median_seconds"]) and "faster than this device can" in row["error"]
-    assert tables.timed(tables.read(tmp_path)).empty
+    assert select_timed(read_table(tmp_path)).empty
 
 
 @pytest.mark.parametrize("pace", [MadeUpPace(flop_per_second=1.0, again=1e9), MadeUpPace(ratio=0.5)])
@@ -560,7 +562,7 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
     monkeypatch.setattr(CpuMachine, "pace", fail)
     undisturbed(monkeypatch)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert frame["reference_ratio"].isna().all() and frame["roofline_seconds"].isna().all() and len(asked) == 1
     assert frame["flags"].item() == NO_ROOFLINE  # so that no silence passes for possible
 
@@ -570,7 +572,7 @@ def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(
 ) -> None:
     monkeypatch.setattr(EngineWorkers, "burst", lambda *args: Burst([1e-3, -1e-3, 1e-3] * 4))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
-    assert "the clock went backwards" in tables.read(tmp_path)["error"].item()
+    assert "the clock went backwards" in read_table(tmp_path)["error"].item()
 
 
 def curve(behaviour: int) -> list[Point]:
@@ -580,20 +582,20 @@ def curve(behaviour: int) -> list[Point]:
 def test_a_spike_is_no_time_until_it_is_seen_twice(tmp_path: Path) -> None:
     points = curve(does.SPIKES)
     measure(tmp_path, *points)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     assert middle["status"].iloc[0] == "spike" and "neighbours" in middle["error"].iloc[0]
-    assert middle["status"].iloc[-1] in tables.TIMED and "spike" in middle["flags"].iloc[-1]
+    assert middle["status"].iloc[-1] in TIMED and "spike" in middle["flags"].iloc[-1]
     assert not frame["flags"][frame["sparsity_target"] != 0.75].str.contains("spike").any()
 
 
 def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
     measure(tmp_path, *curve(does.SPIKES_ONCE))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
-    assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in tables.TIMED
+    assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in TIMED
     assert "spike" not in middle["flags"].iloc[-1]
-    assert tables.timed(frame)["median_seconds"].max() < 0.005
+    assert select_timed(frame)["median_seconds"].max() < 0.005
 
 
 def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
@@ -629,7 +631,7 @@ def test_a_spike_has_to_come_back_as_it_was(
 ) -> None:
     _spiking(monkeypatch, *times)
     measure(tmp_path, *curve(0))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     flagged = middle["flags"].str.contains("spike")
     assert [f"{status}{' twice' * twice}" for status, twice in zip(middle["status"], flagged, strict=True)] == ends
@@ -640,7 +642,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
     _spiking(monkeypatch, 1e-3, 0.1, 0.1)
     measure(tmp_path, low, high)
     measure(tmp_path, middle)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     ours = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     assert ours["status"].tolist() == ["spike", "ok"] and "spike" in ours["flags"].iloc[-1]
 
@@ -649,6 +651,6 @@ def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> No
     low, middle, high = curve(does.SPIKES_ONCE)
     steps = iter([[low, high], [middle], []])
     sweep.run(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert frame[frame["sparsity_target"] == 0.75].sort_values("started_at")["status"].iloc[0] == "spike"
-    assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(tables.TIMED)
+    assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(TIMED)

@@ -361,7 +361,7 @@ def _run(
     import json
 
     from latbench.errors import UsageError
-    from latbench.tables import storage as places
+    from latbench.tables.storage import parse_place
 
     if not points:
         raise UsageError("there is nothing to measure: none of these backends runs any of these layers and patterns")
@@ -383,7 +383,7 @@ def _run(
             typer.echo(str(point))
         typer.echo(f"latbench: about {duration(seconds)} and {size / 1e6:.1f} MB of disk: {assumed}", err=True)
         return
-    folder = places.at(output or Path("latbench-tables") / target.device)
+    folder = parse_place(output or Path("latbench-tables") / target.device)
     if target.gpu:
         about = duration(how.sessions * estimates(True)[0](points))
         typer.echo(
@@ -481,7 +481,8 @@ def _measure(
     from latbench.cli.commands.progress import live
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.settings import SweepStopped
-    from latbench.tables import table as tables
+    from latbench.tables.schema import KEY
+    from latbench.tables.table import has_rows, read_table
 
     chooser = _chooser(points) if how.adaptive else None
     choose: sweeping.Choose = (lambda table: points) if chooser is None else chooser
@@ -507,9 +508,9 @@ def _measure(
     finally:
         target.close()
     # All but what fills it: samples.
-    wanted = [*(field.name for field in tables.KEY), "point_id", "started_at", "status", "error", "flags"]
+    wanted = [*(field.name for field in KEY), "point_id", "started_at", "status", "error", "flags"]
     wanted += ["backend_version", "format"]
-    frame = tables.read(folder, [*wanted, "median_seconds"]) if tables.holds_rows(folder) else None
+    frame = read_table(folder, [*wanted, "median_seconds"]) if has_rows(folder) else None
     if frame is not None and target.current is not None:
         frame = frame[target.current(frame)]
     # With its anchors an adaptive sweep is whole: the rest is what the time allows.
@@ -532,11 +533,11 @@ def refuse_without_times(frame: pd.DataFrame | None, points: Sequence[Point]) ->
     most often is what is wrong with the machine, or with the request.
     """
     from latbench.errors import EnvironmentUnusable
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
     keys = {point.id for point in points}
     rows = None if frame is None else frame[frame["point_id"].isin(keys)]
-    if rows is None or rows.empty or len(tables.timed(rows)):
+    if rows is None or rows.empty or len(select_timed(rows)):
         return
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     reasons = (latest["status"] + ": " + latest["error"].fillna("no reason was given")).value_counts()
@@ -571,7 +572,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: 
 
     from latbench.machines import devices
     from latbench.sweeping.settings import NO_ROOFLINE
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
     console = Console()
     counts = Counter(summary.statuses.values())
@@ -588,7 +589,7 @@ def _tell(folder: Place, points: Sequence[Point], summary: SweepSummary, frame: 
     if without:
         what = "could not be measured, so nothing tells whether their times are possible"
         console.print(f"{without} points have no roofline: it {what}", highlight=False, soft_wrap=True)
-    disturbed = int(tables.timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
+    disturbed = int(select_timed(ours)["flags"].str.contains("preempted|slow_spell", na=False).sum())
     for count, what in (
         (counts["noisy"], "are noisy, their intervals are wide: --remeasure measures them again"),
         (disturbed, "were measured while others took the cores or slowed them: their times may be too long"),
@@ -613,9 +614,9 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     from rich.table import Table
 
     from latbench.report.frames import SETTING, SHAPE, engine_name, with_rivals
-    from latbench.tables import table as tables
+    from latbench.tables.table import select_timed
 
-    timed = with_rivals(tables.timed(frame))
+    timed = with_rivals(select_timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
     timed = timed.assign(engine=[engine_name(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of unlike modes are not compared
