@@ -1,7 +1,7 @@
 """The rows a cost model learns from, and how a row says which curve it belongs to.
 
-X is a pandas frame with the columns of `latbench.tables.schema.KEY` (others are welcome), one row a point; y is
-seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of
+X is a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS` (others are welcome), one row a point;
+y is seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of
 measuring.
 """
 
@@ -17,14 +17,13 @@ import pyarrow.compute as pc
 
 from cost_models.errors import BadRows
 from latbench.errors import BadData, UsageError
-from latbench.tables import schema
 from latbench.tables.latest_rows import read_latest
 from latbench.tables.layer_columns import check_layers
-from latbench.tables.schema import TIMED
+from latbench.tables.schema import KEY_COLUMNS, TIMED
 from latbench.tables.storage import Place
 from latbench.tables.table import select_timed
 
-KEY = [field.name for field in schema.KEY]
+KEY = [field.name for field in KEY_COLUMNS]
 CURVE = [name for name in KEY if name != "sparsity_target"]
 SHAPE = [name for name in KEY[KEY.index("op") : KEY.index("pattern")] if name != "model"]
 
@@ -92,7 +91,9 @@ def checked(X: pd.DataFrame, y: npt.ArrayLike) -> Array:
     TypeError for an X that is no frame.
     """
     if not isinstance(X, pd.DataFrame):
-        raise TypeError("X must be a pandas frame with the columns of `latbench.tables.schema.KEY`, one row a point")
+        raise TypeError(
+            "X must be a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS`, one row a point"
+        )
     seconds = np.asarray(y, dtype=np.float64)
     if seconds.shape != (len(X),) or seconds.size == 0:
         raise ValueError(

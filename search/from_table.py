@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from latbench.errors import BadData, UsageError
-from latbench.tables.schema import KEY
+from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
 from latbench.workloads import workload as workloads
@@ -24,7 +24,7 @@ from sparse_kernels.shapes import Shape
 
 Layers = Mapping[str, Shape] | Workload | str
 
-_SIZES = [field.name for field in KEY]
+_SIZES = [field.name for field in KEY_COLUMNS]
 _SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from latbench.errors import BadData
 from latbench.machines import devices
-from latbench.tables.schema import KEY, SCHEMA
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import describe, shape_columns, sparsities_of
@@ -43,7 +43,7 @@ them are backend numba, and have rows of this type.
 """
 
 # What a search needs of a table, and what tells rows apart that are alike but for their shape.
-_COLUMNS = [*(field.name for field in KEY), "point_id", "status", "started_at", "median_seconds"]
+_COLUMNS = [*(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds"]
 _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
 
 

@@ -17,7 +17,7 @@ from latbench.errors import BadData, UsageError
 from latbench.report import accuracy as results
 from latbench.report import trade_off
 from latbench.tables.latest_rows import accept_every_row, read_latest
-from latbench.tables.schema import KEY
+from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
 from latbench.workloads import workload as workloads
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # What a report shows of a table.
 COLUMNS = [
-    *(field.name for field in KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
+    *(field.name for field in KEY_COLUMNS), "point_id", "started_at", "backend_version", "format", "kernel_used",
     "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio",
     "reference_ratio", "flop_nnz",
     "bytes_min", "roofline_seconds", "status", "flags", "error",

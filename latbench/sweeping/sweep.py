@@ -44,7 +44,7 @@ from latbench.sweeping.settings import (
 from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables.plausibility import SPIKE_RATIO, find_spikes
 from latbench.tables.point_ids import convert_to_plain, hash_key
-from latbench.tables.schema import DISTURBED, FINISHED, KEY, SCHEMA, TIMED
+from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIMED
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
@@ -377,7 +377,7 @@ class _Here:
                 )
 
 
-_CURVE = [field for field in KEY if field.name != "sparsity_target"]
+_CURVE = [field for field in KEY_COLUMNS if field.name != "sparsity_target"]
 
 
 def _curve(row: Mapping[Any, Any]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from latbench.errors import BadData, UsageError
 from latbench.tables.comparability import MODES
 from latbench.tables.latest_rows import accept_every_row, read_latest_arrow
 from latbench.tables.point_ids import convert_to_plain, hash_key
-from latbench.tables.schema import KEY, TIMED
+from latbench.tables.schema import KEY_COLUMNS, TIMED
 from latbench.tables.significance import (
     FASTER,
     SAME,
@@ -32,7 +32,7 @@ KINDS = (SLOWER, MISSING, UNCLEAR, FASTER, SAME, NEW)
 
 
 _COLUMNS = list(dict.fromkeys([
-    *(field.name for field in KEY), *MODES, "point_id", "status", "error", "started_at",
+    *(field.name for field in KEY_COLUMNS), *MODES, "point_id", "status", "error", "started_at",
     "median_seconds", "samples_seconds", "reference_seconds", "reference_usual_seconds", "flags",
 ]))  # fmt: skip
 
@@ -47,7 +47,7 @@ def read_compared_rows(path: str | Place) -> pd.DataFrame:
 
 
 # How a point was timed, as far as its key does not say so.
-_WAYS = [name for name in MODES if name not in {field.name for field in KEY}]
+_WAYS = [name for name in MODES if name not in {field.name for field in KEY_COLUMNS}]
 
 
 @dataclass(frozen=True)
@@ -196,4 +196,4 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def _key(row: dict[str, Any]) -> dict[str, Any]:
-    return {field.name: convert_to_plain(field.type, row[field.name]) for field in KEY}
+    return {field.name: convert_to_plain(field.type, row[field.name]) for field in KEY_COLUMNS}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from latbench.errors import BadData
-from latbench.tables.schema import LEAST_SIZES
+from latbench.tables.schema import COLUMNS
 from sparse_kernels import patterns
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def check_layers(layers: pd.DataFrame) -> None:
     `latbench validate` finds more, and names the files. Of what others published, sizes may be unknown.
     """
     wrong = [f"pattern {pattern}" for pattern in layers["pattern"].unique() if not _is_pattern(pattern)]
-    for name, least in (*LEAST_SIZES.items(), ("sparsity_target", 0)):
+    for name in ("m", "k", "n", "sparsity_target"):
         values = layers[name].to_numpy(np.float64, na_value=np.nan)
-        most = 1 if name == "sparsity_target" else np.inf
+        least, most = COLUMNS[name].minimum, COLUMNS[name].maximum or np.inf
         wrong += [f"{name} {value:g}" for value in values[(values < least) | (values > most)][:1]]
     if wrong:
         raise BadData(f"the table holds layers that cannot be, such as of {wrong[0]}: `latbench validate` names them")

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from latbench.tables.schema import KEY
+from latbench.tables.schema import KEY_COLUMNS
 
 
 def hash_key(row: Mapping[str, Any]) -> str:
@@ -18,7 +18,7 @@ def hash_key(row: Mapping[str, Any]) -> str:
 
     A missing value, None and NaN are the same; 3 and 3.0 are the same; reals count to nine digits.
     """
-    key = [_canonical(field.type, row.get(field.name)) for field in KEY]
+    key = [_canonical(field.type, row.get(field.name)) for field in KEY_COLUMNS]
     return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
@@ -38,7 +38,7 @@ def convert_to_plain(kind: pa.DataType, value: Any) -> str | int | float | None:
 
 def hash_keys(table: pa.Table) -> list[str]:
     """The hash of the key columns of every row of `table`, as `hash_key` gives it."""
-    texts = [_json_texts(table[field.name].combine_chunks(), field.type) for field in KEY]
+    texts = [_json_texts(table[field.name].combine_chunks(), field.type) for field in KEY_COLUMNS]
     keys = pc.binary_join_element_wise(*texts, ", ")
     return [hashlib.sha256(f"[{key}]".encode()).hexdigest()[:16] for key in keys.to_pylist()]
 

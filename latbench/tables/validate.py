@@ -24,7 +24,19 @@ from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.plausibility import MOST_UTILISATION, explain_too_fast
 from latbench.tables.point_ids import hash_keys
 from latbench.tables.row_hashes import hash_rows
-from latbench.tables.schema import LEAST_SIZES, STATUSES, TIMED
+from latbench.tables.schema import (
+    COLUMNS,
+    EVERY_ROW,
+    FAILED,
+    OWN_CONVOLUTIONS,
+    OWN_LAYERS,
+    OWN_TIMES,
+    PROVENANCE,
+    STATUSES,
+    TIMED,
+    Column,
+    list_needed_columns,
+)
 from latbench.tables.storage import PART_NAME, Place, RemotePlace, parse_place
 from latbench.tables.table import (
     find_untimed,
@@ -42,36 +54,8 @@ MOST_OF_A_FILE = 1000  # findings of one severity; what is wrong with every row 
 _CLOSE = 1e-9  # medians are computed from the very samples beside them, by one function
 _FAR_FROM_TARGET = 0.1  # whole blocks or vectors can miss a sparsity on a small layer, but not by more than that
 
-_NEVER_NULL = (
-    "schema_version", "point_id", "started_at", "purpose", "device", "backend", "op", "pattern", "status",
-)  # fmt: skip
-# What whoever measures knows; of what others published it may be missing.
-_OF_A_TIME = ("threads", "context", "cache_mode", "launch_mode", "dtype_w", "dtype_a", "dtype_out")
-_ON_RECORD = ("run_id", "env_id", "timer")
-_OF_A_LAYER = ("m", "k", "n")
-_OF_A_CONVOLUTION = (
-    "batch", "c_in", "h", "w", "c_out", "kh", "kw",
-    "stride_h", "stride_w", "padding_h", "padding_w", "dilation_h", "dilation_w",
-)  # fmt: skip
-_WORDS = {
-    "purpose": ("sweep", "verify", "baseline", "import"),
-    "op": ("linear", "conv2d", "model"),
-    "context": ("isolated", "network"),
-    "cache_mode": ("rotated", "warm", "cold"),
-    "launch_mode": ("call", "graph"),
-    "stop_reason": ("relative_error", "plateau", "budget", "failed"),
-}
-# The least that numbers may be, and the most where there is one.
-_LEAST = LEAST_SIZES | dict.fromkeys(("batch", "padding_h", "padding_w", "pattern_seed", "block", "seq"), 0)
-_LEAST |= dict.fromkeys(("l2_flush_bytes", "discarded_samples", "power_watts", "load", "steal_fraction"), 0)
-_LEAST |= dict.fromkeys(("max_rel_err", "flop_nnz"), 0)
-_LEAST |= dict.fromkeys(("c_in", "h", "w", "c_out", "kh", "kw", "threads", "weight_copies"), 1)
-_LEAST |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "inner_loops", "bytes_min"), 1)
-_POSITIVE = ("clock_hertz", "drift_ratio", "roofline_seconds")
-_SHARES = ("steal_fraction",)
 _FIRST_YEAR = 2010  # no kernel for sparse networks is older
 _CLOCKS_DIFFER = timedelta(days=1)
-_WITHOUT_A_TIME = ("error", "unsupported", "oom", "timeout", "incorrect", "impossible")
 _SUMMARY = [name for name in summarise_samples([1.0]) if name != "sample_count"]
 # What makes a measurement: one run does not measure a point twice at the same moment.
 _MEASUREMENT = ("point_id", "run_id", "started_at")
@@ -216,7 +200,7 @@ def _identity(table: pa.Table) -> _Found:
     # What others published may name a layer and not say which operation it is.
     imported = pc.and_(pc.equal(table["purpose"], "import"), pc.not_equal(table["model"], ""))
     without_op = imported.fill_null(False).to_numpy()
-    for name in _NEVER_NULL:
+    for name in list_needed_columns(EVERY_ROW):
         missing = table[name].is_null().to_numpy()
         yield from _each("corrupt", missing & ~without_op if name == "op" else missing, _always(f"{name} is null"))
     ids = hash_keys(table)
@@ -225,7 +209,7 @@ def _identity(table: pa.Table) -> _Found:
     status = table["status"]
     unknown = ~pc.is_in(status, pa.array(STATUSES)).to_numpy() & status.is_valid().to_numpy()
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
-    failed = pc.is_in(status, pa.array(_WITHOUT_A_TIME)).to_numpy()
+    failed = pc.is_in(status, pa.array(FAILED)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
     yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
 
@@ -233,7 +217,8 @@ def _identity(table: pa.Table) -> _Found:
 def _off_record(table: pa.Table) -> Counter[str]:
     """How many of our own times lack what is known of each run, by column."""
     ours = _timed_here(table)
-    return Counter({name: n for name in _ON_RECORD if (n := int((ours & table[name].is_null().to_numpy()).sum()))})
+    missing = {name: int((ours & table[name].is_null().to_numpy()).sum()) for name in list_needed_columns(PROVENANCE)}
+    return Counter({name: count for name, count in missing.items() if count})
 
 
 def _timed_here(table: pa.Table) -> Bools:
@@ -242,22 +227,35 @@ def _timed_here(table: pa.Table) -> Bools:
 
 
 def _words(table: pa.Table) -> _Found:
-    for name, known in _WORDS.items():
-        column = table[name]
-        strange = ~pc.is_in(column, pa.array(known)).to_numpy() & column.is_valid().to_numpy()
-        yield from _each("suspect", strange, _unlike(name, column, f"latbench writes {', '.join(known)}"))
+    for column in COLUMNS.values():
+        if column.allowed:
+            values = table[column.name]
+            strange = ~pc.is_in(values, pa.array(column.allowed)).to_numpy() & values.is_valid().to_numpy()
+            said = f"latbench writes {', '.join(column.allowed)}"
+            yield from _each("suspect", strange, _unlike(column.name, values, said))
 
 
 def _ranges(table: pa.Table) -> _Found:
-    for name, least in _LEAST.items():
-        values = _reals(table, name)
-        yield from _each("corrupt", (values < least) | np.isinf(values), _valued(name, values))
-    for name in _POSITIVE:
-        values = _reals(table, name)
-        yield from _each("corrupt", (values <= 0) | np.isinf(values), _valued(name, values))
-    for name in _SHARES:
-        values = _reals(table, name)
-        yield from _each("corrupt", values > 1, _valued(name, values, ": more than all"))
+    for column in COLUMNS.values():
+        if column.limits and column.name not in _SUMMARY:
+            values = _reals(table, column.name)
+            yield from _each("corrupt", _outside(column, values), _out_of_range(column, values))
+
+
+def _outside(column: Column, values: Reals) -> Bools:
+    """(rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
+    outside: Bools = np.isinf(values)
+    if column.minimum is not None:
+        outside |= values < column.minimum
+    if column.above is not None:
+        outside |= values <= column.above
+    if column.maximum is not None:
+        outside |= values > column.maximum
+    return outside
+
+
+def _out_of_range(column: Column, values: Reals) -> Callable[[int], str]:
+    return _valued(column.name, values, f": it must be {column.limits}")
 
 
 def _structure(table: pa.Table) -> _Found:
@@ -290,10 +288,10 @@ def _shape(table: pa.Table) -> _Found:
     conv = pc.equal(table["op"], "conv2d").fill_null(False).to_numpy()
     linear = pc.equal(table["op"], "linear").fill_null(False).to_numpy()
     ours = _timed_here(table)
-    for rows, names in (
-        (ours & (linear | conv), _OF_A_LAYER), (ours & conv, _OF_A_CONVOLUTION), (ours, _OF_A_TIME),
+    for rows, needed in (
+        (ours & (linear | conv), OWN_LAYERS), (ours & conv, OWN_CONVOLUTIONS), (ours, OWN_TIMES),
     ):  # fmt: skip
-        for name in names:
+        for name in list_needed_columns(needed):
             yield from _each("corrupt", rows & table[name].is_null().to_numpy(), _always(f"{name} is null"))
     k, kh, kw, c_in = (_reals(table, name) for name in ("k", "kh", "kw", "c_in"))
     wrong = conv & (k != kh * kw * c_in) & ~np.isnan(c_in)
@@ -310,9 +308,6 @@ def _sparsity(table: pa.Table) -> _Found:
     yield from _each(
         "corrupt", layer & table["sparsity_target"].is_null().to_numpy(), _always("sparsity_target is null")
     )
-    for name, values in (("sparsity_target", target), ("sparsity_actual", actual)):
-        outside = ~((values >= 0) & (values <= 1)) & ~np.isnan(values)
-        yield from _each("corrupt", outside, _valued(name, values, ": no share of weights"))
     weights = _reals(table, "m") * _reals(table, "k")
     with np.errstate(divide="ignore", invalid="ignore"):
         wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
@@ -326,11 +321,9 @@ def _sparsity(table: pa.Table) -> _Found:
 
 def _times(table: pa.Table) -> _Found:
     for name in _SUMMARY:
-        seconds = _reals(table, name, null=1.0)
-        wrong = ~((seconds > 0) & (seconds < math.inf))
-        if name == "std_seconds":
-            wrong = ~((seconds >= 0) & (seconds < math.inf))
-        yield from _each("corrupt", wrong, _valued(name, seconds, ": no time"))
+        seconds = _reals(table, name, null=1.0)  # so that NaN is wrong, and null is not
+        wrong = _outside(COLUMNS[name], seconds) | np.isnan(seconds)
+        yield from _each("corrupt", wrong, _out_of_range(COLUMNS[name], seconds))
     absent = find_untimed(table) & table["median_seconds"].is_null().to_numpy()
     yield from _each("corrupt", absent, lambda row: f"status {table['status'][row]} and no time")
 
@@ -351,9 +344,7 @@ def _samples(table: pa.Table) -> _Found:
     )
     columns = {name: _reals(table, name) for name in _SUMMARY}
     burst_errors = _reals(table, "burst_error").copy()
-    wrong = burst_errors < 0
-    yield from _each("corrupt", wrong, _valued("burst_error", burst_errors))
-    burst_errors[wrong] = math.nan
+    burst_errors[burst_errors < 0] = math.nan
     for length in np.unique(lengths[(lengths > 0) & ~bad]):
         rows = np.flatnonzero((lengths == length) & ~bad)
         summary = summarise_sample_rows(flat[starts[rows, None] + np.arange(length)], burst_errors[rows])
@@ -374,8 +365,6 @@ def _comparisons(table: pa.Table) -> _Found:
         _reals(table, name)
         for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
     )
-    for name, seconds in (("reference_seconds", meanwhile), ("reference_usual_seconds", usual)):
-        yield from _each("corrupt", seconds <= 0, _valued(name, seconds, ": no time"))
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = meanwhile / usual
         derived = {"utilisation": roofline / median, "reference_ratio": ratio, "corrected_seconds": median / ratio}

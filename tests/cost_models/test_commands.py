@@ -16,7 +16,7 @@ import cost_models
 from cost_models.rows import count_shapes, shape_groups
 from latbench.cli import main as cli
 from latbench.runners.worker import resolve
-from latbench.tables.schema import KEY, SCHEMA
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
 from latbench.workloads import workload as workloads
@@ -295,7 +295,7 @@ def test_transfer_predicts_a_device_from_few_of_its_rows(
 ) -> None:
     rows = read_table(swept)
     few = rows[(rows["backend"] == "numba") & (rows["n"] == 37)].assign(device="b-cpu")
-    columns = [field.name for field in KEY]
+    columns = [field.name for field in KEY_COLUMNS]
     write_part(tmp_path / "new", [
         {name: value for name, value in row.items() if value == value} | {"status": "ok", "samples_seconds": [s]}
         for row, s in zip(few[columns].to_dict("records"), 2 * few["median_seconds"], strict=True)
@@ -368,7 +368,7 @@ def test_the_benchmark_judges_tables_of_ones_own(swept: Path, capsys: pytest.Cap
 
 def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path: Path) -> None:
     rows = read_table(swept)
-    columns = [field.name for field in KEY]
+    columns = [field.name for field in KEY_COLUMNS]
     own = rows[rows["backend"] == "numba"]
     narrow = own[columns].assign(dtype_w="bfloat16").to_dict("records")
     write_part(swept, [
@@ -399,7 +399,7 @@ def test_rows_are_told_apart_by_any_column(latbench: Run, swept: Path, tmp_path:
 
 def test_fit_says_that_versions_are_mixed_and_takes_one(latbench: Run, swept: Path, tmp_path: Path) -> None:
     rows = read_table(swept)
-    columns = [field.name for field in KEY]
+    columns = [field.name for field in KEY_COLUMNS]
     first, second = (rows[columns].assign(backend_version=version, threads=t) for version, t in (("1", 3), ("2", 4)))
     for own in (first, second):
         write_part(tmp_path / "both", [

@@ -16,7 +16,7 @@ from latbench.base.median_interval import median_interval
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.tables import table as tables
 from latbench.tables.point_ids import hash_key
-from latbench.tables.schema import KEY, SCHEMA, SCHEMA_VERSION
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA, SCHEMA_VERSION
 from latbench.tables.storage import UNFINISHED
 from latbench.tables.table import (
     GrowingTable,
@@ -122,7 +122,7 @@ def test_equal_rows_have_one_id_however_they_are_typed(row: dict[str, Any]) -> N
     assert hash_key(row | {"sparsity_target": np.float64(0.75), "k": np.int64(13)}) == wanted
 
 
-@pytest.mark.parametrize("column", [field.name for field in KEY])
+@pytest.mark.parametrize("column", [field.name for field in KEY_COLUMNS])
 def test_every_key_column_makes_another_point(row: dict[str, Any], column: str) -> None:
     changed = "other" if SCHEMA.field(column).type == pa.string() else 3
     assert hash_key(row | {column: changed}) != hash_key(row)

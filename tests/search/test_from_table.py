@@ -16,7 +16,7 @@ from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
 from latbench.importers import text_formats as interchange
 from latbench.importers.text_formats import read_spdy
-from latbench.tables.schema import KEY, SCHEMA
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.table import hash_table, read_table
 from latbench.tables.writer import write_part
 from latbench.workloads import workload as workloads
@@ -134,7 +134,7 @@ def test_the_command_solves_a_table_with_its_cost_model(
         for shape in (A, B)
         for pattern, s in [("dense", 0.0), *(("vector:8", level) for level in levels)]
     ]
-    columns = [field.name for field in KEY] + ["status", "started_at"]
+    columns = [field.name for field in KEY_COLUMNS] + ["status", "started_at"]
     made = swept(*rows)[columns].astype(object)
     records = made.where(made.notna(), None).to_dict("records")
     timed = [{**record, "samples_seconds": [row[3]] * 5} for record, row in zip(records, rows, strict=True)]

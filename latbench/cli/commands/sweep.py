@@ -481,7 +481,7 @@ def _measure(
     from latbench.cli.commands.progress import live
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.settings import SweepStopped
-    from latbench.tables.schema import KEY
+    from latbench.tables.schema import KEY_COLUMNS
     from latbench.tables.table import has_rows, read_table
 
     chooser = _chooser(points) if how.adaptive else None
@@ -508,7 +508,7 @@ def _measure(
     finally:
         target.close()
     # All but what fills it: samples.
-    wanted = [*(field.name for field in KEY), "point_id", "started_at", "status", "error", "flags"]
+    wanted = [*(field.name for field in KEY_COLUMNS), "point_id", "started_at", "status", "error", "flags"]
     wanted += ["backend_version", "format"]
     frame = read_table(folder, [*wanted, "median_seconds"]) if has_rows(folder) else None
     if frame is not None and target.current is not None:
