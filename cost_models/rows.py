@@ -1,8 +1,8 @@
 """The rows a cost model learns from, and how a row says which curve it belongs to.
 
 X is a pandas frame with the columns of `latbench.tables.schema.KEY_COLUMNS` (others are welcome), one row a point;
-y is seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way of
-measuring.
+y is seconds. A curve is what is left of a key without its sparsity: one layer shape, pattern, kernel, device and way
+of measuring.
 """
 
 from __future__ import annotations
