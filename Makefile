@@ -58,7 +58,7 @@ test-long: $(CUDA_READY)
 
 # Every CUDA kernel for every architecture, with no GPU: compiled and looked at, and its planted bugs caught.
 gate: $(CUDA_READY)
-	$(BIN)/python tests/cuda/gate.py
+	$(BIN)/python tests/sparse_kernels/cuda/gate.py
 
 # On a machine with a GPU, with its own Python and nothing installed: a smoke test, then the standard sweep, in nine
 # minutes. ARGS="--seconds 200 --tests none" changes that; called again, it goes on. Results: build/gpu, or LATBENCH_OUT.

@@ -28,7 +28,7 @@ FIRST_SECONDS, SECOND_SECONDS = 560.0, 200.0
 DEVICE = "nvidia-h200"  # of the rehearsal
 LATBENCH = [sys.executable, "-P", "-m", "latbench.cli.main"]
 SESSION = [sys.executable, "-P", "-m", "latbench.cli.gpu_session"]
-FAKE_SESSION = [sys.executable, "-P", str(ROOT / "tests" / "latbench" / "fake_session.py")]
+FAKE_SESSION = [sys.executable, "-P", str(ROOT / "tests" / "latbench" / "fakes" / "fake_session.py")]
 
 
 def run(*command: object) -> None:
@@ -46,7 +46,7 @@ def run(*command: object) -> None:
 def compile_cubins(architectures: Sequence[str]) -> None:
     """Compile every kernel for these architectures, so that no second of the visit goes into it."""
     chosen = [word for name in architectures for word in ("--architecture", name)]
-    run(sys.executable, ROOT / "tests" / "cuda" / "gate.py", *chosen, "--folder", BUILD / "cubins")
+    run(sys.executable, ROOT / "tests" / "sparse_kernels" / "cuda" / "gate.py", *chosen, "--folder", BUILD / "cubins")
 
 
 def keep(out: Path, measured: Path) -> Path:

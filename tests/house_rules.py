@@ -28,6 +28,10 @@ MOST_FILES = 16
 COMMANDS = Path("latbench/cli/commands")
 """The options of a command are the arguments of its function, and a command may have the name of what it calls."""
 
+RESULTS = Path("tests/experiments/results")
+"""What trainings left: data, a file for each."""
+
+CODE = {".py", ".cpp", ".h", ".cu", ".cuh"}
 FAMILIES = {"csr", "nm", "vector", "dense", "block"}
 """A pattern has one name in each room that knows it: its format, its CUDA kernels, its Numba kernels."""
 
@@ -92,13 +96,23 @@ def find_places(root: Path) -> Places:
                 found["private Numba outside its module"] += private_numba(node, place)
     found["file names twice"] = [f"{stem}: {', '.join(them)}" for stem, them in stems.items() if len(them) > 1]
     found["class names twice"] = [f"{name}: {', '.join(them)}" for name, them in classes.items() if len(them) > 1]
-    for folder in sorted({path.parent for path, _ in modules(root)}):
-        files = [
-            it for it in (root / folder).iterdir() if it.is_file() and it.name not in ("__init__.py", "py.typed")
-        ]
-        if len(files) > MOST_FILES and folder != COMMANDS:
-            found["folders over 16 files"].append(f"{folder}: {len(files)}")
+    for folder in find_folders(root):
+        count = count_files(root / folder)
+        if count > MOST_FILES and folder != COMMANDS:
+            found["folders over 16 files"].append(f"{folder}: {count}")
     return found
+
+
+def find_folders(root: Path) -> list[Path]:
+    """Return every folder of the four packages and of the tests that holds code, relative to `root`."""
+    inside = (path for top in (*PACKAGES, "tests") for path in (root / top).rglob("*.*") if path.suffix in CODE)
+    folders = {path.parent.relative_to(root) for path in inside}
+    return sorted(folder for folder in folders if not folder.is_relative_to(RESULTS))
+
+
+def count_files(folder: Path) -> int:
+    """Return the number of files right in a folder, but for those that every package has."""
+    return sum(path.is_file() and path.name not in ("__init__.py", "py.typed") for path in folder.iterdir())
 
 
 def private_numba(node: ast.AST, place: str) -> list[str]:

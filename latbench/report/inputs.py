@@ -21,12 +21,12 @@ from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import hash_table, read_environments
 from latbench.workloads import workload as workloads
-from search import profile as profiles
-from search.profile import Profile
+from search.artifacts import profile as profiles
+from search.artifacts.profile import Profile
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
-    from search.verify import Verdict
+    from search.pipeline.verify import Verdict
 
 # What a report shows of a table.
 COLUMNS = [
@@ -130,8 +130,8 @@ def _model(path: Path) -> ModelFile:
 
 
 def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
+    from search.pipeline.verify import manifest_hash
     from search.pruning.storage.model_folder import read_manifest
-    from search.verify import manifest_hash
 
     manifest = read_manifest(folder)
     try:
@@ -161,7 +161,7 @@ _FLOP = ("total", "dense_total")
 
 
 def _verdict(path: Path) -> Verdict:
-    from search import verify as verification
+    from search.pipeline import verify as verification
 
     if not path.is_file():
         raise BadData(f"{path} does not exist: make it with latbench verify")

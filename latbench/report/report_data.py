@@ -14,8 +14,8 @@ from latbench.report.inputs import Inputs
 from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
-    from search.profile import Profile
-    from search.verify import Verdict
+    from search.artifacts.profile import Profile
+    from search.pipeline.verify import Verdict
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def profile_layers(chosen: Profile) -> pd.DataFrame:
 
 def promise_times(verdict: Verdict) -> pd.DataFrame:
     """Whole-model times of dense engines (slowest first), prediction, measurement: name, kind, seconds, low, high."""
-    from search.verify import PRUNED
+    from search.pipeline.verify import PRUNED
 
     dense = {name: found for name, found in verdict.engines.items() if name != PRUNED}
     rows = [

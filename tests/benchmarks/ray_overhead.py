@@ -20,7 +20,7 @@ from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
-MACHINE = f"{Path(__file__).resolve().parents[1] / 'latbench' / 'node_tasks.py'}:Machine"
+MACHINE = f"{Path(__file__).resolve().parents[1] / 'latbench' / 'fakes' / 'node_tasks.py'}:Machine"
 QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 ROUNDS = 3
 

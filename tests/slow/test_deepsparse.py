@@ -19,16 +19,18 @@ from latbench.importers import text_formats as interchange
 from latbench.runners.worker import resolve
 from latbench.tables.table import read_table, select_timed
 from latbench.tables.writer import write_part
-from search import job, layer_times, overhead
 from search import task as tasks
-from search import verify as verification
-from search.end_to_end import Engine, Timings
-from search.engines import DENSE_ENGINES, IN_BFLOAT16
-from search.layer_times import Settings, measure, rows
-from search.onnx_export import export, layer_values
-from search.profile import LayerChoice, Profile
+from search.artifacts.onnx_export import export, layer_values
+from search.artifacts.profile import LayerChoice, Profile
+from search.pipeline import measure_in_network as layer_times
+from search.pipeline import search_job as job
+from search.pipeline import verify as verification
+from search.pipeline.measure_in_network import Settings, measure, rows
+from search.pipeline.verify import PRUNED, verify
 from search.pruning.storage.model_folder import save_pruned
-from search.verify import PRUNED, verify
+from search.whole_model import overhead
+from search.whole_model.end_to_end import Engine, Timings
+from search.whole_model.model_engines import DENSE_ENGINES, IN_BFLOAT16
 from sparse_kernels.nn import set_weight_matrix, weight_matrix
 from sparse_kernels.patterns import Unstructured
 
