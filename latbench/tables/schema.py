@@ -227,8 +227,8 @@ QUALITY_COLUMNS = (
     _real("max_rel_err", "Largest error of the result over |w| @ |x| + |bias|.", minimum=0),
     _text(
         "flags",
-        "Remarks joined by `+`. `preempted`: other processes or heat disturbed most bursts. `slow_spell`: the machine "
-        "was slower than in the rest of the sweep. `spike`: twice far above neighbouring sparsities. `no_roofline`: "
+        "Remarks joined by `+`. `preempted`: other processes or heat disturbed most bursts. `slow_spell`: the "
+        "machine was slower than in the rest of the sweep. `spike`: twice far above neighbouring sparsities. `no_roofline`: "
         "the ceilings could not be measured. `in_cache`, `in_l2`: all copies of so small a layer may have stayed in "
         "the cache. `clock_set_back`: started_at was moved behind that of the row which this one replaces.",
     ),
