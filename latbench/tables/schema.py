@@ -228,9 +228,9 @@ QUALITY_COLUMNS = (
     _text(
         "flags",
         "Remarks joined by `+`. `preempted`: other processes or heat disturbed most bursts. `slow_spell`: the "
-        "machine was slower than in the rest of the sweep. `spike`: twice far above neighbouring sparsities. `no_roofline`: "
-        "the ceilings could not be measured. `in_cache`, `in_l2`: all copies of so small a layer may have stayed in "
-        "the cache. `clock_set_back`: started_at was moved behind that of the row which this one replaces.",
+        "machine was slower than in the rest of the sweep. `spike`: twice far above neighbouring sparsities. "
+        "`no_roofline`: the ceilings could not be measured. `in_cache`, `in_l2`: all copies of so small a layer may "
+        "have stayed in the cache. `clock_set_back`: started_at was moved behind that of the row it replaces.",
     ),
     _text("error", "Why there is no time, in a sentence."),
 )
