@@ -183,56 +183,11 @@ def find_second_hand(trees: Mapping[Path, ast.Module]) -> list[str]:
     ]
 
 
-NO_VERBS = frozenset(
-    # fmt: off
-    (
-        "a",
-        "all",
-        "an",
-        "any",
-        "as",
-        "at",
-        "both",
-        "by",
-        "each",
-        "every",
-        "for",
-        "from",
-        "how",
-        "if",
-        "in",
-        "it",
-        "its",
-        "no",
-        "none",
-        "not",
-        "nothing",
-        "of",
-        "on",
-        "one",
-        "only",
-        "same",
-        "so",
-        "some",
-        "such",
-        "that",
-        "the",
-        "their",
-        "these",
-        "this",
-        "those",
-        "to",
-        "true",
-        "what",
-        "when",
-        "where",
-        "whether",
-        "which",
-        "who",
-        "with",
-    )
-    # fmt: on
-)
+NO_VERBS = frozenset({
+    "a", "all", "an", "any", "as", "at", "both", "by", "each", "every", "for", "from", "how", "if", "in", "it", "its",
+    "no", "none", "not", "nothing", "of", "on", "one", "only", "same", "so", "some", "such", "that", "the", "their",
+    "these", "this", "those", "to", "true", "what", "when", "where", "whether", "which", "who", "with",
+})  # fmt: skip
 """Words with which no sentence in the imperative begins."""
 
 RULES = (

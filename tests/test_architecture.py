@@ -3,6 +3,8 @@
 import functools
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -73,3 +75,13 @@ def test_every_rule_has_a_limit() -> None:
 def test_a_rule_is_broken_in_as_many_places_as_its_limit_says(rule: str) -> None:
     places, limit = find_places()[rule], LIMITS[rule]
     assert len(places) <= limit, f"{rule}: {len(places)} places, the limit is {limit}:\n" + "\n".join(places)
+
+
+def test_the_picture_shows_the_imports_of_today() -> None:
+    script = ROOT / "tests" / "architecture_picture.py"
+    drawn = subprocess.run(
+        [sys.executable, "-P", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert f"```mermaid\n{drawn.stdout}```" in PAGE, (
+        f"run python -P {script.relative_to(ROOT)} and paste what it prints"
+    )
