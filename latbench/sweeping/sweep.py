@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base import files
+from latbench.base.files import delay_interrupts, remove_abandoned
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
-from latbench.runners.device_lock import WAIT_SECONDS, device_lock
+from latbench.runners.device_lock import WAIT_SECONDS, lock_device
 from latbench.sweeping.bench import Bench
 from latbench.sweeping.settings import (
     CPU_SETTINGS,
@@ -48,28 +48,27 @@ from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIM
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
+PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far without its samples (None while there is none); called until it names
 nothing new.
 """
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
-def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
+def choose_in_order(blocks: Sequence[Sequence[Point]]) -> PointChooser:
     """Return a Choose that gives a sweep one block after the other, in this order. No block may be empty."""
     left = iter(blocks)
     return lambda table: next(left, [])
 
 
-def run(
+def run_sweep(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
     machine: SweepMachine,
     seed: int = 0,
@@ -93,8 +92,8 @@ def run(
     EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
     where another process has measured on the device for `wait_seconds`.
     """
-    with alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
-        here = _Here(bench)
+    with lock_machine(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
+        here = LocalSite(bench)
         return _carry_out(
             Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected),
             choose,
@@ -102,11 +101,11 @@ def run(
         )
 
 
-def spread(
+def run_sweep_on_cluster(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
-    elsewhere: Where,
+    elsewhere: MeasurementSite,
     seed: int = 0,
     settings: SweepSettings = CPU_SETTINGS,
     time_budget: float | None = None,
@@ -117,13 +116,13 @@ def spread(
     expected: int = 0,
     chances_last: bool = False,
 ) -> SweepSummary:
-    """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
+    """As `run_sweep`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
 
     Raises Stopped also where nobody is left there to measure.
     """
     # Who measures holds its own device; of writers there may be one a table.
     table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
+    with lock_device(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
         return _carry_out(
             Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected),
             choose,
@@ -131,7 +130,7 @@ def spread(
         )
 
 
-def alone(
+def lock_machine(
     machine: SweepMachine,
     wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -141,17 +140,17 @@ def alone(
     Raises EnvironmentUnusable where another one has measured there for `wait_seconds`.
     """
     unit = machine.environment()["device_uuid_hash"]
-    return device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
+    return lock_device(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
 
 
 def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
     return lambda holder: report(Progress(0, 0, f"waiting: {holder}"))
 
 
-def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary:
+def _carry_out(sweep: Sweep, choose: PointChooser, chances_last: bool) -> SweepSummary:
     """Measure until `choose` is content, and what was disturbed a few times more: after each choice, or at last."""
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
-        files.remove_abandoned(sweep.folder)
+        remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
     measured: list[Point] = []
@@ -177,7 +176,7 @@ def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
 
-class Where(Protocol):
+class MeasurementSite(Protocol):
     """Where blocks are measured: this machine, or several elsewhere."""
 
     @property
@@ -199,7 +198,7 @@ class Sweep:
     def __init__(
         self,
         folder: Place,
-        where: Where,
+        where: MeasurementSite,
         seed: int,
         settings: SweepSettings,
         time_budget: float | None,
@@ -311,7 +310,7 @@ class Sweep:
         """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
         rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
-        with files.uninterrupted():
+        with delay_interrupts():
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
@@ -356,7 +355,7 @@ class Sweep:
                     self.curves.setdefault(key, {})[row["sparsity_target"]] = row["median_seconds"]
 
 
-class _Here:
+class LocalSite:
     """This machine, in this process."""
 
     def __init__(self, bench: Bench) -> None:
@@ -369,7 +368,7 @@ class _Here:
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where."""
-        for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
+        for block in group_into_blocks(points, sweep.seed, sweep.settings.block_points):
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(
