@@ -47,7 +47,7 @@ from latbench.sweeping.gpu_smoke import judge_smoke_points
 from latbench.sweeping.gpu_summary import format_gpu_summary
 from latbench.sweeping.gpu_tests import TestOutcome, list_failures, run_all_tests
 from latbench.sweeping.publisher import Publisher
-from latbench.sweeping.settings import Progress, SweepSettings, SweepStopped
+from latbench.sweeping.settings import Progress, SweepOptions, SweepSettings, SweepStopped
 from latbench.sweeping.sweep import choose_in_order, lock_machine, run_sweep
 from latbench.sweeping.sweep_machine import SweepMachine
 from latbench.tables.table import has_rows, list_environments, read_arrow_table, read_batches, read_table
@@ -263,8 +263,8 @@ def measure(
                 publisher.changed()
             try:
                 run_sweep(
-                    folder, choose, machine=machine, settings=settings, time_budget=budget.for_sweep,
-                    report=report, saved=saved, expected=wanted, chances_last=True,
+                    folder, choose, machine=machine, settings=settings, report=report, saved=saved,
+                    options=SweepOptions(time_budget=budget.for_sweep, expected=wanted, chances_last=True),
                 )  # fmt: skip
             except SweepStopped as error:
                 interrupted = error.interrupted

@@ -135,12 +135,9 @@ class Bench:
 
         finished = sample_interleaved(
             {name: sampler(name) for name in ready},
-            rel_error=self.settings.rel_error,
-            max_seconds=self.settings.max_seconds,
-            round_seconds=self.settings.round_seconds,
+            self.settings.stop_rule,
             order=order,
             between=self._keep_pace,
-            sessions=self.settings.sessions,
             renew=renew,
         )
         activity = f"timing: {len(points)} points from {format_shape(points[0].shape)} on"

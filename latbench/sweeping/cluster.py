@@ -209,7 +209,7 @@ class ClusterSite:
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where. Blocks are smaller than usual where there would be fewer of them than nodes."""
         share = -(-len(points) // max(1, len(self._nodes.nodes)))
-        blocks = group_into_blocks(points, sweep.seed, min(sweep.settings.block_points, share))
+        blocks = group_into_blocks(points, sweep.options.seed, min(sweep.settings.block_points, share))
         suspects = self._spread(blocks, sweep, chance, tries=2)
         self._spread([[point] for block in suspects for point in block], sweep, chance, tries=1)
 

@@ -108,6 +108,25 @@ class TimingMode:
             raise ValueError("a flush between the calls of a graph would be timed with them: cold calls are launched")
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch of samples is taken.
+
+    Parameters
+    ----------
+    inner_loops
+        Calls per sample.
+    samples
+        Samples per batch.
+    flushes
+        Cache flushes that keep the device busy while the host queues the batch.
+    """
+
+    inner_loops: int
+    samples: int
+    flushes: int
+
+
 class EventTimer:
     """Work ready to be sampled; a measure.Timer. `choose_inner_loops` calls are one sample.
 
@@ -119,15 +138,13 @@ class EventTimer:
         work: Call,
         driver: Driver,
         mode: TimingMode,
+        batch: BatchPlan,
         *,
-        inner_loops: int,
-        samples: int,
-        flushes: int,
         needed: Sequence[Call] = (),
         watch: StateReader = lambda: None,
         clock: Clock = perf_counter,
     ) -> None:
-        self.inner_loops, self.samples, self.flushes = inner_loops, samples, flushes
+        self.inner_loops, self.samples, self.flushes = batch.inner_loops, batch.samples, batch.flushes
         self.facts: dict[str, Any] = {
             "timer": "cuda_event",
             "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
@@ -212,14 +229,18 @@ def build_event_timer(
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
     samples = choose_batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
     return EventTimer(
-        work, driver, mode,
-        inner_loops=loops,
-        samples=samples,
-        flushes=choose_flushes(queueing=(samples + 1) * queueing, gained=gained),
+        work,
+        driver,
+        mode,
+        BatchPlan(
+            inner_loops=loops,
+            samples=samples,
+            flushes=choose_flushes(queueing=(samples + 1) * queueing, gained=gained),
+        ),
         needed=used,
         watch=watch,
         clock=clock,
-    )  # fmt: skip
+    )
 
 
 def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:

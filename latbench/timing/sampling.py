@@ -331,60 +331,89 @@ def _time(run: Run, loops: int, clock: Clock) -> float:
     return clock() - start
 
 
+@dataclass(frozen=True)
+class StopRule:
+    """When sampling of a callable ends.
+
+    Parameters
+    ----------
+    rel_error
+        Wanted half of the 95% confidence interval of the median, over the median.
+    max_seconds
+        Seconds of sampling in each session.
+    round_seconds
+        Seconds of a burst.
+    sessions
+        Sessions, between which everything is built anew.
+    """
+
+    rel_error: float = 0.01
+    max_seconds: float = 2.0
+    round_seconds: float = 0.05
+    sessions: int = 1
+
+
+DEFAULT_RULE = StopRule()
+
+
 def sample_callable(
-    run: Run,
-    *,
-    rel_error: float = 0.01,
-    max_seconds: float = 2.0,
-    round_seconds: float = 0.05,
-    clock: Clock = perf_counter,
-    usage: UsageReader = read_process_usage,
+    run: Run, rule: StopRule = DEFAULT_RULE, *, clock: Clock = perf_counter, usage: UsageReader = read_process_usage
 ) -> Timing:
-    """Time one callable in this process; see `sample_interleaved` for when it stops."""
+    """Sample one callable in this process until `rule` ends it; see `sample_interleaved`."""
     loops = calibrate_inner_loops(run, clock=clock)
 
     def sampler(seconds: float) -> Burst:
         return sample_burst(run, seconds, loops, clock=clock, usage=usage)
 
-    finished = sample_interleaved(
-        {"run": sampler}, rel_error=rel_error, max_seconds=max_seconds, round_seconds=round_seconds, clock=clock
-    )
-    return next(finished)[1]
+    return next(sample_interleaved({"run": sampler}, rule, clock=clock))[1]
 
 
 def sample_interleaved(
     samplers: Mapping[str, Sampler],
+    rule: StopRule = DEFAULT_RULE,
     *,
-    rel_error: float = 0.01,
-    max_seconds: float = 2.0,
-    round_seconds: float = 0.05,
     clock: Clock = perf_counter,
     order: random.Random | None = None,
     between: Callable[[], None] = lambda: None,
-    sessions: int = 1,
     renew: Callable[[int], None] = lambda session: None,
 ) -> Iterator[tuple[str, Timing]]:
-    """Sample all `samplers` in rounds, a burst of about `round_seconds` each, and yield each as it finishes.
+    """Sample several callables in rounds, one burst each per round, and yield each as it finishes.
 
-    One finishes when the 95% interval of its median is within `rel_error` of it on either side (relative_error), when
-    for several rounds its median has stayed within a quarter of that although samples scatter, or twice as many
-    bursts have not made the interval narrower (plateau), when it has used `max_seconds` (budget; up to twice that
-    while it is not known to 10%, or bursts were preempted and too few were not; longer for calls so slow that there
-    are not six yet), or when it returns no samples (failed). `order` shuffles the rounds; `between` is called before
-    every burst.
+    A callable finishes for one of four reasons, which is its `stop_reason`:
 
-    The samples come from so many `sessions`: after SESSION_ROUNDS rounds of each but the last, `renew` is called with
-    the number of the next, from 1 on, to build everything anew. Each adds `max_seconds` to what a run may use; one
-    that has used them waits for the next session. None finishes before the last, which is as long for those that have
-    seconds left.
+    - ``relative_error``: the 95% interval of its median is within `rule.rel_error` of the median on either side.
+    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
+      twice as many bursts have not narrowed the interval.
+    - ``budget``: it has used `rule.max_seconds`. It may use twice as much while the median is not known to 10%, or
+      while too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
+    - ``failed``: its sampler returned no samples.
+
+    With several sessions, each but the last has SESSION_ROUNDS rounds; then `renew` builds everything anew. Each
+    session adds `rule.max_seconds` to what a callable may use. A callable that has used its seconds waits for the
+    next session. None finishes before the last session.
+
+    Parameters
+    ----------
+    samplers
+        A sampler for each callable, by name.
+    rule
+        When sampling ends.
+    clock
+        Returns seconds.
+    order
+        Shuffles each round.
+    between
+        Is called before every burst.
+    renew
+        Is called with the number of each session from 1 on.
     """
     shuffle = (order or random.Random(0)).shuffle
     timings = {name: Timing() for name in samplers}
     spent = dict.fromkeys(samplers, 0.0)
-    for session in range(sessions):
+    for session in range(rule.sessions):
         if session and timings:
             renew(session)
-        last, granted = session == sessions - 1, (session + 1) * max_seconds
+        last, granted = session == rule.sessions - 1, (session + 1) * rule.max_seconds
         for rounds in itertools.count(1) if last else range(SESSION_ROUNDS):
             names = [name for name in timings if last or spent[name] < granted]
             if not names:
@@ -393,14 +422,14 @@ def sample_interleaved(
             for name in names:
                 between()
                 timing, start = timings[name], clock()
-                sampled = samplers[name](round_seconds)
+                sampled = samplers[name](rule.round_seconds)
                 spent[name] += clock() - start - sampled.rest_seconds
                 if not sampled.samples:
                     timing.stop_reason = "failed"
                 else:
                     timing.add(replace(sampled, began=start))
-                    if last and (sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
-                        timing.stop_reason = _stop(timing, spent[name], rel_error, granted)
+                    if last and (rule.sessions == 1 or rounds >= SESSION_ROUNDS or spent[name] >= granted):
+                        timing.stop_reason = _stop(timing, spent[name], rule.rel_error, granted)
                 if timing.stop_reason:
                     yield name, timings.pop(name)
 

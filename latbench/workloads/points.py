@@ -158,33 +158,65 @@ def format_shape(shape: Shape) -> str:
     return f"linear {shape.m}x{shape.k} on {shape.n}"
 
 
+@dataclass(frozen=True)
+class PointSetup:
+    """What all points of a CPU sweep share.
+
+    Parameters
+    ----------
+    device
+        The device's name in tables.
+    threads
+        Threads of each engine.
+    backends
+        The engines.
+    seed
+        Random seed of the synthetic weights.
+    tune
+        Add kernels that are found by trying several.
+    bf16
+        Add kernels with bfloat16 weights, and those that round activations too.
+    """
+
+    device: str
+    threads: int
+    backends: Sequence[str] = STANDARD_ENGINES
+    seed: int = 0
+    tune: bool = False
+    bf16: bool = False
+
+
 def list_points(
     chosen: Iterable[Workload],
+    setup: PointSetup,
     *,
-    device: str,
-    threads: int,
-    backends: Sequence[str] = STANDARD_ENGINES,
-    wanted: Sequence[Pattern] | None = None,
+    patterns: Sequence[Pattern] | None = None,
     sparsities: Sequence[float] = SPARSITIES,
-    seed: int = 0,
-    tune: bool = False,
-    bf16: bool = False,
 ) -> list[Point]:
-    """Every point of every distinct shape of the workloads `chosen`, in their order.
+    """Return every point of every distinct shape of workloads, in their order.
 
-    `wanted` are the patterns for all layers; by default those that fit a layer's shape, dense among them. A pattern
-    whose sparsity is given by its name is measured at that one only. `tune` adds kernels found by trying, and `bf16`
-    those with weights of bfloat16, and with activations rounded to it, too.
+    Parameters
+    ----------
+    chosen
+        The workloads.
+    setup
+        Device, threads and engines of all points.
+    patterns
+        Patterns for all layers; by default those that fit a layer's shape, dense among them.
+    sparsities
+        Sparsities of each pattern. A pattern whose name gives its sparsity is measured at that one only.
     """
     found: dict[Point, None] = {}
     for shape in dict.fromkeys(layer.shape for workload in chosen for layer in workload.layers):
-        for pattern in select_default_patterns(shape) if wanted is None else wanted:
-            engines = [name for name in backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
+        for pattern in select_default_patterns(shape) if patterns is None else patterns:
+            engines = [name for name in setup.backends if name not in _FORMATS or pattern.format in _FORMATS[name]]
             for backend in engines:
-                tuned = TUNED_KERNELS.get((backend, shape.op), ()) if tune else ()
+                tuned = TUNED_KERNELS.get((backend, shape.op), ()) if setup.tune else ()
                 rounded = {
                     kernel: dtypes
-                    for kernel, dtypes in (BFLOAT16_KERNELS.get((backend, shape.op), {}) if bf16 else {}).items()
+                    for kernel, dtypes in (
+                        BFLOAT16_KERNELS.get((backend, shape.op), {}) if setup.bf16 else {}
+                    ).items()
                     if pattern.format in _ROUNDED_FORMATS[kernel]
                 }
                 for kernel in (*KERNELS[backend][shape.op], *tuned, *rounded):
@@ -192,7 +224,7 @@ def list_points(
                     dtype_w, dtype_a = rounded.get(kernel, ("", ""))
                     for sparsity in select_sparsities(pattern, sparsities):
                         point = Point(
-                            device, backend, kernel, shape, pattern, sparsity, threads, seed,
+                            setup.device, backend, kernel, shape, pattern, sparsity, setup.threads, setup.seed,
                             layout=layout, dtype_w=dtype_w, dtype_a=dtype_a,
                         )  # fmt: skip
                         found[point] = None
@@ -297,29 +329,35 @@ def select_points(
     names: Sequence[str],
     pattern_specs: Sequence[str],
     sparsity_texts: Sequence[str],
+    setup: PointSetup,
     *,
-    device: str,
-    threads: int,
-    backends: Sequence[str] = STANDARD_ENGINES,
-    seed: int = 0,
-    tune: bool = False,
-    bf16: bool = False,
-    usual: Sequence[float] = SPARSITIES,
+    default_sparsities: Sequence[float] = SPARSITIES,
 ) -> list[Point]:
-    """The points that a command line asks for; where it is silent, all bundled workloads, the default patterns and
-    the `usual` sparsities.
+    """Return the points that a command line asks for.
 
-    Raises UsageError for an unknown workload, pattern or sparsity, BadData for a file that is no workload.
+    Parameters
+    ----------
+    names
+        Names or files of workloads; by default all bundled ones.
+    pattern_specs
+        Specs of patterns; by default those that fit each layer.
+    sparsity_texts
+        Sparsities; by default `default_sparsities`.
+    setup
+        Device, threads and engines of all points.
+    default_sparsities
+        Sparsities where the command line gives none.
+
+    Raises
+    ------
+    UsageError
+        A workload, pattern or sparsity is unknown.
+    BadData
+        A file is no workload.
     """
-    chosen = [read_workload(name) for name in names or list_workloads()]
     return list_points(
-        chosen,
-        device=device,
-        threads=threads,
-        backends=backends,
-        wanted=parse_patterns(pattern_specs) if pattern_specs else None,
-        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else usual,
-        seed=seed,
-        tune=tune,
-        bf16=bf16,
+        [read_workload(name) for name in names or list_workloads()],
+        setup,
+        patterns=parse_patterns(pattern_specs) if pattern_specs else None,
+        sparsities=parse_sparsities(sparsity_texts) if sparsity_texts else default_sparsities,
     )

@@ -32,7 +32,7 @@ from latbench import backends
 from latbench.machines.devices import count_cores, name_cpu
 from latbench.runners.worker_process import Worker
 from latbench.sweeping import sweep_machine
-from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.settings import SweepOptions, SweepSettings
 from latbench.sweeping.sweep import run_sweep
 from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
@@ -115,7 +115,9 @@ def measured(points: Sequence[Point], threads: int, settings: SweepSettings, see
     """
     with tempfile.TemporaryDirectory() as folder:
         machine = CpuMachine(threads)
-        run_sweep(Path(folder), lambda table: points, machine=machine, settings=settings, seed=seed)
+        run_sweep(
+            Path(folder), lambda table: points, machine=machine, settings=settings, options=SweepOptions(seed=seed)
+        )
         rows = read_table(Path(folder))
     taken = rows["sample_count"].fillna(0) + rows["discarded_samples"].fillna(0)
     spent = (taken * rows["inner_loops"] * rows["mean_seconds"]).groupby(rows["point_id"]).sum()

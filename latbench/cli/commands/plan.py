@@ -45,7 +45,7 @@ def plan(
     from latbench.backends import available
     from latbench.errors import UsageError
     from latbench.machines.devices import count_cores, name_cpu
-    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, Point, select_points
+    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, Point, PointSetup, select_points
     from latbench.workloads.workload import list_workloads
 
     if gpu is not None:
@@ -71,9 +71,12 @@ def plan(
     def select(chosen: list[str]) -> list[Point]:
         if gpu is None:
             points = select_points(
-                chosen, patterns or [], sparsities or [], device=device, threads=threads, backends=engines,
-                tune=tune, bf16=bf16, usual=usual,
-            )  # fmt: skip
+                chosen,
+                patterns or [],
+                sparsities or [],
+                PointSetup(device=device, threads=threads, backends=engines, tune=tune, bf16=bf16),
+                default_sparsities=usual,
+            )
         else:
             blocks = gpu_blocks(
                 device, chosen, patterns or [], sparsities or [], backends or [], versions, "here", adaptive=adaptive

@@ -82,7 +82,7 @@ def sweep(
 ) -> None:
     """Measure kernels, patterns and sparsities on the layers of workloads; what is measured already is skipped."""
     from latbench.errors import UsageError
-    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, select_points
+    from latbench.workloads.points import FINE_SPARSITIES, SPARSITIES, PointSetup, select_points
 
     seconds = None if time_budget is None else parse_duration(time_budget)
     how = How(seed, seconds, parse_duration(wait), sessions, adaptive, remeasure, dry_run, as_json)
@@ -120,10 +120,14 @@ def sweep(
             engines = cpu_backends(backends or [], target.backends, target.where)
             check_ours(engines, tune=tune, bf16=bf16)
             points = select_points(
-                workload or [], patterns or [], sparsities or [],
-                device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16,
-                usual=FINE_SPARSITIES if adaptive else SPARSITIES,
-            )  # fmt: skip
+                workload or [],
+                patterns or [],
+                sparsities or [],
+                PointSetup(
+                    device=target.device, threads=target.threads, backends=engines, seed=seed, tune=tune, bf16=bf16
+                ),
+                default_sparsities=FINE_SPARSITIES if adaptive else SPARSITIES,
+            )
         # Blocks in their order are for one machine: the nodes of a cluster measure many at the same time.
         _run(output, points, target, how, blocks if on is None and not adaptive else None)
 
@@ -481,7 +485,7 @@ def _measure(
     import time
 
     from latbench.cli.commands.progress import live
-    from latbench.sweeping.settings import SweepStopped
+    from latbench.sweeping.settings import SweepOptions, SweepStopped
     from latbench.sweeping.sweep import PointChooser, choose_in_order
     from latbench.tables.schema import KEY_COLUMNS
     from latbench.tables.table import has_rows, read_table
@@ -490,6 +494,14 @@ def _measure(
     choose: PointChooser = (lambda table: points) if chooser is None else chooser
     if blocks is not None:
         choose = choose_in_order(blocks)
+    options = SweepOptions(
+        seed=how.seed,
+        time_budget=how.time_budget,
+        remeasure=how.remeasure,
+        wait_seconds=how.wait_seconds,
+        expected=0 if blocks is None else len(points),
+        chances_last=blocks is not None,
+    )
     began = time.monotonic()
     stopped: SweepStopped | None = None
     try:
@@ -497,13 +509,8 @@ def _measure(
             summary = target.run(
                 folder,
                 choose,
-                seed=how.seed,
-                time_budget=how.time_budget,
-                remeasure=how.remeasure,
-                wait_seconds=how.wait_seconds,
+                options=options,
                 report=_with_time_left(tell, how.time_budget),
-                expected=0 if blocks is None else len(points),
-                chances_last=blocks is not None,
             )
     except SweepStopped as error:
         stopped, summary = error, error.summary

@@ -28,7 +28,7 @@ from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.gpu_summary import compare_kernels
 from latbench.sweeping.roofline_pace import SweepRoofline
-from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepSettings, SweepStopped
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepOptions, SweepSettings, SweepStopped
 from latbench.sweeping.sweep import choose_in_order, run_sweep
 from latbench.tables.table import read_environments, read_table, select_timed
 from latbench.timing.gpu_ceilings import GpuCeilings
@@ -513,9 +513,13 @@ def test_blocks_are_measured_in_their_order_and_those_that_the_table_has_end_not
     machine, told = FakeMachine(), []
     run_sweep(tmp_path / "table", choose_in_order([second]), machine=machine, settings=QUICK)
     summary = run_sweep(
-        tmp_path / "table", choose_in_order([third, second, first]), machine=machine, settings=QUICK, expected=3,
+        tmp_path / "table",
+        choose_in_order([third, second, first]),
+        machine=machine,
+        settings=QUICK,
+        options=SweepOptions(expected=3),
         report=lambda progress: told.append((progress.done, progress.total)),
-    )  # fmt: skip
+    )
     machine.close()
     assert list(summary.statuses) == [third[0].id, first[0].id] and summary.skipped == 1
     assert {total for _, total in told} == {3} and max(told) == (3, 3)

@@ -13,7 +13,7 @@ from latbench.cli import main as cli
 from latbench.cli.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
 from latbench.machines.devices import list_allowed_processors
-from latbench.sweeping.settings import SweepStopped, SweepSummary
+from latbench.sweeping.settings import SweepOptions, SweepStopped, SweepSummary
 from latbench.tables.schema import SCHEMA
 from latbench.tables.table import read_table
 from latbench.tables.writer import write_part
@@ -50,10 +50,10 @@ class MadeUpSweep:
         folder: Path,
         choose: Callable[[pd.DataFrame | None], Iterable[Point]],
         *,
-        time_budget: float | None,
+        options: SweepOptions,
         **_: Any,
     ) -> SweepSummary:
-        self.time_budget = time_budget
+        self.time_budget = options.time_budget
         table = None
         while fresh := [point for point in choose(table) if point not in self.measured]:
             self.rounds += 1

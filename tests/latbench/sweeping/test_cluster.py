@@ -14,7 +14,7 @@ from latbench.runners.device_lock import lock_device
 from latbench.runners.worker import load_function
 from latbench.sweeping import sweep
 from latbench.sweeping.cluster import ClusterSite, NodeBench, NodeInventory, hash_sources, inspect_node, survey_nodes
-from latbench.sweeping.settings import SweepSettings, SweepStopped, SweepSummary
+from latbench.sweeping.settings import SweepOptions, SweepSettings, SweepStopped, SweepSummary
 from latbench.sweeping.sweep import run_sweep, run_sweep_on_cluster
 from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
@@ -132,12 +132,12 @@ def test_when_no_node_is_left_what_is_measured_is_kept(tmp_path: Path) -> None:
 
 def test_a_used_up_time_budget_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 12 points"):
-        measure(tmp_path, points(6), FakeNodes(), time_budget=0.0)
+        measure(tmp_path, points(6), FakeNodes(), options=SweepOptions(time_budget=0.0))
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     taken = FakeNodes()
     with pytest.raises(Incomplete, match="time budget is used up: 4 of 12 points"):
-        measure(tmp_path, points(6), taken, time_budget=15.0)
+        measure(tmp_path, points(6), taken, options=SweepOptions(time_budget=15.0))
     assert taken.handed == [4]
 
 
@@ -155,7 +155,7 @@ def test_a_time_budget_is_kept_while_others_have_the_nodes(tmp_path: Path, monke
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 12 points"):
-        measure(tmp_path, points(6), BusyNodes(), time_budget=100.0)
+        measure(tmp_path, points(6), BusyNodes(), options=SweepOptions(time_budget=100.0))
 
 
 def test_a_node_that_runs_out_of_time_keeps_what_it_has(tmp_path: Path) -> None:

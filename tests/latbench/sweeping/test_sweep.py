@@ -24,7 +24,7 @@ from latbench.sweeping.bench import Bench, split_to_fit
 from latbench.sweeping.core_placement import CORES_APART
 from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.roofline_pace import ReferenceTimes
-from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepSettings, SweepSummary
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepOptions, SweepSettings, SweepSummary
 from latbench.sweeping.sweep import Sweep, run_sweep
 from latbench.sweeping.sweep_machine import CpuMachine, estimate_cpu_bytes
 from latbench.tables.schema import TIMED
@@ -274,7 +274,7 @@ def test_an_interruption_while_a_block_is_written_comes_after_that(
 
 def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
     with pytest.raises(Incomplete, match="time budget is used up: 0 of 2 points"):
-        measure(tmp_path, point(m=1), point(m=2), time_budget=0.0)
+        measure(tmp_path, point(m=1), point(m=2), options=SweepOptions(time_budget=0.0))
 
 
 def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     clock = iter(range(0, 10_000, 10))
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
-        measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
+        measure(tmp_path, point(m=1), point(m=2), point(m=3), options=SweepOptions(time_budget=25.0))
     assert len(read_table(tmp_path)) == 1
 
 
@@ -527,7 +527,7 @@ def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
     assert set(read_table(tmp_path)["status"]) == {"noisy"}
-    assert set(measure(tmp_path, point(), remeasure=True).statuses) == {point().id}
+    assert set(measure(tmp_path, point(), options=SweepOptions(remeasure=True)).statuses) == {point().id}
 
 
 def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

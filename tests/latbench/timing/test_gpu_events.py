@@ -11,6 +11,7 @@ import pytest
 from latbench.machines.nvml import GpuState, summarise_gpu_states
 from latbench.timing import gpu_events as timing
 from latbench.timing.gpu_events import (
+    BatchPlan,
     EventTimer,
     NotCaptured,
     TimingMode,
@@ -18,7 +19,7 @@ from latbench.timing.gpu_events import (
     choose_copies,
     displaces_cache,
 )
-from latbench.timing.sampling import FEWEST_ROUNDS, Timing, sample_interleaved
+from latbench.timing.sampling import FEWEST_ROUNDS, StopRule, Timing, sample_interleaved
 
 GRAPH = TimingMode("rotated", "graph")
 CALL = TimingMode("rotated", "call")
@@ -151,9 +152,13 @@ def test_batches_of_a_hot_device_do_not_count_if_there_are_others() -> None:
     device = fakes.FakeDevice()
     slowly = iter([1e-3] * 4 + [2e-3] * 100)  # 4: trials and warm-up are over by then
     timer = EventTimer(
-        device.kernel(lambda: next(slowly)), device, CALL,
-        inner_loops=1, samples=3, flushes=1, clock=device.clock, watch=states(FINE, HOT),
-    )  # fmt: skip
+        device.kernel(lambda: next(slowly)),
+        device,
+        CALL,
+        BatchPlan(inner_loops=1, samples=3, flushes=1),
+        clock=device.clock,
+        watch=states(FINE, HOT),
+    )
     burst = timer.burst(0.012)
     assert burst.samples == pytest.approx([1e-3] * 3) and not burst.preempted
     assert burst.states == (FINE,)
@@ -180,7 +185,9 @@ def test_a_device_that_tells_nothing_is_timed_all_the_same() -> None:
 def test_the_stopping_rule_is_the_one_of_all_measurements(rng: np.random.Generator) -> None:
     device = fakes.FakeDevice(launch=1e-6)
     timer = ready(device, COLD, device.kernel(lambda: float(rng.normal(1e-4, 2e-6))))
-    timing = next(iter(sample_interleaved({"x": timer.burst}, rel_error=0.005, max_seconds=5, clock=device.clock)))[1]
+    timing = next(
+        iter(sample_interleaved({"x": timer.burst}, StopRule(rel_error=0.005, max_seconds=5), clock=device.clock))
+    )[1]
     assert timing.converged and np.median(timing.samples) == pytest.approx(1e-4, rel=0.01)
 
 

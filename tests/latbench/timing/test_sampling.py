@@ -16,6 +16,7 @@ from latbench.timing.sampling import (
     Burst,
     ResourceUsage,
     Sampler,
+    StopRule,
     Timing,
     WallClock,
     calibrate_inner_loops,
@@ -56,7 +57,9 @@ def clock() -> FakeClock:
 
 
 def test_a_steady_run_converges_at_once(clock: FakeClock) -> None:
-    timing = sample_callable(clock.run(lambda: 1e-3), rel_error=0.01, max_seconds=10, clock=clock, usage=alone)
+    timing = sample_callable(
+        clock.run(lambda: 0.001), StopRule(rel_error=0.01, max_seconds=10), clock=clock, usage=alone
+    )
     assert timing.converged and timing.stop_reason == "relative_error"
     assert timing.samples == pytest.approx([1e-3] * len(timing.samples), rel=1e-9)
     assert len(timing.samples) >= FEWEST_SAMPLES and len(timing.bursts) == FEWEST_ROUNDS
@@ -92,7 +95,7 @@ def test_the_first_sample_of_a_burst_is_not_kept(clock: FakeClock) -> None:
 def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
     costs = itertools.cycle([1e-3, 9e-3])
     run = clock.run(lambda: next(costs))
-    timing = sample_callable(run, rel_error=0.001, max_seconds=0.5, clock=clock, usage=alone)
+    timing = sample_callable(run, StopRule(rel_error=0.001, max_seconds=0.5), clock=clock, usage=alone)
     assert not timing.converged and timing.stop_reason == "budget"
     assert timing.relative_error > NOISY_ERROR
     # It may stretch its budget, and no further.
@@ -101,7 +104,7 @@ def test_noise_is_a_fact_and_not_an_exception(clock: FakeClock) -> None:
 
 def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.random.Generator) -> None:
     run = clock.run(lambda: float(rng.normal(1e-3, 1e-4)))
-    timing = sample_callable(run, rel_error=1e-5, max_seconds=0.5, clock=clock, usage=alone)
+    timing = sample_callable(run, StopRule(rel_error=1e-05, max_seconds=0.5), clock=clock, usage=alone)
     assert timing.stop_reason == "budget" and timing.relative_error < NOISY_ERROR
     assert clock.now < 0.7
 
@@ -109,7 +112,7 @@ def test_a_well_known_median_ends_with_the_budget(clock: FakeClock, rng: np.rand
 def test_a_median_that_moves_no_more_is_a_plateau(clock: FakeClock) -> None:
     pattern = iter([1.0, 1.0, 1.08, 0.92] * 10_000)  # symmetric: the median stands, the interval stays wide for long
     run = clock.run(lambda: 5e-3 * next(pattern))
-    timing = sample_callable(run, rel_error=0.001, max_seconds=100, clock=clock, usage=alone)
+    timing = sample_callable(run, StopRule(rel_error=0.001, max_seconds=100), clock=clock, usage=alone)
     assert timing.stop_reason in ("plateau", "relative_error")
     assert np.median(timing.samples) == pytest.approx(5e-3, rel=1e-3)
     assert clock.now < 50
@@ -121,7 +124,7 @@ def test_what_more_samples_do_not_improve_is_a_plateau(clock: FakeClock) -> None
         # Slower and slower: every burst is exact, and each says something else.
         return Burst([1e-3 * (1 + clock.now)] * 10)
 
-    timing = dict(sample_interleaved({"run": sample}, rel_error=0.001, max_seconds=100, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(rel_error=0.001, max_seconds=100), clock=clock))["run"]
     assert timing.stop_reason == "plateau" and clock.now < 2
     assert timing.relative_error > 0.001
 
@@ -133,7 +136,7 @@ def test_bursts_that_disagree_are_an_error_however_many_samples_they_have(clock:
         clock.now += 0.01
         return Burst([next(medians)] * 10_000)
 
-    timing = dict(sample_interleaved({"run": sample}, rel_error=0.01, max_seconds=0.2, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(rel_error=0.01, max_seconds=0.2), clock=clock))["run"]
     low, high = np.quantile(timing.samples, [0.45, 0.55])
     assert low == high  # as independent samples they would know the median exactly
     assert not timing.converged and timing.relative_error > 0.03
@@ -160,7 +163,7 @@ def test_raw_samples_are_kept_in_order(clock: FakeClock) -> None:
 
     costs = rising()
     timing = sample_callable(
-        clock.run(lambda: next(costs)), rel_error=1e-9, max_seconds=0.3, clock=clock, usage=alone
+        clock.run(lambda: next(costs)), StopRule(rel_error=1e-09, max_seconds=0.3), clock=clock, usage=alone
     )
     assert timing.samples == sorted(timing.samples)
     drift = timing.drift()
@@ -183,11 +186,12 @@ def test_every_session_gives_as_many_rounds_before_the_next_begins(clock: FakeCl
     happened: list[str] = []
     finished = dict(
         sample_interleaved(
-            {name: sampler(clock, happened, name, 1e-3, count=10) for name in "ab"},
-            max_seconds=1, clock=clock, sessions=3,
+            {name: sampler(clock, happened, name, 0.001, count=10) for name in "ab"},
+            StopRule(max_seconds=1, sessions=3),
+            clock=clock,
             renew=lambda session: happened.append(f"session {session}"),
         )
-    )  # fmt: skip
+    )
     rounds = 2 * measure.SESSION_ROUNDS
     assert happened[rounds] == "session 1" and happened[2 * rounds + 1] == "session 2"
     assert sorted(happened) == sorted(["a", "b"] * 3 * measure.SESSION_ROUNDS + ["session 1", "session 2"])
@@ -199,9 +203,10 @@ def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: 
     of = (("slow", 0.05), ("quick", 1e-3))
     found = sample_interleaved(
         {name: sampler(clock, happened, name, seconds, count=2) for name, seconds in of},
-        max_seconds=0.7, clock=clock, sessions=3,
+        StopRule(max_seconds=0.7, sessions=3),
+        clock=clock,
         renew=lambda session: happened.append("|"),
-    )  # fmt: skip
+    )
     timings = dict(found)
     sessions = "".join(name[0] for name in happened).split("|")
     assert [each.count("s") for each in sessions] == [7, 7, 7]
@@ -211,7 +216,7 @@ def test_a_slow_run_waits_for_the_next_session_when_its_seconds_are_used(clock: 
 
 def test_nothing_is_built_anew_when_all_runs_failed(clock: FakeClock) -> None:
     sessions: list[int] = []
-    found = sample_interleaved({"a": lambda _: Burst([])}, clock=clock, sessions=3, renew=sessions.append)
+    found = sample_interleaved({"a": lambda _: Burst([])}, StopRule(sessions=3), clock=clock, renew=sessions.append)
     assert dict(found)["a"].stop_reason == "failed" and sessions == []
 
 
@@ -221,7 +226,7 @@ def test_runs_take_turns(clock: FakeClock) -> None:
         name: sampler(clock, order, name, seconds, count=4)
         for name, seconds in (("a", 1e-3), ("b", 2e-3), ("c", 3e-3))
     }
-    finished = dict(sample_interleaved(samplers, rel_error=0.01, max_seconds=1, clock=clock))
+    finished = dict(sample_interleaved(samplers, StopRule(rel_error=0.01, max_seconds=1), clock=clock))
     assert {name: timing.samples[0] for name, timing in finished.items()} == {"a": 1e-3, "b": 2e-3, "c": 3e-3}
     rounds = [set(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert rounds == [{"a", "b", "c"}] * FEWEST_ROUNDS
@@ -237,7 +242,7 @@ def test_a_slowdown_in_the_middle_hits_all_alike(clock: FakeClock) -> None:
         return sample
 
     samplers = {"fast": sampler(1e-3), "slow": sampler(2e-3)}
-    finished = dict(sample_interleaved(samplers, rel_error=1e-9, max_seconds=0.6, clock=clock))
+    finished = dict(sample_interleaved(samplers, StopRule(rel_error=1e-09, max_seconds=0.6), clock=clock))
     means = {name: np.mean(timing.samples) for name, timing in finished.items()}
     # Measured one after the other, the ratio would be up to 1.5 times off.
     assert means["slow"] / means["fast"] == pytest.approx(2, rel=0.1)
@@ -257,7 +262,7 @@ def test_who_gives_nothing_drops_out_and_the_others_go_on(clock: FakeClock) -> N
 
 
 def test_very_slow_calls_get_enough_samples_for_an_interval(clock: FakeClock) -> None:
-    timing = sample_callable(clock.run(lambda: 0.25), max_seconds=1.0, clock=clock, usage=alone)
+    timing = sample_callable(clock.run(lambda: 0.25), StopRule(max_seconds=1.0), clock=clock, usage=alone)
     assert len(timing.samples) >= 6 and np.isfinite(timing.relative_error)
 
 
@@ -332,7 +337,7 @@ def test_where_others_never_rest_the_result_says_so(clock: FakeClock) -> None:
         clock.now += 0.03
         return Burst([9e-3] * 10, preempted=True)
 
-    timing = dict(sample_interleaved({"run": sample}, max_seconds=0.3, clock=clock))["run"]
+    timing = dict(sample_interleaved({"run": sample}, StopRule(max_seconds=0.3), clock=clock))["run"]
     assert timing.stop_reason == "budget" and timing.preempted and not timing.converged
     assert set(timing.samples) == {9e-3} and clock.now < 1.0
 
@@ -360,7 +365,9 @@ def test_a_rest_is_no_measuring_time(clock: FakeClock) -> None:
             clock.now += seconds + rest
             return Burst(list(rng.uniform(1e-3, 2e-3, 10)), rest_seconds=rest)
 
-        found = sample_interleaved({"it": sampler}, max_seconds=0.4, round_seconds=0.015, rel_error=1e-6, clock=clock)
+        found = sample_interleaved(
+            {"it": sampler}, StopRule(max_seconds=0.4, round_seconds=0.015, rel_error=1e-06), clock=clock
+        )
         return len(next(found)[1].bursts)
 
     assert bursts(0.04) == bursts(0.0) > 10

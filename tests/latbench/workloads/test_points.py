@@ -7,6 +7,7 @@ from latbench.workloads.points import (
     KERNELS,
     STANDARD_ENGINES,
     Point,
+    PointSetup,
     estimate_bytes,
     estimate_seconds,
     group_into_blocks,
@@ -26,7 +27,7 @@ CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
 
 def some_points(*shapes: LinearShape | Conv2dShape, **options: object) -> list[Point]:
     workload = Workload("w", "s", tuple(Layer(f"l{i}", shape) for i, shape in enumerate(shapes)))
-    return list_points([workload], device="cpu", threads=2, **options)  # type: ignore[arg-type]
+    return list_points([workload], PointSetup(device="cpu", threads=2), **options)  # type: ignore[arg-type]
 
 
 def test_equal_shapes_are_measured_once() -> None:
@@ -162,11 +163,11 @@ def test_an_unknown_pattern_or_workload_lists_the_known() -> None:
     with pytest.raises(UsageError, match=r"unknown pattern 'checkers'.*nm:KEEP:OF"):
         parse_patterns(["dense,checkers"])
     with pytest.raises(UsageError, match="bert-base"):
-        select_points(["bort-base"], [], [], device="cpu", threads=1)
+        select_points(["bort-base"], [], [], PointSetup(device="cpu", threads=1))
 
 
 def test_silence_means_all_bundled_workloads() -> None:
-    points = select_points([], [], [], device="cpu", threads=1)
+    points = select_points([], [], [], PointSetup(device="cpu", threads=1))
     shapes = {layer.shape for name in list_workloads() for layer in read_workload(name).layers}
     assert {point.shape for point in points} == shapes
     assert 600 < estimate_seconds(points) < 36_000
