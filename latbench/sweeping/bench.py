@@ -16,17 +16,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from latbench.base import files
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
+from latbench.base.files import delay_interrupts
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.settings import NO_ROOFLINE, Keep, Row, SweepSettings, TimeLeft, TimeUsedUp
 from latbench.sweeping.sweep_machine import SweepMachine, estimate_cpu_bytes
 from latbench.tables.plausibility import MOST_UTILISATION, explain_impossible
-from latbench.timing import sampling as measure
-from latbench.workloads import points as plan
-from latbench.workloads.minimum_work import inside_share
-from latbench.workloads.points import Point
+from latbench.timing.sampling import NOISY_ERROR, Burst, Sampler, Timing, sample_interleaved
+from latbench.workloads.minimum_work import compute_inside_share
+from latbench.workloads.points import Point, format_shape
 
 MOST_DEATHS = 2  # of workers, by a backend's kernels for one format: the next would cost as long again
 
@@ -49,7 +48,7 @@ class Bench:
         self.environment = machine.environment()
         if settings.sessions > 1:
             environment = {**self.environment, "sessions": settings.sessions}
-            self.environment = {**environment, "env_id": env_id(environment)}
+            self.environment = {**environment, "env_id": hash_environment(environment)}
         self.deaths: dict[str, list[str]] = {}  # of workers, with their reasons, by the kernel that they died of
         self.block = 0
         self.chance = 0
@@ -90,7 +89,7 @@ class Bench:
                 rows.append(self._row(point, outcome, len(rows), started))
         finally:
             if rows:
-                with files.uninterrupted():
+                with delay_interrupts():
                     state = watched()
                     keep(self.environment, [{**state, **row} for row in rows])
         self.block += 1
@@ -109,8 +108,8 @@ class Bench:
         # in: never in a burst of its own, where the time would count.
         failures = self._restore(ready)
 
-        def sampler(name: str) -> measure.Sampler:
-            def sample(seconds: float) -> measure.Burst:
+        def sampler(name: str) -> Sampler:
+            def sample(seconds: float) -> Burst:
                 self._check_time()
                 failure = failures.get(name) or self._given_up(ready[name])
                 if failure is None:
@@ -121,7 +120,7 @@ class Bench:
                 failures[name] = failure
                 others = {other: point for other, point in ready.items() if other not in failures}
                 failures.update(self._restore(others))
-                return measure.Burst([])
+                return Burst([])
 
             return sample
 
@@ -134,17 +133,14 @@ class Bench:
             order.shuffle(left)
             failures.update(self._restore({name: ready[name] for name in left}))
 
-        finished = measure.interleave(
+        finished = sample_interleaved(
             {name: sampler(name) for name in ready},
-            rel_error=self.settings.rel_error,
-            max_seconds=self.settings.max_seconds,
-            round_seconds=self.settings.round_seconds,
+            self.settings.stop_rule,
             order=order,
             between=self._keep_pace,
-            sessions=self.settings.sessions,
             renew=renew,
         )
-        activity = f"timing: {len(points)} points from {plan.describe(points[0].shape)} on"
+        activity = f"timing: {len(points)} points from {format_shape(points[0].shape)} on"
         self._tell(activity, done)
         for count, (name, timing) in enumerate(finished, start=done + 1):
             self._tell(activity, count)
@@ -245,9 +241,9 @@ class Bench:
         reason = f"not tried in this run: {len(deaths)} workers died of {_kernel(point)} points"
         return {"status": "error", "error": f"{reason}, the last because {deaths[-1]}"}
 
-    def _timed(self, point: Point, timing: measure.Timing) -> _Outcome:
+    def _timed(self, point: Point, timing: Timing) -> _Outcome:
         prepared = self.engines.prepared(point)
-        known = timing.relative_error <= measure.NOISY_ERROR
+        known = timing.relative_error <= NOISY_ERROR
         beside, slow_spell = self._beside(point, timing, prepared.facts)
         why = explain_impossible(timing.samples, beside.get("roofline_seconds"))
         usual, meanwhile = (beside.get(name, 1.0) for name in ("reference_usual_seconds", "reference_seconds"))
@@ -285,14 +281,14 @@ class Bench:
             outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + self.settings.noisy_chances}"
         return outcome
 
-    def _beside(self, point: Point, timing: measure.Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    def _beside(self, point: Point, timing: Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The columns that compare a time with what the machine can and with its pace meanwhile; whether it was timed
         in a spell in which the machine was slower than in the rest of this sweep.
         """
         pace = self.engines.pace
         if pace is None or "flop_nnz" not in facts or "bytes_min" not in facts:
             return {}, False
-        flop, size = facts["flop_nnz"] * inside_share(point.shape), facts["bytes_min"]
+        flop, size = facts["flop_nnz"] * compute_inside_share(point.shape), facts["bytes_min"]
         columns = {"roofline_seconds": pace.seconds(point, facts.get("kernel_used", ""), flop, size)}
         reference = pace.reference([burst.began for burst in timing.counted], flop, size)
         if reference is None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from latbench.runners.worker_process import Prepared, Worker, WorkerDied
-from latbench.sweeping import core_placement as placement
-from latbench.sweeping.roofline_pace import Roofline
+from latbench.runners.worker_process import PreparedTask, Worker, WorkerDied
+from latbench.sweeping.core_placement import CORES_APART
+from latbench.sweeping.roofline_pace import SweepRoofline
 from latbench.sweeping.settings import TimeLeft
 from latbench.sweeping.sweep_machine import SweepMachine
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 
 
@@ -21,11 +21,11 @@ class EngineWorkers:
 
     def __init__(self, machine: SweepMachine, time_left: TimeLeft) -> None:
         self.machine, self._time_left = machine, time_left
-        self.pace: Roofline[Any] | None = None
+        self.pace: SweepRoofline[Any] | None = None
         self.without_pace = False  # because it could not be had
         self._asked_for_pace = False
         self._workers: dict[str, Worker] = {}
-        self._prepared: dict[Point, Prepared] = {}
+        self._prepared: dict[Point, PreparedTask] = {}
         self._served: dict[str, int] = {}  # the generation of each worker that was asked for a point
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class EngineWorkers:
         served = worker.generation and self._served.get(worker.name) == worker.generation
         return self.machine.prepare_seconds + (0 if served else self.machine.start_seconds)
 
-    def prepared(self, point: Point) -> Prepared:
+    def prepared(self, point: Point) -> PreparedTask:
         """The point as it was prepared last; its worker may be gone since."""
         return self._prepared[point]
 
@@ -84,7 +84,7 @@ class EngineWorkers:
         """Whether the point is ready: false once the worker that had it died."""
         return self._worker(point.backend).holds(self._prepared[point])
 
-    def burst(self, point: Point, seconds: float) -> measure.Burst:
+    def burst(self, point: Point, seconds: float) -> Burst:
         """Time the point for about `seconds`."""
         worker = self._worker(point.backend)
         taken = worker.burst(self._prepared[point], seconds, timeout=self.machine.burst_seconds)
@@ -93,7 +93,7 @@ class EngineWorkers:
         began = perf_counter()
         apart = self.pace.apart()
         taken = replace(taken, rest_seconds=taken.rest_seconds + perf_counter() - began)  # no time of the point's
-        return replace(taken, preempted=True, reasons=(*taken.reasons, placement.APART)) if apart else taken
+        return replace(taken, preempted=True, reasons=(*taken.reasons, CORES_APART)) if apart else taken
 
     def drop(self) -> None:
         """Free all points; the workers stay, with what they imported and compiled."""

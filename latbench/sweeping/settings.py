@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from latbench.errors import Incomplete
+from latbench.runners.device_lock import WAIT_SECONDS
+from latbench.timing.sampling import StopRule
 
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
 
@@ -47,9 +49,45 @@ class SweepSettings:
     sessions: int = 1
     noisy_chances: int = NOISY_CHANCES
 
+    @property
+    def stop_rule(self) -> StopRule:
+        """When the sampling of a point ends."""
+        return StopRule(self.rel_error, self.max_seconds, self.round_seconds, self.sessions)
+
 
 CPU_SETTINGS = SweepSettings()
 """Of a CPU."""
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Order, limits and repetitions of a sweep.
+
+    Parameters
+    ----------
+    seed
+        Random seed for the order of blocks and points.
+    time_budget
+        Seconds after which the sweep stops; None: no limit.
+    remeasure
+        Measure points again whose row in the table is noisy.
+    wait_seconds
+        Longest wait for another process that measures on the device.
+    expected
+        Number of points for the progress display, where a chooser names them step by step.
+    chances_last
+        Measure disturbed points again after all others, instead of after the choice that named them.
+    """
+
+    seed: int = 0
+    time_budget: float | None = None
+    remeasure: bool = False
+    wait_seconds: float = WAIT_SECONDS
+    expected: int = 0
+    chances_last: bool = False
+
+
+DEFAULT_OPTIONS = SweepOptions()
 
 
 @dataclass(frozen=True)

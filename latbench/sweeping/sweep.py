@@ -27,14 +27,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base import files
+from latbench.base.files import delay_interrupts, remove_abandoned
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
-from latbench.runners.device_lock import WAIT_SECONDS, device_lock
+from latbench.runners.device_lock import WAIT_SECONDS, lock_device
 from latbench.sweeping.bench import Bench
 from latbench.sweeping.settings import (
     CPU_SETTINGS,
+    DEFAULT_OPTIONS,
     Progress,
     Row,
+    SweepOptions,
     SweepSettings,
     SweepStopped,
     SweepSummary,
@@ -48,90 +50,99 @@ from latbench.tables.schema import DISTURBED, FINISHED, KEY_COLUMNS, SCHEMA, TIM
 from latbench.tables.storage import Place
 from latbench.tables.table import GrowingTable
 from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.workloads.points import Point, group_into_blocks
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Choose = Callable[["pd.DataFrame | None"], Iterable[Point]]
+PointChooser = Callable[["pd.DataFrame | None"], Iterable[Point]]
 """What to measure next, given the table so far without its samples (None while there is none); called until it names
 nothing new.
 """
 _CHOSEN_BY = [field.name for field in SCHEMA if field.name != "samples_seconds"]
 
 
-def in_order(blocks: Sequence[Sequence[Point]]) -> Choose:
+def choose_in_order(blocks: Sequence[Sequence[Point]]) -> PointChooser:
     """Return a Choose that gives a sweep one block after the other, in this order. No block may be empty."""
     left = iter(blocks)
     return lambda table: next(left, [])
 
 
-def run(
+def run_sweep(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
     machine: SweepMachine,
-    seed: int = 0,
     settings: SweepSettings = CPU_SETTINGS,
-    time_budget: float | None = None,
-    remeasure: bool = False,
-    wait_seconds: float = WAIT_SECONDS,
+    options: SweepOptions = DEFAULT_OPTIONS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
-    expected: int = 0,
-    chances_last: bool = False,
 ) -> SweepSummary:
-    """Measure what `choose` names on `machine` and write it to the table in `folder`; `saved` is called after every
-    block. What the table has is skipped, noisy rows too unless they are to be taken again (`remeasure`). `expected`:
-    how many points `choose` will name altogether, where it names them by and by; `chances_last`: disturbed points are
-    measured again after all others, not after the choice that named them.
+    """Measure points on `machine` and write them to the table in `folder`.
 
-    Raises Stopped, an Incomplete, with everything finished written, when interrupted or when `time_budget` seconds
-    are over before the points are; UsageError if the table is of another device, BadData if it cannot be read: at
-    once, or where it is damaged meanwhile after all is measured;
-    EnvironmentUnusable where the disk refuses, which costs the block that could not be written and no other, and
-    where another process has measured on the device for `wait_seconds`.
+    Points that have a finished row in the table are skipped.
+
+    Parameters
+    ----------
+    folder
+        The table; it is created where it does not exist.
+    choose
+        Names the points.
+    machine
+        Measures them.
+    settings
+        How carefully each point is measured.
+    options
+        Order, limits and repetitions.
+    report
+        Gets the progress.
+    saved
+        Is called after each block that was written.
+
+    Returns
+    -------
+    SweepSummary
+        The status of each measured point, and the number of skipped ones.
+
+    Raises
+    ------
+    SweepStopped
+        The sweep was interrupted or its time is over; everything finished is written.
+    UsageError
+        The table is of another device.
+    BadData
+        The table cannot be read. Damage that comes during the sweep is raised at its end.
+    EnvironmentUnusable
+        The disk refuses a block, which alone is lost; or another process measures on the device.
     """
-    with alone(machine, wait_seconds, report), Bench(machine, seed, settings) as bench:
-        here = _Here(bench)
-        return _carry_out(
-            Sweep(folder, here, seed, settings, time_budget, remeasure, report, saved, expected),
-            choose,
-            chances_last,
-        )
+    with (
+        lock_machine(machine, options.wait_seconds, report),
+        Bench(machine, options.seed, settings) as bench,
+    ):
+        return _carry_out(Sweep(folder, LocalSite(bench), settings, options, report, saved), choose)
 
 
-def spread(
+def run_sweep_on_cluster(
     folder: Place,
-    choose: Choose,
+    choose: PointChooser,
     *,
-    elsewhere: Where,
-    seed: int = 0,
+    elsewhere: MeasurementSite,
     settings: SweepSettings = CPU_SETTINGS,
-    time_budget: float | None = None,
-    remeasure: bool = False,
-    wait_seconds: float = WAIT_SECONDS,
+    options: SweepOptions = DEFAULT_OPTIONS,
     report: Callable[[Progress], None] = lambda progress: None,
     saved: Callable[[], None] = lambda: None,
-    expected: int = 0,
-    chances_last: bool = False,
 ) -> SweepSummary:
-    """As `run`, but blocks are measured `elsewhere`, several at a time; this process writes the table.
+    """Measure several blocks at a time `elsewhere`; this process writes the table.
 
-    Raises Stopped also where nobody is left there to measure.
+    Raises SweepStopped also when no node is left; all else is as in `run_sweep`.
     """
-    # Who measures holds its own device; of writers there may be one a table.
+    # Each node locks its own device; this lock is for the table, which needs one writer at a time.
     table = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-    with device_lock(elsewhere.device, table, wait_seconds=wait_seconds, waiting=_waiting(report)):
-        return _carry_out(
-            Sweep(folder, elsewhere, seed, settings, time_budget, remeasure, report, saved, expected),
-            choose,
-            chances_last,
-        )
+    with lock_device(elsewhere.device, table, wait_seconds=options.wait_seconds, waiting=_waiting(report)):
+        return _carry_out(Sweep(folder, elsewhere, settings, options, report, saved), choose)
 
 
-def alone(
+def lock_machine(
     machine: SweepMachine,
     wait_seconds: float = WAIT_SECONDS,
     report: Callable[[Progress], None] = lambda progress: None,
@@ -141,17 +152,17 @@ def alone(
     Raises EnvironmentUnusable where another one has measured there for `wait_seconds`.
     """
     unit = machine.environment()["device_uuid_hash"]
-    return device_lock(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
+    return lock_device(machine.device, unit, wait_seconds=wait_seconds, waiting=_waiting(report))
 
 
 def _waiting(report: Callable[[Progress], None]) -> Callable[[str], None]:
     return lambda holder: report(Progress(0, 0, f"waiting: {holder}"))
 
 
-def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary:
+def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
     """Measure until `choose` is content, and what was disturbed a few times more: after each choice, or at last."""
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
-        files.remove_abandoned(sweep.folder)
+        remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
         raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
     measured: list[Point] = []
@@ -161,9 +172,9 @@ def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary
                 sweep.make_folder()
                 sweep.measure_all(todo)
                 measured += todo
-            if not chances_last:
+            if not sweep.options.chances_last:
                 sweep.measure_disturbed(todo)
-        if chances_last:
+        if sweep.options.chances_last:
             sweep.measure_disturbed(measured)
     except (KeyboardInterrupt, TimeUsedUp, Incomplete) as end:
         why = "interrupted" if isinstance(end, KeyboardInterrupt) else str(end)
@@ -177,7 +188,7 @@ def _carry_out(sweep: Sweep, choose: Choose, chances_last: bool) -> SweepSummary
     return SweepSummary(sweep.statuses, len(sweep.skipped))
 
 
-class Where(Protocol):
+class MeasurementSite(Protocol):
     """Where blocks are measured: this machine, or several elsewhere."""
 
     @property
@@ -199,23 +210,19 @@ class Sweep:
     def __init__(
         self,
         folder: Place,
-        where: Where,
-        seed: int,
+        site: MeasurementSite,
         settings: SweepSettings,
-        time_budget: float | None,
-        remeasure: bool,
+        options: SweepOptions,
         report: Callable[[Progress], None],
         saved: Callable[[], None],
-        expected: int = 0,
     ) -> None:
-        self._expected = expected
-        self.finished = FINISHED if remeasure else (*FINISHED, "noisy")
-        self.folder, self.where, self.seed, self.settings = folder, where, seed, settings
+        self.finished = FINISHED if options.remeasure else (*FINISHED, "noisy")
+        self.folder, self.site, self.settings, self.options = folder, site, settings, options
         self._report, self._saved = report, saved
         self.statuses: dict[str, str] = {}
         self.skipped: set[str] = set()
         self.run_id = uuid.uuid4().hex[:12]
-        self.end = None if time_budget is None else monotonic() + time_budget
+        self.end = None if options.time_budget is None else monotonic() + options.time_budget
         self.growing = GrowingTable(folder, _CHOSEN_BY)
         self.newest: dict[str, datetime] = {}  # when the newest row of a point was started, by its id
         self.total = 0
@@ -232,17 +239,17 @@ class Sweep:
     def table(self) -> pd.DataFrame | None:
         """The table so far, without rows of versions that are not here any more; None while there is none."""
         table = self._every_row()
-        return None if table is None else table[self.where.current(table)]
+        return None if table is None else table[self.site.current(table)]
 
     def _every_row(self) -> pd.DataFrame | None:
         table = self.growing.frame()
         if table is None:
             return None
-        others = set(table["device"]) - {self.where.device}
+        others = set(table["device"]) - {self.site.device}
         if others:
             raise UsageError(
                 f"{self.folder} is a table of {', '.join(sorted(others))}, and what measures now is "
-                f"{self.where.device}: give another folder with -o"
+                f"{self.site.device}: give another folder with -o"
             )
         return table
 
@@ -279,8 +286,8 @@ class Sweep:
     def measure_all(self, points: Sequence[Point], chance: int = 0) -> None:
         """Measure `points` block by block, for the first time or as their so many-th chance after that."""
         named = len({point.id for point in points} | self.statuses.keys()) + len(self.skipped)
-        self.total = max(self._expected, named)
-        self.where.measure(points, self, chance)
+        self.total = max(self.options.expected, named)
+        self.site.measure(points, self, chance)
 
     def time_left(self) -> TimeLeft:
         """What bounds the requests of this run."""
@@ -311,7 +318,7 @@ class Sweep:
         """Write the rows of a block, measured in `environment` (None: not measured), as a part of the table."""
         rows = date_after(self.newest, ({**row, "run_id": self.run_id, "block": self.block} for row in rows))
         self._judge_spikes(rows)
-        with files.uninterrupted():
+        with delay_interrupts():
             if environment is not None:
                 write_environment(self.folder, environment)
             write_part(self.folder, rows)
@@ -356,7 +363,7 @@ class Sweep:
                     self.curves.setdefault(key, {})[row["sparsity_target"]] = row["median_seconds"]
 
 
-class _Here:
+class LocalSite:
     """This machine, in this process."""
 
     def __init__(self, bench: Bench) -> None:
@@ -369,7 +376,7 @@ class _Here:
 
     def measure(self, points: Sequence[Point], sweep: Sweep, chance: int) -> None:
         """See Where."""
-        for block in plan.blocks(points, sweep.seed, sweep.settings.block_points):
+        for block in group_into_blocks(points, sweep.options.seed, sweep.settings.block_points):
             for chunk in self.bench.fitting(block):
                 sweep.check_time(even_first=True)
                 self.bench.measure_block(

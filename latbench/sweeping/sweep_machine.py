@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from latbench import backends
 from latbench.backends import reference
-from latbench.base import cgroups
-from latbench.machines import devices
-from latbench.machines.ceilings import Ceilings, Kept
+from latbench.base.cgroups import read_available_bytes
+from latbench.machines.ceilings import CachedCeilings, Ceilings
+from latbench.machines.devices import describe_cpu_environment, name_cpu, read_cpu_times, read_telemetry
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.roofline_pace import CpuPace, Roofline
+from latbench.sweeping.roofline_pace import CpuPace, SweepRoofline
 from latbench.sweeping.settings import SecondsLeft
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
@@ -98,7 +98,7 @@ class SweepMachine(Protocol):
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """The telemetry columns of one row, from what its bursts reported."""
 
-    def pace(self, seconds_left: SecondsLeft) -> Roofline[Any] | None:
+    def pace(self, seconds_left: SecondsLeft) -> SweepRoofline[Any] | None:
         """What it can do at most, and the fixed work that is timed every few bursts, unless the device tells itself
         when it is slow; None where neither is wanted. `seconds_left` bounds every request to its worker. Raises
         TaskFailed or WorkerDied where it cannot be measured.
@@ -123,7 +123,7 @@ class CpuMachine:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.device = devices.cpu_device()
+        self.device = name_cpu()
 
     @property
     def task(self) -> str:
@@ -137,7 +137,7 @@ class CpuMachine:
 
     def environment(self) -> dict[str, Any]:
         """See Machine."""
-        return devices.environment(self.threads)
+        return describe_cpu_environment(self.threads)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
@@ -157,8 +157,8 @@ class CpuMachine:
 
     def watch(self) -> Callable[[], dict[str, Any]]:
         """See Machine."""
-        before = devices.cpu_times()
-        return lambda: devices.telemetry(before)
+        before = read_cpu_times()
+        return lambda: read_telemetry(before)
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """Nothing: a CPU is only watched as a whole."""
@@ -174,14 +174,14 @@ class CpuMachine:
             return found
 
         try:
-            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find), self.threads)
+            return CpuPace(worker, CachedCeilings(self.device, self.threads, reference.WORK, find), self.threads)
         except BaseException:
             worker.close()
             raise
 
     def available_bytes(self) -> float:
         """See Machine."""
-        machine, granted = psutil.virtual_memory().available, cgroups.available_bytes()
+        machine, granted = psutil.virtual_memory().available, read_available_bytes()
         return float(machine if granted is None else min(machine, granted)) / 4
 
     def needed_bytes(self, point: Point) -> float:

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import fs
 
-from latbench.base import bundled_data as bundled
-from latbench.base import files
+from latbench.base.bundled_data import SCHEME, find_bundled_table
+from latbench.base.files import write_bytes_atomically
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 
 # The name of a part tells its content, so that damage of any kind shows when it is read.
@@ -104,8 +104,8 @@ def parse_place(where: str | Place) -> Place:
         return Path(where)
     named = hide_secrets(where)
     scheme = _SAME_STORE.get(uri[1].lower(), uri[1].lower())
-    if scheme == bundled.SCHEME:
-        return bundled.table(where.partition("://")[2])
+    if scheme == SCHEME:
+        return find_bundled_table(where.partition("://")[2])
     if scheme == "gs" and "retry_limit_seconds" not in where:
         where += f"{'&' if '?' in where else '?'}retry_limit_seconds={_GCS_PATIENCE_SECONDS}"
     try:
@@ -159,7 +159,7 @@ def write_bytes(place: Place, content: Any) -> None:
     Raises EnvironmentUnusable where the disk or the store refuses.
     """
     if isinstance(place, Path):
-        files.write_bytes_atomically(place, content)
+        write_bytes_atomically(place, content)
         return
     with _reached(place):
         # A store has no folders; the filesystems that do (and pyarrow's stand-ins for them) want them made.

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import ENVIRONMENT_FILE, parse_environment
 from latbench.errors import BadData
 from latbench.tables.row_hashes import hash_multiset, hash_rows
 from latbench.tables.schema import SCHEMA, SCHEMA_VERSION, TIMED
@@ -151,13 +151,13 @@ def list_environment_files(path: str | Place) -> list[Place]:
     path = parse_place(path)
     folder = path.parent if path.is_file() else path
     files = folder.iterdir() if folder.is_dir() else iter(())
-    return sorted((file for file in files if environments.NAME.fullmatch(file.name)), key=lambda file: file.name)
+    return sorted((file for file in files if ENVIRONMENT_FILE.fullmatch(file.name)), key=lambda file: file.name)
 
 
 def read_environment(file: Place) -> dict[str, Any]:
     """The environment that a file describes. Raises BadData, naming the file, for a damaged one."""
     try:
-        return environments.from_json(file.name, read_bytes(file))
+        return parse_environment(file.name, read_bytes(file))
     except ValueError as error:
         raise BadData(f"{file}: {error}; delete it, and a sweep describes its machine again") from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base.median_interval import interval_rank, median_interval
+from latbench.base.median_interval import bound_median, find_interval_rank
 
 Reals = NDArray[np.float64]
 
@@ -26,7 +26,7 @@ def summarise_samples(samples: Sequence[float], burst_error: float | None = None
     ordered = np.sort(np.asarray(samples, dtype=np.float64))
     if ordered.size == 0 or not (np.isfinite(ordered).all() and ordered[0] > 0):
         raise ValueError(f"samples must be positive finite seconds, at least one, not {list(samples)[:5]}")
-    low, high = median_interval(ordered)
+    low, high = bound_median(ordered)
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95])
     if low is not None and high is not None and burst_error is not None:
         low, high = min(low, float(median) / (1 + burst_error)), max(high, float(median) * (1 + burst_error))
@@ -52,7 +52,7 @@ def summarise_sample_rows(samples: Reals, burst_errors: Reals) -> dict[str, Real
     count = samples.shape[1]
     q25, median, q75, p95 = np.quantile(ordered, [0.25, 0.5, 0.75, 0.95], axis=1)
     nothing = np.full(len(samples), math.nan)
-    rank = interval_rank(count)
+    rank = find_interval_rank(count)
     low, high = (nothing, nothing) if rank is None else (ordered[:, rank], ordered[:, -1 - rank])
     if rank is not None:
         low, high = np.fmin(low, median / (1 + burst_errors)), np.fmax(high, median * (1 + burst_errors))

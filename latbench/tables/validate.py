@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from latbench.base import environments
+from latbench.base.environments import find_fault, format_file_name
 from latbench.errors import BadData
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.plausibility import MOST_UTILISATION, explain_too_fast
@@ -82,7 +82,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
     for file in list_environment_files(path):
         described.add(file.name)
         try:
-            fault = environments.fault(read_environment(file))
+            fault = find_fault(read_environment(file))
         except BadData as error:
             fault = str(error).removeprefix(f"{file}: ")
         if fault is not None:
@@ -105,7 +105,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
                 off_record.update(_off_record(table))
                 measured.add(number, start, table)
                 named = pc.unique(table["env_id"].drop_null()).to_pylist()
-                unknown |= {env_id for env_id in named if environments.file_name(env_id) not in described}
+                unknown |= {env_id for env_id in named if format_file_name(env_id) not in described}
         except BadData as error:
             yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
         else:
@@ -117,7 +117,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
         for name, count in off_record.items():
             yield Finding(part, "note", f"{count} times have no {name}: where they come from is not on record")
         for env_id in sorted(unknown):
-            text = f"environment {env_id} is not described: there is no {environments.file_name(env_id)}"
+            text = f"environment {env_id} is not described: there is no {format_file_name(env_id)}"
             yield Finding(part, "suspect", text)
     yield from measured.findings(path)
     for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:

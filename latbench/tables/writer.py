@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import format_environment, format_file_name
 from latbench.tables.layer_columns import derive_pattern_columns
 from latbench.tables.point_ids import hash_key
 from latbench.tables.schema import SCHEMA, SCHEMA_VERSION, STATUSES, TIMED
@@ -111,8 +111,8 @@ def write_environment(folder: str | Place, environment: Mapping[str, Any]) -> No
     A description that is there already is left as it is, unless it is damaged. Raises EnvironmentUnusable where the
     disk refuses.
     """
-    path = parse_place(folder) / environments.file_name(environment["env_id"])
-    content = environments.to_json(environment)
+    path = parse_place(folder) / format_file_name(environment["env_id"])
+    content = format_environment(environment)
     if not path.is_file() or read_bytes(path) != content:
         write_bytes(path, content)
 

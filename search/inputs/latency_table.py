@@ -13,8 +13,7 @@ from latbench.errors import BadData, UsageError
 from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
 from latbench.tables.table import read_table, select_timed
-from latbench.workloads import workload as workloads
-from latbench.workloads.workload import Workload
+from latbench.workloads.workload import Workload, read_workload
 from search.backends import in_table
 from search.inputs.layer_options import CostModel, layers_inside, predicted_layers, rows_in_precision, swept_layers
 from search.inputs.problem_builder import Seconds, all_dense, build_problem
@@ -102,7 +101,7 @@ def shapes_of(layers: Layers) -> dict[str, Shape]:
     """Shapes by name; of a workload, or of one by its name, each of a layer's `count` with a number."""
     if isinstance(layers, Mapping):
         return dict(layers)
-    workload = layers if isinstance(layers, Workload) else workloads.load(layers)
+    workload = layers if isinstance(layers, Workload) else read_workload(layers)
     return {
         layer.name if layer.count == 1 else f"{layer.name}#{i}": layer.shape
         for layer in workload.layers

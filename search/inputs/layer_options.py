@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import name_cpu
 from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
 from latbench.tables.table import select_rows, select_timed
-from latbench.workloads.points import describe, shape_columns, sparsities_of
+from latbench.workloads.points import convert_shape_to_columns, format_shape, select_sparsities
 from search.backends import OWN, in_table
 from search.knapsack.arrays import Floats
 from search.problem.layers import DENSE, Layer, Option
@@ -51,7 +51,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
     `read_table` does.
     """
     sizes = {
-        name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
+        name: pa.array(sorted({convert_shape_to_columns(shape)[name] for shape in shapes}), pa.int64())
         for name in ("m", "k", "n")
     }
     seen: set[tuple[object, ...]] = set()
@@ -114,7 +114,7 @@ def predicted_layers(
                 wanted = _covered(model, rows, shape, sparsities)
             if DENSE not in set(wanted["pattern"]):
                 raise BadData(
-                    f"the table holds no valid dense time of layer {name} ({describe(shape)}) on {backend} with "
+                    f"the table holds no valid dense time of layer {name} ({format_shape(shape)}) on {backend} with "
                     f"{threads} threads, and the cost model knows none: sweep its workload on this machine (latbench "
                     f"trace, then latbench sweep --workload{' --bf16' if backend == 'numba-bf16' else ''})"
                 )
@@ -142,7 +142,8 @@ def swept_layers(table: pd.DataFrame, shapes: Mapping[str, Shape]) -> tuple[Laye
         own = of_shape(table, shape)
         if own.empty:
             raise BadData(
-                f"the table holds no time of layer {name} ({describe(shape)}): sweep its shape, or give a cost model"
+                f"the table holds no time of layer {name} ({format_shape(shape)}): sweep its shape, or give a cost "
+                "model"
             )
         seconds = own["median_seconds"].to_numpy(float)
         low, high = (own[column].to_numpy(float) for column in ("low_seconds", "high_seconds"))
@@ -156,7 +157,7 @@ def network_rows(
     """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
     rows = select_timed(table)
     rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
-    rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
+    rows = rows[(rows["threads"] == threads) & (rows["device"] == name_cpu())]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]
     layers = [of_shape(rows[rows["model"] == f"{network}:{name}"], shape) for name, shape in shapes.items()]
     return pd.concat([whole, *layers])
@@ -209,7 +210,7 @@ def layers_inside(
 
 def of_shape(rows: pd.DataFrame, shape: Shape) -> pd.DataFrame:
     """The rows of this shape, as `one_each` takes them."""
-    for column, value in shape_columns(shape).items():
+    for column, value in convert_shape_to_columns(shape).items():
         rows = rows[rows[column] == value]
     return one_each(rows)
 
@@ -234,8 +235,13 @@ def _covered(model: CostModel, rows: pd.DataFrame, shape: Shape, sparsities: Seq
         pattern = parse(str(spec))
         if pattern.refuses(shape) is not None:
             continue
-        levels = measured["sparsity_target"].unique() if sparsities is None else sparsities_of(pattern, sparsities)
-        made += [measured.head(1).assign(sparsity_target=float(level), **shape_columns(shape)) for level in levels]
+        levels = (
+            measured["sparsity_target"].unique() if sparsities is None else select_sparsities(pattern, sparsities)
+        )
+        made += [
+            measured.head(1).assign(sparsity_target=float(level), **convert_shape_to_columns(shape))
+            for level in levels
+        ]
     dense = own[own["pattern"] == DENSE]
     if not made:
         return dense

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from latbench.base import strict_yaml
+from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from search.problem.layer_globs import matched, with_wildcards
 from search.problem.layers import CLOSE, DENSE, Layer, Option, listed, option, tie
@@ -202,7 +202,7 @@ def _tied(layers: Mapping[str, Layer], groups: Sequence[set[str]]) -> list[Layer
 
 def read_limits(path: Path) -> Limits:
     """The limits in a YAML file. Raises BadData for a file that does not state any."""
-    return parse_limits(strict_yaml.read(path), str(path))
+    return parse_limits(read_yaml(path), str(path))
 
 
 def parse_limits(content: Any, where: str) -> Limits:

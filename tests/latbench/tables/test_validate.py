@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from latbench.base import environments
+from latbench.base.environments import hash_environment
 from latbench.errors import BadData
-from latbench.machines import devices
+from latbench.machines.devices import describe_cpu_environment
 from latbench.tables import table as tables
 from latbench.tables import validate as validation
 from latbench.tables.schema import SCHEMA
@@ -35,8 +35,8 @@ def test_validate_praises_a_whole_table(latbench: Any, whole: Path) -> None:
 
 
 def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    known = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "timer": "perf_counter"}
-    write_environment(tmp_path, devices.environment(2))
+    known = {"run_id": "run", "env_id": describe_cpu_environment(2)["env_id"], "timer": "perf_counter"}
+    write_environment(tmp_path, describe_cpu_environment(2))
     parts = [write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
     parts[0].write_bytes(parts[0].read_bytes()[:-9])
     (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
@@ -95,7 +95,12 @@ def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict
 @pytest.fixture
 def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
     """Three whole rows of one run; the second is the one that the tests damage."""
-    run = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "nnz": 21, "sparsity_actual": 1 - 21 / 91}
+    run = {
+        "run_id": "run",
+        "env_id": describe_cpu_environment(2)["env_id"],
+        "nnz": 21,
+        "sparsity_actual": 1 - 21 / 91,
+    }
     run |= {"roofline_seconds": 1e-4, "reference_seconds": 1.1, "reference_usual_seconds": 1.0}
     run |= {"burst_error": 0.6, "timer": "perf_counter", "block": 0, "flop_dense": 910, "flop_nnz": 210}
     run |= {"bytes_min": 400}
@@ -111,7 +116,7 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
 @pytest.fixture
 def whole(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
     """A part without a fault, in a table of its own."""
-    write_environment(tmp_path / "whole", devices.environment(2))
+    write_environment(tmp_path / "whole", describe_cpu_environment(2))
     part = write_part(tmp_path / "whole", rows)
     assert isinstance(part, Path)
     return part
@@ -259,7 +264,7 @@ def test_what_is_wrong_everywhere_is_not_told_of_every_row(
 
 
 def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    write_environment(tmp_path, devices.environment(2))
+    write_environment(tmp_path, describe_cpu_environment(2))
     parts = [write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
     assert list(validate_table(tmp_path)) == []
     assert isinstance(parts[1], Path)
@@ -304,7 +309,7 @@ def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
     env_id, edited = environment["env_id"], environment | {"governor": "made up"}
     write_environment(whole.parent, edited)
     [found] = _found(whole.parent)
-    assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {environments.env_id(edited)}"
+    assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {hash_environment(edited)}"
     (whole.parent / f"env-{env_id}.json").unlink()
     [lost] = _found(whole.parent, "suspect")
     assert lost == f"{whole.name}: environment {env_id} is not described: there is no env-{env_id}.json"
