@@ -66,6 +66,10 @@ Solver = Callable[[Sequence[Floats]], Solution]
 """Finds the profile of least error within its budgets. The argument holds an array of errors for each layer."""
 
 
+OptionArrays = tuple[Floats, Floats, Indices]
+RelaxationArrays = tuple[Indices, Floats, Floats, Floats, Floats]
+
+
 class FlatOptions(NamedTuple):
     """The options of all layers in flat arrays, one layer after the other.
 
@@ -78,6 +82,11 @@ class FlatOptions(NamedTuple):
     layer: Indices
     position: Indices
     first: Indices
+
+    @property
+    def arrays(self) -> OptionArrays:
+        """Seconds, errors and first."""
+        return self.seconds, self.errors, self.first
 
     def select(self, kept: NDArray[np.bool_]) -> FlatOptions:
         """Return the options marked in `kept`, at least one a layer."""
@@ -106,6 +115,11 @@ class Relaxation(NamedTuple):
     to: Indices
     fastest_seconds: Floats
     fastest_error: Floats
+
+    @property
+    def arrays(self) -> RelaxationArrays:
+        """Layer, seconds and gain of the steps, and the sums of the fastest options."""
+        return self.layer, self.seconds, self.gain, self.fastest_seconds, self.fastest_error
 
     def price(self, budget: float) -> float:
         """Return the value of a second at the budget, in error: the rate of the first step that does not fit."""

@@ -93,12 +93,12 @@ def solve(
         options = select_contenders(options, relaxation, budget, min(profiles)[0], margin)
         relaxation = relax(options)  # with fewer options it has fewer steps, and bounds as well or better
         margin = RoundingMargin(options)  # an option of huge error, which blurs all sums, may be gone
-        states = build_states(options, relaxation, budget, min(profiles)[0], margin, width)
-        last = slice(states.begin[-2], states.begin[-1])
-        fitting = np.flatnonzero(states.spent[last] <= budget)
+        states, least_dropped = build_states(options, relaxation, budget, min(profiles)[0], margin, width)
+        spent, _, begin = states
+        fitting = np.flatnonzero(spent[begin[-2] :] <= budget)
         if len(fitting):  # the last one has the least error: seconds rise and errors fall along the states
-            profiles.append(options.sum_profile(trace_back(options, states, states.begin[-2] + fitting[-1])))
-        bound = max(bound, states.least_dropped - margin.error)
+            profiles.append(options.sum_profile(trace_back(options.arrays, states, begin[-2] + fitting[-1])))
+        bound = max(bound, least_dropped - margin.error)
         if bound > min(profiles)[0]:  # everything that was dropped is worse
             break
     total_error, total_seconds, choice = min(profiles)
@@ -127,12 +127,15 @@ def select_contenders(
 
 def build_states(
     options: FlatOptions, relaxation: Relaxation, budget: float, best: float, margin: RoundingMargin, width: int
-) -> StateTable:
-    """Return the states that a profile within `budget` with an error up to `best` can have, `width` a layer."""
+) -> tuple[StateTable, float]:
+    """Return the states that a profile within `budget` with an error up to `best` can have.
+
+    At most `width` states a layer are kept. The second value is the least bound of those dropped for that.
+    """
     from search.knapsack import states
 
     horizon, ceiling = budget + margin.share * budget, best + margin.error
-    return states.StateTable(*states.build_states(options, relaxation, horizon, ceiling, width))
+    return states.build_states(options.arrays, relaxation.arrays, horizon, ceiling, width)
 
 
 def select_efficient_options(seconds: Sequence[ArrayLike], errors: Sequence[ArrayLike]) -> FlatOptions:

@@ -2,7 +2,8 @@
 
 `search.knapsack.one_budget` describes the method. `solve` and `frontier` import this module when they are called, so
 `import search` compiles nothing. Options and states of all layers share flat arrays: those of layer l lie from
-first[l] to first[l + 1].
+first[l] to first[l + 1]. Python calls these functions with plain tuples: looking up the type of a named one takes
+Numba 5 us at each call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from search.knapsack.arrays import FlatOptions, Floats, Indices, Relaxation
+from search.knapsack.arrays import Floats, Indices, OptionArrays, RelaxationArrays
 
 MOST_STATES = 2**18
 """A layer may hold this many states, or four times as many as it keeps, before it drops the least promising ones."""
@@ -33,17 +34,8 @@ class LeastError(NamedTuple):
     error: Floats
 
 
-class StateTable(NamedTuple):
-    """The states after each number of layers.
-
-    The states of the first d layers lie from begin[d] to begin[d + 1]. No state that was dropped for lack of room
-    has a completion with an error below `least_dropped`.
-    """
-
-    spent: Floats
-    error: Floats
-    begin: NDArray[np.int64]
-    least_dropped: float
+StateTable = tuple[Floats, Floats, NDArray[np.int64]]
+"""Seconds and error of the states after each number of layers: those of d layers from begin[d] to begin[d + 1]."""
 
 
 @numba.njit(cache=True)
@@ -253,28 +245,29 @@ def extend_states(
 
 @numba.njit(cache=True)
 def build_states(
-    options: FlatOptions, relaxation: Relaxation, horizon: float, ceiling: float, width: int
-) -> tuple[Floats, Floats, NDArray[np.int64], float]:
-    """Return the fields of the `StateTable` of all layers, with at most `width` states a layer."""
-    layers = len(options.first) - 1
+    options: OptionArrays, relaxation: RelaxationArrays, horizon: float, ceiling: float, width: int
+) -> tuple[StateTable, float]:
+    """Return the states of all layers, at most `width` a layer, and the least bound of those dropped for that."""
+    all_seconds, all_errors, first = options
+    step_layer, step_seconds, step_gain, fastest_seconds, fastest_error = relaxation
+    layers = len(first) - 1
     begin = np.zeros(layers + 2, np.int64)
     begin[1] = 1
     all_spent, all_error = np.zeros(4096), np.zeros(4096)
     spent, error = np.zeros(1), np.zeros(1)
-    corners = len(relaxation.layer) + 1
-    curve_seconds, curve_error = np.empty(corners), np.empty(corners)
+    curve_seconds, curve_error = np.empty(len(step_layer) + 1), np.empty(len(step_layer) + 1)
     least_dropped = np.inf
     for depth in range(1, layers + 1):
-        curve_seconds[0], curve_error[0] = relaxation.fastest_seconds[depth], relaxation.fastest_error[depth]
-        steps = 1
-        for i in range(len(relaxation.layer)):
-            if relaxation.layer[i] >= depth:
-                curve_seconds[steps] = curve_seconds[steps - 1] + relaxation.seconds[i]
-                curve_error[steps] = curve_error[steps - 1] - relaxation.gain[i]
-                steps += 1
-        start, stop = options.first[depth - 1], options.first[depth]
-        curve = LeastError(curve_seconds[:steps], curve_error[:steps])
-        seconds, errors = options.seconds[start:stop], options.errors[start:stop]
+        curve_seconds[0], curve_error[0] = fastest_seconds[depth], fastest_error[depth]
+        corners = 1
+        for i in range(len(step_layer)):
+            if step_layer[i] >= depth:
+                curve_seconds[corners] = curve_seconds[corners - 1] + step_seconds[i]
+                curve_error[corners] = curve_error[corners - 1] - step_gain[i]
+                corners += 1
+        start, stop = first[depth - 1], first[depth]
+        curve = LeastError(curve_seconds[:corners], curve_error[:corners])
+        seconds, errors = all_seconds[start:stop], all_errors[start:stop]
         spent, error, dropped = extend_states(States(spent, error), seconds, errors, curve, horizon, ceiling, width)
         least_dropped = min(least_dropped, dropped)
         begin[depth + 1] = begin[depth] + len(spent)
@@ -284,24 +277,24 @@ def build_states(
             all_error = np.concatenate((all_error[: begin[depth]], room))
         all_spent[begin[depth] : begin[depth + 1]] = spent
         all_error[begin[depth] : begin[depth + 1]] = error
-    return all_spent[: begin[-1]], all_error[: begin[-1]], begin, least_dropped
+    return (all_spent[: begin[-1]], all_error[: begin[-1]], begin), least_dropped
 
 
 @numba.njit(cache=True)
-def trace_back(options: FlatOptions, states: StateTable, last: int) -> Indices:
+def trace_back(options: OptionArrays, states: StateTable, last: int) -> Indices:
     """Return the options that lead to the state with index `last`. Equal additions give equal floats."""
-    spent, error = states.spent[last], states.error[last]
-    first, begin = options.first, states.begin
+    seconds, errors, first = options
+    all_spent, all_error, begin = states
+    spent, error = all_spent[last], all_error[last]
     layers = len(first) - 1
     taken = np.empty(layers, np.intp)
     for depth in range(layers, 0, -1):
         found = False
         for j in range(first[depth - 1], first[depth]):
-            seconds, errors = options.seconds[j], options.errors[j]
             for i in range(begin[depth - 1], begin[depth]):
-                if states.spent[i] + seconds == spent and states.error[i] + errors == error:
+                if all_spent[i] + seconds[j] == spent and all_error[i] + errors[j] == error:
                     taken[depth - 1], found = j, True
-                    spent, error = states.spent[i], states.error[i]
+                    spent, error = all_spent[i], all_error[i]
                     break
             if found:
                 break
