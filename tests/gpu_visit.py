@@ -53,10 +53,10 @@ def keep(out: Path, measured: Path) -> Path:
     """Add the table in `out` to the one of its device; return that one's folder. Rows that both have count once."""
     sys.path.insert(0, str(ROOT))
     from latbench.errors import LatbenchError
-    from latbench.tables import table as tables
+    from latbench.tables.table import read_table
 
     try:
-        devices = set(tables.read(out, ["device"])["device"])
+        devices = set(read_table(out, ["device"])["device"])
     except LatbenchError as error:
         raise SystemExit(f"gpu_visit: {error}") from error
     if len(devices) != 1:

@@ -11,7 +11,7 @@ from latbench.errors import BadData
 from latbench.report import accuracy, predictions, ranking, roofline
 from latbench.report import frames as data
 from latbench.report.inputs import Inputs
-from latbench.tables import table as tables
+from latbench.tables.table import select_timed
 
 if TYPE_CHECKING:
     from search.artifacts.profile import Profile
@@ -45,7 +45,7 @@ def of(inputs: Inputs) -> Content:
     """Raises BadData where the table holds no time to show, or no shape with both a dense and a sparse one."""
     points = data.points(inputs.table)
     if points.empty:
-        timed = tables.timed(inputs.table)
+        timed = select_timed(inputs.table)
         if timed.loc[timed["op"].ne("model") & timed["purpose"].ne("verify"), ["m", "k", "n"]].isna().any(axis=None):
             raise BadData(
                 "the table does not say the sizes of its layers, by which a report puts them side by side: import it "

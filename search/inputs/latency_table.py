@@ -10,8 +10,9 @@ from typing import Any
 import pandas as pd
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import table as tables
+from latbench.tables.schema import KEY_COLUMNS
 from latbench.tables.storage import Place
+from latbench.tables.table import read_table, select_timed
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Workload
 from search.backends import in_table
@@ -23,7 +24,7 @@ from sparse_kernels.shapes import Shape
 
 Layers = Mapping[str, Shape] | Workload | str
 
-_SIZES = [field.name for field in tables.KEY]
+_SIZES = [field.name for field in KEY_COLUMNS]
 _SIZES = _SIZES[_SIZES.index("m") : _SIZES.index("pattern")]
 
 
@@ -54,7 +55,7 @@ def problem_from_table(
     The dense model takes `dense_seconds`; else what it took as a whole inside the network, or the sum of the dense
     layers on the engine where that is least, and `fixed_seconds`. Raises BadData and UsageError.
     """
-    rows = tables.timed(table if isinstance(table, pd.DataFrame) else tables.read(table)).reset_index(drop=True)
+    rows = select_timed(table if isinstance(table, pd.DataFrame) else read_table(table)).reset_index(drop=True)
     shapes = None if layers is None else shapes_of(layers)
     if shapes is None or network is not None:
         if model is not None:

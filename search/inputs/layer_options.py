@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from latbench.errors import BadData
 from latbench.machines import devices
-from latbench.tables import table as tables
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
 from latbench.tables.storage import Place
+from latbench.tables.table import select_rows, select_timed
 from latbench.workloads.points import describe, shape_columns, sparsities_of
 from search.backends import OWN, in_table
 from search.knapsack.arrays import Floats
@@ -38,7 +39,7 @@ class CostModel(Protocol):
 
 
 # What a search needs of a table, and what tells rows apart that are alike but for their shape.
-_COLUMNS = [*(field.name for field in tables.KEY), "point_id", "status", "started_at", "median_seconds"]
+_COLUMNS = [*(field.name for field in KEY_COLUMNS), "point_id", "status", "started_at", "median_seconds"]
 _KIND = ["op", "pattern", "sparsity_target", "kernel_requested", "dtype_w", "dtype_a", "purpose", "status"]
 
 
@@ -47,7 +48,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
 
     These are the rows of such sizes, and one of each kind of all others: for a shape that the table lacks they tell
     which patterns and sparsities there are. Memory grows with them, not with the table. Raises BadData as
-    `tables.read` does.
+    `read_table` does.
     """
     sizes = {
         name: pa.array(sorted({shape_columns(shape)[name] for shape in shapes}), pa.int64())
@@ -69,7 +70,7 @@ def swept_rows(table: str | Place, shapes: Collection[Shape], *, threads: int, b
                 found[row] = True
         return pa.array(found)
 
-    return tables.select(table, _COLUMNS, wanted)
+    return select_rows(table, _COLUMNS, wanted)
 
 
 def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
@@ -79,7 +80,7 @@ def in_network(table: str | Place, *, threads: int) -> pd.DataFrame:
         ours = pc.and_(pc.equal(piece["backend"], "deepsparse"), pc.equal(piece["context"], "network"))
         return pc.and_(ours, pc.equal(piece["threads"], threads))
 
-    return tables.select(table, tables.SCHEMA.names, wanted)
+    return select_rows(table, SCHEMA.names, wanted)
 
 
 def predicted_layers(
@@ -100,7 +101,7 @@ def predicted_layers(
     precision than the backend's are no options. `patterns` narrows the rest. Raises BadData where a layer has no
     dense time on this backend with so many threads.
     """
-    rows = tables.timed(table)
+    rows = select_timed(table)
     rows = rows[(rows["purpose"] == "sweep") & (rows["backend"] == in_table(backend)) & (rows["threads"] == threads)]
     rows = rows_in_precision(rows, backend)
     if patterns is not None:
@@ -153,7 +154,7 @@ def network_rows(
     table: pd.DataFrame, network: str, shapes: Mapping[str, Shape], *, threads: int, batch: int
 ) -> pd.DataFrame:
     """The rows that `latbench layers` measured of a network on this machine: of the whole, and of these layers."""
-    rows = tables.timed(table)
+    rows = select_timed(table)
     rows = rows[(rows["context"] == "network") & (rows["purpose"] != "verify") & (rows["backend"] == "deepsparse")]
     rows = rows[(rows["threads"] == threads) & (rows["device"] == devices.cpu_device())]
     whole = rows[(rows["op"] == "model") & (rows["model"] == network) & (rows["batch"] == batch)]

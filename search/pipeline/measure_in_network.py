@@ -24,7 +24,9 @@ from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
+from latbench.tables.table import read_table, select_timed
+from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.workloads.points import shape_columns
 from search.artifacts.onnx_export import export, layer_values
 from search.inputs.layer_options import in_network, network_rows
@@ -224,14 +226,12 @@ def _write(folder: Path, found: Sequence[Mapping[str, Any]], threads: int, anew:
     earlier: dict[str, Any] = {}
     newest: dict[str, datetime] = {}
     if folder.exists() and any(folder.iterdir()):
-        table = tables.read(folder)
-        newest = tables.newest(table, {tables.point_id(row) for row in found})
+        table = read_table(folder)
+        newest = find_newest_starts(table, {hash_key(row) for row in found})
         if not anew:
-            earlier = tables.timed(table).set_index("point_id")["samples_seconds"].to_dict()
-    found = [
-        {**row, "samples_seconds": [*earlier.get(tables.point_id(row), ()), *row["samples_seconds"]]} for row in found
-    ]
+            earlier = select_timed(table).set_index("point_id")["samples_seconds"].to_dict()
+    found = [{**row, "samples_seconds": [*earlier.get(hash_key(row), ()), *row["samples_seconds"]]} for row in found]
     environment = devices.environment(threads)
     run = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "block": 0}
-    tables.write_environment(folder, environment)
-    tables.write_part(folder, tables.after(newest, ({**row, **run, "seq": i} for i, row in enumerate(found))))
+    write_environment(folder, environment)
+    write_part(folder, date_after(newest, ({**row, **run, "seq": i} for i, row in enumerate(found))))

@@ -32,8 +32,8 @@ import cost_models
 from latbench.base.files import sha256
 from latbench.errors import BadData, PromiseMissed, UsageError
 from latbench.machines import devices
-from latbench.tables import table as tables
 from latbench.tables.storage import Place
+from latbench.tables.table import hash_table
 from latbench.workloads import workload as workloads
 from search.artifacts.layer_database import Database, model_hash
 from search.artifacts.profile import LayerChoice, Profile
@@ -194,7 +194,7 @@ def read_inputs(
 ) -> Inputs:
     """Load the model and hash what is given. Raises what these raise when they are missing or damaged."""
     model = task.model()
-    hashes = model_hash(model), tables.table_hash(table), made_by(task, method)
+    hashes = model_hash(model), hash_table(table), made_by(task, method)
     return Inputs(task, model, table, cost_model, database, *hashes, method)
 
 

@@ -22,7 +22,8 @@ from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines import devices
 from latbench.runners.worker_process import TaskFailed, Worker
-from latbench.tables import table as tables
+from latbench.tables.table import has_rows, read_table
+from latbench.tables.writer import date_after, find_newest_starts, write_environment, write_part
 from latbench.timing import sampling as measure
 from search.artifacts.profile import Profile
 from search.artifacts.profile import load as load_profile
@@ -128,9 +129,9 @@ def verify(
     if backend == "deepsparse":
         deepsparse_environment.find()
     newest: dict[str, datetime] = {}
-    if tables.holds_rows(output):
-        earlier = tables.read(output, ["point_id", "started_at"])
-        newest = tables.newest(earlier, set(earlier["point_id"]))
+    if has_rows(output):
+        earlier = read_table(output, ["point_id", "started_at"])
+        newest = find_newest_starts(earlier, set(earlier["point_id"]))
     engines = dense_engines(task, profile.threads, backend)
     arguments = (task.reference, profile.threads, backend, str(folder.resolve()))
     exported = str((output / "pruned.onnx").resolve())
@@ -153,9 +154,9 @@ def verify(
     verdict = conclude(task, profile, backend, timings, (score_dense, score_pruned), inputs)
     environment = devices.environment(profile.threads)
     identity = {"run_id": uuid4().hex[:12], "env_id": environment["env_id"], "started_at": started, "block": 0}
-    tables.write_environment(output, environment)
+    write_environment(output, environment)
     found = [{**row, **identity, **state} for row in rows(verdict, profile, timings)]
-    tables.write_part(output, tables.after(newest, found))
+    write_part(output, date_after(newest, found))
     chosen = {name: (choice.pattern, choice.sparsity) for name, choice in profile.layers.items()}
     key = conditions(task, profile.model_hash, profile.threads, backend)
     sessions.write([as_session(timings, chosen)], key, output / SESSION)

@@ -24,7 +24,7 @@ import numpy as np
 
 from latbench.errors import PromiseMissed
 from latbench.machines import devices
-from latbench.tables import storage as places
+from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts.layer_database import Database
 from search.artifacts.profile import Profile
@@ -46,7 +46,11 @@ def main() -> None:
     """Parse, search, verify, print."""
     arguments = _arguments()
     inputs = job.read_inputs(
-        tasks.load(arguments.task), places.at(arguments.table), arguments.model, arguments.database, arguments.method
+        tasks.load(arguments.task),
+        parse_place(arguments.table),
+        arguments.model,
+        arguments.database,
+        arguments.method,
     )
     settings = job.Settings(
         LEAST, devices.cores(), evaluations=arguments.evaluations, batches=arguments.batches, risk=arguments.risk,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from latbench.machines import devices
-from latbench.tables import storage as places
+from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts.layer_database import Database
 from search.knapsack.arrays import Infeasible
@@ -119,7 +119,7 @@ def main() -> None:
     given = parser.parse_args()
 
     task = tasks.load(f"{Path(__file__).resolve()}:{given.task}")
-    inputs = job.read_inputs(task, places.at(str(given.table)), given.model, given.database, given.method)
+    inputs = job.read_inputs(task, parse_place(str(given.table)), given.model, given.database, given.method)
     # The strategy "uniform" is given every option: others leave out what none of them would take.
     settings = job.Settings(1.0, devices.cores(), strategy="uniform", processes=given.processes)
     ready = job.prepare(inputs, settings, progress=lambda what, done, total: None)

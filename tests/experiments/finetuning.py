@@ -43,7 +43,7 @@ from torch import nn
 
 from latbench.errors import PromiseMissed
 from latbench.machines import devices
-from latbench.tables import storage as places
+from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts import profile
 from search.artifacts.layer_database import Database
@@ -96,7 +96,7 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
 def read_inputs(arguments: argparse.Namespace) -> job.Inputs:
     task = tasks.load(str(RESNET20))
     return job.read_inputs(
-        task, places.at(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
+        task, parse_place(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
     )
 
 

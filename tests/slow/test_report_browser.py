@@ -18,7 +18,7 @@ import report_example as example
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from latbench.report import comparison, html, inputs
-from latbench.tables import table as tables
+from latbench.tables.writer import write_part
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = [row for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")]
         for row in rows:
             row |= {"device": device, "samples_seconds": [factor * taken for taken in row["samples_seconds"]]}
-        tables.write_part(folder / name, rows)
+        write_part(folder / name, rows)
     first, second = comparison.sides(inputs.read(folder / "one"), inputs.read(folder / "two"))
     path = folder / "report.html"
     path.write_text(html.page_text(comparison.build(first, second, None, ["latbench", "report"])), "utf-8")

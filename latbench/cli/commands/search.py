@@ -130,7 +130,7 @@ def search(
     from latbench.cli.commands.sweep import parse_duration
     from latbench.errors import UsageError
     from latbench.machines import devices
-    from latbench.tables import storage as places
+    from latbench.tables.storage import parse_place
     from latbench.workloads import points as plan
     from latbench.workloads.points import parse_patterns
     from search import task as tasks
@@ -154,7 +154,7 @@ def search(
         tell("reading the task", None, None)
         loaded = tasks.load(task)
         loaded = replace(loaded, limits=loaded.limits + stated)
-        inputs = job.read_inputs(loaded, places.at(table), model, database, method)
+        inputs = job.read_inputs(loaded, parse_place(table), model, database, method)
         if refine is not None:
             met = None if remeasure else inputs.met(refine, settings)
             if met is not None and _finished(output, inputs.digest(settings)) is not None:

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from latbench.base import cgroups
-from latbench.sweeping import sweep
+from latbench.sweeping.sweep_machine import CpuMachine
 
 V2 = "sys/fs/cgroup"
 V1 = "sys/fs/cgroup/memory"
@@ -56,8 +56,8 @@ def test_memory_that_is_left_is_that_of_the_tightest_group(
 
 
 def test_a_block_of_points_fits_what_the_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = sweep.Cpu(1)
-    monkeypatch.setattr(sweep.cgroups, "available_bytes", lambda: 4e6)
+    machine = CpuMachine(1)
+    monkeypatch.setattr(cgroups, "available_bytes", lambda: 4e6)
     assert machine.available_bytes() == 1e6
-    monkeypatch.setattr(sweep.cgroups, "available_bytes", lambda: None)
+    monkeypatch.setattr(cgroups, "available_bytes", lambda: None)
     assert 0 < machine.available_bytes() <= psutil.virtual_memory().total / 4

@@ -11,7 +11,7 @@ import pytest
 
 from latbench.cli import main as cli
 from latbench.cli.commands import doctor
-from latbench.tables import table as tables
+from latbench.tables.writer import write_part
 
 ROOT = Path(__file__).parents[3]
 
@@ -64,7 +64,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code(
     else.
     """
     table = str(tmp_path / "table")
-    tables.write_part(tmp_path / "table", [row | {"samples_seconds": list(1e-3 * rng.lognormal(0, 0.002, 48))}])
+    write_part(tmp_path / "table", [row | {"samples_seconds": list(1e-3 * rng.lognormal(0, 0.002, 48))}])
     command = [sys.executable, "-m", "latbench.cli.main", "compare", table, table, "--rows", "0", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout

@@ -29,14 +29,15 @@ from latbench.sweeping.gpu_points import DENSE, OURS
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.gpu_summary import compared
 from latbench.sweeping.roofline_pace import Roofline
-from latbench.tables import table as tables
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepSettings, SweepStopped
+from latbench.tables.table import read_environments, read_table, select_timed
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import NM, Dense, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 ENVIRONMENT = f"env-{'e' * 16}.json"
-QUICK = sweep.Settings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
+QUICK = SweepSettings(rel_error=0.1, max_seconds=0.05, round_seconds=0.001)
 SHAPE = LinearShape(256, 128, 64)
 VERSIONS: dict[str, str] = fakes.PACKAGES
 
@@ -105,7 +106,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
     out = tmp_path / "out"
     frame = run(out, wanted)
     assert {path.name for path in out.iterdir()} == {"table.parquet", ENVIRONMENT, "summary.txt"}
-    published = tables.read(out / "table.parquet")
+    published = read_table(out / "table.parquet")
     assert set(published["point_id"]) == set(frame["point_id"]) == {each.id for each in wanted}
     assert (published["status"] == "ok").all() and (published["device"] == "nvidia-h200").all()
     row = published[published["sparsity_target"] == 0.9].iloc[0]
@@ -113,7 +114,7 @@ def test_results_are_flat_files_that_read_back(tmp_path: Path) -> None:
     assert (row["clock_hertz"], row["power_watts"], row["event_reasons"]) == (1.5e9, 600.0, "sw_power_cap")
     assert row["backend_version"] == "14.2.0" and row["dtype_w"] == "float16"
     assert (row["cache_mode"], row["launch_mode"], row["epilogue"]) == ("rotated", "graph", "none")
-    assert tables.read_env(out / "table.parquet")["driver"].tolist() == ["580"]
+    assert read_environments(out / "table.parquet")["driver"].tolist() == ["580"]
 
 
 def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_every_block_is_saved_at_once(tmp_path: Path) -> None:
     swept = sweep_into(tmp_path, *late, seconds=2.0)
     said = r"the time is over; .* has what was measured, and the same command goes on .*nvidia-h200, or by --table"
     assert re.match(said, str(swept.late))
-    kept = tables.read(tmp_path / "table.parquet")
+    kept = read_table(tmp_path / "table.parquet")
     assert 3 <= len(kept) < 9 and set(kept["status"]) == {"ok"}
     assert swept.table is not None and set(swept.table["point_id"]) == set(kept["point_id"])
     assert "a remark" in (tmp_path / "summary.txt").read_text()
@@ -140,7 +141,7 @@ def test_a_session_without_time_to_measure_publishes_what_was_there_and_says_so(
         (out / name).rename(measured / name)
     kept = sweep_into(out, [dense(), point()], seconds=0.0)
     assert kept.table is not None and len(kept.table) == 1 and kept.late is not None
-    assert len(tables.read(out / "table.parquet")) == 1
+    assert len(read_table(out / "table.parquet")) == 1
 
 
 def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_the_summary_says_where_the_time_went(tmp_path: Path) -> None:
 
 def test_the_next_session_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     run(tmp_path, [dense(), point()])
-    before = tables.read(tmp_path / "table.parquet")
+    before = read_table(tmp_path / "table.parquet")
     after = run(tmp_path, [dense(), point(), point(sparsity=0.9)])
     assert len(after) == 3 and set(before["run_id"]) < set(after["run_id"])
     kept = after[after["point_id"].isin(before["point_id"])]
@@ -199,7 +200,7 @@ def test_what_is_finished_is_written_whatever_ends_the_sweep(tmp_path: Path, mon
     machine.process = lambda backend: process(backend) if backend == "torch_gpu" else _fail("no such process")
     with pytest.raises(RuntimeError, match="no such process"):
         sweep_into(tmp_path, [dense()], broken, machine=machine)
-    assert len(tables.read(tmp_path / "table.parquet")) == 1
+    assert len(read_table(tmp_path / "table.parquet")) == 1
 
 
 def _fail(words: str) -> None:
@@ -214,7 +215,7 @@ def test_a_summary_that_fails_costs_no_measurement(
     machine = FakeMachine()
     session.measure(machine, [[dense()], [point()]], tmp_path, budget=Budget(60.0), settings=QUICK, tell=told.append)
     machine.close()
-    assert len(tables.read(tmp_path / "table.parquet")) == 2
+    assert len(read_table(tmp_path / "table.parquet")) == 2
     assert "the results could not be written this time: RuntimeError: no such column" in told
 
 
@@ -225,9 +226,9 @@ def test_a_sweep_measures_again_what_the_table_has_of_another_version(tmp_path: 
     before = sweep.run(tmp_path, sweep.in_order([wanted]), machine=first, settings=QUICK)
     after = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
     assert len(before.statuses) == 2 and after.statuses == {point().id: "ok"} and after.skipped == 1
-    rows = tables.read(tmp_path)
+    rows = read_table(tmp_path)
     assert sorted(rows["backend_version"][rows["backend"] == "cupy"]) == ["14.2.0", "14.3.0"]
-    assert tables.timed(rows).set_index("backend")["backend_version"]["cupy"] == "14.3.0"
+    assert select_timed(rows).set_index("backend")["backend_version"]["cupy"] == "14.3.0"
     again = sweep.run(tmp_path, sweep.in_order([wanted]), machine=second, settings=QUICK)
     assert not again.statuses and again.skipped == 2
     first.close()
@@ -248,7 +249,7 @@ def test_what_fails_is_a_row_with_its_reason(tmp_path: Path) -> None:
 def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path) -> None:
     frame = run(tmp_path, [dense(), point(fakes.HOT)])
     hot = frame[frame["pattern_seed"] == fakes.HOT].sort_values("started_at")
-    tries = 1 + sweep.NOISY_CHANCES
+    tries = 1 + NOISY_CHANCES
     assert hot["status"].tolist() == ["throttled"] * tries
     assert hot["error"].tolist() == [
         f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
@@ -329,7 +330,7 @@ def test_ceilings_too_low_to_be_true_are_measured_again_before_a_time_is_refused
 def test_without_a_roofline_the_sweep_goes_on_and_its_rows_say_so(tmp_path: Path, failure: Exception) -> None:
     frame = sweep_into(tmp_path, [dense(), point()], machine=Bounded(failure=failure)).table
     assert frame is not None and set(frame["status"]) == {"ok"}
-    assert frame["roofline_seconds"].isna().all() and set(frame["flags"]) == {sweep.NO_ROOFLINE}
+    assert frame["roofline_seconds"].isna().all() and set(frame["flags"]) == {NO_ROOFLINE}
     assert "fake no_roofline" in (tmp_path / "summary.txt").read_text()
 
 
@@ -446,7 +447,7 @@ def test_an_interruption_while_points_get_ready_ends_at_once(tmp_path: Path) -> 
     began = time.monotonic()
     try:
         timer.start()
-        with pytest.raises(sweep.Stopped, match=r"interrupted: \d of 3 points"):
+        with pytest.raises(SweepStopped, match=r"interrupted: \d of 3 points"):
             sweep.run(tmp_path, sweep.in_order([wanted]), machine=machine, settings=QUICK)
     finally:
         timer.join()
@@ -500,7 +501,7 @@ def test_what_is_finished_is_written_while_a_process_hangs(tmp_path: Path, monke
 
     def note(folder: Path, out: Path, environment: Any, remarks: Any) -> None:
         publish(folder, out, environment, remarks)
-        seen.append(len(tables.read(out / "table.parquet")))
+        seen.append(len(read_table(out / "table.parquet")))
 
     monkeypatch.setattr(session, "publish", note)
     sweep_into(tmp_path, [dense()], [point(fakes.HANGS)], seconds=4.0)
@@ -635,12 +636,12 @@ def test_a_visit_is_smoke_then_the_sweep_and_a_second_call_goes_on(
     smoke, measured = said.index("smoke: passed: 2 of 2 points timed"), said.index("block 2 done")
     assert said.index("block 1 done") < smoke < measured and "4.00x dense" in said
     assert (visit.out / "log.txt").read_text().startswith("NVIDIA H200: 40 s")
-    first = tables.read(visit.out / "table.parquet")
+    first = read_table(visit.out / "table.parquet")
     assert len(first) == 4 and set(first["status"]) == {"ok"}
     visit.machine = FakeMachine()
     assert session.run(["--seconds", "40", "--tests", "none"]) == 0
     assert "4 rows were there before, 3 points are wanted" in (visit.out / "summary.txt").read_text()
-    assert len(tables.read(visit.out / "table.parquet")) == 4
+    assert len(read_table(visit.out / "table.parquet")) == 4
 
 
 @pytest.mark.parametrize(("tests", "code"), [("passed", 0), ("failed", 1), ("late", 4)])
@@ -651,7 +652,7 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
 
     def run_all_tests(seconds: float) -> Outcome:
         given.append(seconds)
-        assert len(tables.read(visit.out / "table.parquet")) == 4
+        assert len(read_table(visit.out / "table.parquet")) == 4
         return Outcome(tests, "GPU tests: as told", output)
 
     monkeypatch.setattr(session.device_tests, "run_all_tests", run_all_tests)
@@ -674,7 +675,7 @@ def test_where_what_is_needed_fails_the_smoke_nothing_more_is_measured(
     assert f"smoke: {verdict}: 2 of 4 points timed, 1 refused, 1 failed\n" in said
     assert f"  error: {broken} {kernel[1]} vector:32 feature_major: RuntimeError: it is broken\n" in said
     assert "  unsupported: cupy auto vector:32 feature_major: no such kernel here\n" in said
-    assert len(tables.read(visit.out / "table.parquet")) == (4 if code else 7)
+    assert len(read_table(visit.out / "table.parquet")) == (4 if code else 7)
     assert (said.rstrip().splitlines()[-1].startswith("latbench: smoke: FAILED")) == bool(code)
 
 

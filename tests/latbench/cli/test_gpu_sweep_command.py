@@ -14,8 +14,8 @@ from latbench.cli.commands import sweep as command
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping.sweep import Settings
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepSettings
+from latbench.tables.table import read_table
 
 
 class Machine(fakes.FakeMachine):  # type: ignore[misc, name-defined]
@@ -43,7 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name in ("cupy-cuda12x", "cupy"):
         at.packages[name] = None
     monkeypatch.setattr(machine, "GpuMachine", at.machine)
-    monkeypatch.setattr(machine, "SETTINGS", Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001))
+    monkeypatch.setattr(machine, "SETTINGS", SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001))
     monkeypatch.setattr(Machine, "refused", {})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return at
@@ -64,12 +64,12 @@ def test_a_sweep_starts_its_engines_says_how_long_it_takes_and_measures(
     assert "latbench: NVIDIA H200: starting torch_gpu, torch_sparse, cublas, cusparse, cupy, numba_cuda\n" in ran.err
     assert "points, about" in ran.err and "an interrupted sweep goes on when it is repeated" in ran.err
     assert "speedup over the fastest dense engine" in ran.out
-    frame = tables.read(tmp_path / "table")
+    frame = read_table(tmp_path / "table")
     assert set(frame["device"]) == {"nvidia-h200"} and set(frame["status"]) == {"ok"}
     assert {"cupy", "torch_gpu"} <= set(frame["backend"])
     again = typed()
     assert again.code == 0 and f"{len(frame)} were there already" in again.out
-    assert len(tables.read(tmp_path / "table")) == len(frame)
+    assert len(read_table(tmp_path / "table")) == len(frame)
 
 
 def test_an_engine_that_cannot_use_the_gpu_is_left_out_aloud(
@@ -82,7 +82,7 @@ def test_an_engine_that_cannot_use_the_gpu_is_left_out_aloud(
     assert "latbench: torch_sparse is left out: Triton is missing\n" in ran.err
     missing = "latbench: numba_cuda is left out: numba-cuda is not installed: pip install 'latbench[cuda13]'\n"
     assert missing in ran.err
-    assert not {"torch_sparse", "numba_cuda"} & set(tables.read(tmp_path / "table")["backend"])
+    assert not {"torch_sparse", "numba_cuda"} & set(read_table(tmp_path / "table")["backend"])
 
 
 WRONG = {
@@ -169,12 +169,12 @@ def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     monkeypatch.setattr(command, "QUICK_SECONDS", seconds + 1e-6)
     quick = latbench(*arguments, "--quick")
     assert quick.code == 0 and f"latbench: {len(first)} points, about" in quick.err
-    rows = tables.read(tmp_path / "table").sort_values("started_at", kind="stable")
+    rows = read_table(tmp_path / "table").sort_values("started_at", kind="stable")
     assert set(rows["point_id"]) == set(first)
     assert rows["block"].is_monotonic_increasing
     whole = latbench(*arguments)
     assert whole.code == 0 and f"{len(first)} were there already" in whole.out
-    assert len(tables.read(tmp_path / "table")) == sum(len(block) for block in full)
+    assert len(read_table(tmp_path / "table")) == sum(len(block) for block in full)
 
 
 @pytest.mark.parametrize("more", [("--cpu",), ("--gpu", "h200", "--adaptive"), ("--gpu", "h200", "--on", "ray")])

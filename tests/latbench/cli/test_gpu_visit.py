@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from latbench.tables import table as tables
+from latbench.tables.table import read_table
 
 ROOT = Path(__file__).parents[3]
 POINTS = 500
@@ -24,9 +24,9 @@ def test_a_visit_that_runs_out_of_time_ends_with_a_whole_table_after_the_second_
     assert ran.returncode == 0, ran.stdout + ran.stderr
     codes = [int(code) for code in re.findall(r"^exit code (\d)$", ran.stdout, re.MULTILINE)]
     assert codes == [4, 0, 0, 0, 0, 0]  # session, merge, session, merge, validate, report
-    frame = tables.read(tmp_path / "measured" / "nvidia-h200")
+    frame = read_table(tmp_path / "measured" / "nvidia-h200")
     assert (frame["status"] == "ok").all() and frame["point_id"].is_unique
-    first = tables.read(tmp_path / "out-1" / "table.parquet")
+    first = read_table(tmp_path / "out-1" / "table.parquet")
     assert 0 < len(first) < len(frame) and set(first["point_id"]) < set(frame["point_id"])
     assert len(frame) >= POINTS and len(list((tmp_path / "out-2").iterdir())) <= 8
     assert "smoke: passed: 31 of 31 points timed" in ran.stderr

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from latbench.tables import table as tables
+from latbench.tables.table import has_table, hash_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -157,7 +157,7 @@ def test_the_stores_of_google_and_microsoft_hold_tables_too(
     emulated: Callable[[str], str], latbench: Any, tiny: Path, tmp_path: Path
 ) -> None:
     table = emulated("table")
-    assert not tables.exists(table)
+    assert not has_table(table)
     sweep = sweep_of(tiny, table)
     assert latbench(*sweep).code == 0
     assert "14 were there already" in latbench(*sweep).out
@@ -171,4 +171,4 @@ def test_the_stores_of_google_and_microsoft_hold_tables_too(
     both = emulated("both")
     assert latbench("merge", table, tmp_path / "copy", "-o", both).code == 0
     assert "exists already" in latbench("merge", table, "-o", both).refused(2)
-    assert tables.table_hash(both) == tables.table_hash(table)
+    assert hash_table(both) == hash_table(table)

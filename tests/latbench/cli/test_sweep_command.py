@@ -14,8 +14,10 @@ from latbench.cli.commands.sweep import _tell, parse_duration
 from latbench.errors import UsageError
 from latbench.machines import devices
 from latbench.sweeping import sweep
-from latbench.sweeping.sweep import Stopped, Summary
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepStopped, SweepSummary
+from latbench.tables.schema import SCHEMA
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 from latbench.workloads.points import Point
 
 Command = Callable[..., tuple[int, str, str]]
@@ -51,7 +53,7 @@ class MadeUpSweep:
         *,
         time_budget: float | None,
         **_: Any,
-    ) -> Summary:
+    ) -> SweepSummary:
         self.time_budget = time_budget
         table = None
         while fresh := [point for point in choose(table) if point not in self.measured]:
@@ -59,11 +61,11 @@ class MadeUpSweep:
             fresh = fresh[: self.most - len(self.measured)]
             if fresh:
                 rows = [{**p.key(), "status": "ok", "samples_seconds": self.samples(p)} for p in fresh]
-                tables.write_part(folder, rows)
+                write_part(folder, rows)
                 self.measured += fresh
-            table = tables.read(folder)
+            table = read_table(folder)
             if len(self.measured) >= self.most:
-                stopped = Stopped("the time budget is used up: the same command goes on from there")
+                stopped = SweepStopped("the time budget is used up: the same command goes on from there")
                 stopped.summary = self.summary()
                 raise stopped
         return self.summary()
@@ -72,8 +74,8 @@ class MadeUpSweep:
         step = 0.5 if point.shape.m == 16 and point.sparsity > 0.7 else 1.0  # of another kernel, say
         return [1e-3 * (1.05 - point.sparsity) * step] * 10
 
-    def summary(self) -> Summary:
-        return Summary({point.id: "ok" for point in self.measured}, 0)
+    def summary(self) -> SweepSummary:
+        return SweepSummary({point.id: "ok" for point in self.measured}, 0)
 
 
 @pytest.fixture
@@ -162,7 +164,7 @@ def test_points_are_listed_for_machines(command: Command, tiny: Path) -> None:
     _, out, _ = command("sweep", "--cpu", "--workload", tiny, *ARGUMENTS, "--dry-run", "--json")
     points = json.loads(out)["points"]
     assert len(points) == 49 and {point["pattern"] for point in points} == {"dense", "vector:8"}
-    assert all(set(point) <= set(tables.SCHEMA.names) for point in points)
+    assert all(set(point) <= set(SCHEMA.names) for point in points)
 
 
 def test_a_plan_of_an_adaptive_sweep_counts_its_anchors(command: Command, tiny: Path) -> None:
@@ -177,7 +179,7 @@ def test_a_failure_of_this_run_is_told_once(
 ) -> None:
     times = [pd.Timestamp(2026, 1, day, tz="UTC") for day in (1, 2)]
     failed = row | {"status": "error", "samples_seconds": None}
-    tables.write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
-    frame = tables.read(tmp_path)
-    _tell(tmp_path, [], Summary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
+    write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
+    frame = read_table(tmp_path)
+    _tell(tmp_path, [], SweepSummary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
     assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out

@@ -13,7 +13,8 @@ from latbench.machines import devices
 from latbench.machines import gpu_discovery as discovery
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 from latbench.workloads.workload import Layer, Workload, save
 from sparse_kernels.shapes import LinearShape
 
@@ -39,7 +40,7 @@ def test_a_sweep_measures_and_the_next_finds_it_done(latbench: Any, tmp_path: Pa
     arguments += ("--sparsities", "0.5")
     ran = latbench(*arguments, "--threads", "1", "-o", tmp_path / "out")
     assert ran.code == 0 and str(tmp_path / "out") in ran.out
-    frame = tables.read(tmp_path / "out")
+    frame = read_table(tmp_path / "out")
     assert frame["point_id"].nunique() == 2 and (frame["threads"] == 1).all()
     assert set(frame["status"]) <= {"ok", "noisy", "unsupported"}
     assert latbench("validate", tmp_path / "out").code == 0
@@ -56,7 +57,7 @@ def test_a_sweep_that_tunes_has_both_kernels_side_by_side(
     arguments = ("sweep", "--cpu", "--backends", "numba", "--workload", tmp_path / "one.yaml", "--threads", "1")
     arguments += ("--patterns", "vector:32", "--sparsities", "0.5", "--tune", "-o", tmp_path / "out")
     assert latbench(*arguments).code == 0
-    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
+    rows = read_table(tmp_path / "out").drop_duplicates("point_id", keep="last").set_index("kernel_requested")
     assert set(rows.index) == {"auto", "tuned"} and set(rows["status"]) <= {"ok", "noisy"}
     assert all(kernel.startswith("numba.vector.tokens") for kernel in rows["kernel_used"])
     assert len(list((tmp_path / "cache" / "tuning").iterdir())) == 1
@@ -70,7 +71,7 @@ def test_a_sweep_with_rounded_weights_says_so_in_its_rows(latbench: Any, tmp_pat
     arguments += ("--patterns", "dense,vector:32", "--sparsities", "0.5", "--bf16", "-o", tmp_path / "out")
     done = latbench(*arguments)
     assert done.code == 0 and "numba bf16-weights" in done.out
-    rows = tables.read(tmp_path / "out").drop_duplicates("point_id", keep="last")
+    rows = read_table(tmp_path / "out").drop_duplicates("point_id", keep="last")
     types = {
         (name, *own) for name, *own in zip(rows["kernel_requested"], rows["dtype_w"], rows["dtype_a"], strict=True)
     }
@@ -227,7 +228,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
         return row | change | {"samples_seconds": [seconds] * 9}
 
     dense = {"pattern": "dense", "sparsity_target": 0.0}
-    tables.write_part(
+    write_part(
         tmp_path,
         [
             timed(8.0, **dense, backend="torch", kernel_requested="mkldnn"), timed(3.0), timed(12.0, backend="scipy"),
@@ -240,7 +241,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
             )),  # measured in other ways
         ],
     )  # fmt: skip
-    found = speedup_table(tables.read(tmp_path))
+    found = speedup_table(read_table(tmp_path))
     assert found is not None
     heading, table = found
     assert "fastest dense engine (openvino in 1, torch prepacked in 1 of 2 layers)" in heading
@@ -253,10 +254,10 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
         ["vector:32", "scipy", "0.50x"],
     ]
     both = {"dtype_w": "bfloat16", "dtype_a": "bfloat16", "kernel_requested": "bf16"}
-    tables.write_part(tmp_path, [
+    write_part(tmp_path, [
         timed(1.5, **both), timed(4.5, **dense, **both, backend="torch"), timed(0.5, m=8, sparsity_target=0.9, **both)
     ])  # fmt: skip
-    heading, table = speedup_table(tables.read(tmp_path)) or ("", None)
+    heading, table = speedup_table(read_table(tmp_path)) or ("", None)
     assert heading.endswith("of 2 layers; in bfloat16 openvino in 1, torch bf16 in 1 of 2 layers), median of layers:")
     with console.capture() as captured:
         console.print(table)

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     from latbench.cli import gpu_session as session
     from latbench.machines import nvml
     from latbench.sweeping import gpu_points as points
-    from latbench.sweeping.sweep import Settings
+    from latbench.sweeping.settings import SweepSettings
 
     if arguments[:1] == [POINTS]:
         points.MOST_POINTS, arguments = int(arguments[1]), arguments[2:]
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
     session.GpuMachine = Machine
     session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
     session.installed = lambda: dict.fromkeys(points.BACKENDS, "1")
-    session.measure.__kwdefaults__["settings"] = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    session.measure.__kwdefaults__["settings"] = SweepSettings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
     return session.run(arguments)
 
 

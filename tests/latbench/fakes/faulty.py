@@ -28,8 +28,11 @@ from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines import devices
 from latbench.runners import worker_process as local
-from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.sweeping import bench, settings, sweep, sweep_machine
+from latbench.sweeping.settings import SweepSettings
+from latbench.sweeping.sweep_machine import CpuMachine
+from latbench.tables.schema import TIMED
+from latbench.tables.writer import write_part
 from latbench.timing import sampling as measure
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point
@@ -137,7 +140,7 @@ def expected(kernel: str) -> tuple[set[str], str]:
     """The statuses that its point may have, and a word of the reason."""
     if kernel in HARMS:
         return {HARMS[kernel][1]}, HARMS[kernel][2]
-    return ({"impossible"}, "clock went backwards") if CLOCKS[kernel] < 0 else (set(tables.TIMED), "")
+    return ({"impossible"}, "clock went backwards") if CLOCKS[kernel] < 0 else (set(TIMED), "")
 
 
 class OnABadClock:
@@ -252,22 +255,23 @@ def main() -> None:
     """Sweep as ordered: folder, log, points; hurt and at, jumps, seconds, wait."""
     order = json.loads(sys.argv[1])
     wanted = [point(*which) for which in order["points"]]
-    sweep.SETTINGS = sweep.Settings(rel_error=0.3, max_seconds=0.01, round_seconds=0.001, block_points=1)
-    sweep.PREPARE = f"{__file__}:prepare"
-    sweep.MOST_DEATHS = 10**6  # every fault is injected, whatever came before
-    sweep.NOISY_CHANCES = 1
-    sweep.Cpu.pace = lambda machine, seconds_left: None  # finding the ceilings takes seconds
+    settings.CPU_SETTINGS = SweepSettings(
+        rel_error=0.3, max_seconds=0.01, round_seconds=0.001, block_points=1, noisy_chances=1
+    )
+    sweep_machine.PREPARE = f"{__file__}:prepare"
+    bench.MOST_DEATHS = 10**6  # every fault is injected, whatever came before
+    CpuMachine.pace = lambda machine, seconds_left: None  # finding the ceilings takes seconds
     if seconds := order.get("seconds"):
-        sweep.PREPARE_SECONDS, sweep.Cpu.burst_seconds = seconds
-        local.START_SECONDS = sweep.PREPARE_SECONDS
+        sweep_machine.PREPARE_SECONDS, CpuMachine.burst_seconds = seconds
+        local.START_SECONDS = sweep_machine.PREPARE_SECONDS
         local.MESSAGE_SECONDS = local.END_SECONDS = 2.0
     plan.select = lambda *_, **__: wanted
     if hurt := order.get("hurt"):
         at_write(order["at"], HURTS[hurt])
     if jumps := order.get("jumps"):
         said = moments(jumps)
-        sweep.datetime = SimpleNamespace(now=lambda zone: next(said))
-    write = tables.write_part
+        bench.datetime = SimpleNamespace(now=lambda zone: next(said))
+    write = write_part
 
     def noted(*arguments: Any) -> Any:
         part = write(*arguments)
@@ -275,7 +279,7 @@ def main() -> None:
             log.write(f"{part.name}\n")
         return part
 
-    tables.write_part = noted
+    sweep.write_part = noted
     sys.argv = ["latbench", "sweep", "--cpu", "--backends", "numba", "-o", order["folder"]]
     sys.argv += ["--wait", order.get("wait", "1m")]
     cli.main()

@@ -12,7 +12,7 @@ from typing import Any
 from latbench.base.environments import env_id
 from latbench.errors import EnvironmentUnusable
 from latbench.runners.worker_process import Worker
-from latbench.sweeping.sweep import Cpu
+from latbench.sweeping.sweep_machine import CpuMachine
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 
@@ -23,7 +23,7 @@ def hash_of(cache_folder: str) -> str:
     return hashlib.sha256(cache_folder.encode()).hexdigest()[:12]
 
 
-class Machine(Cpu):
+class Machine(CpuMachine):
     """Its device is made up; its environment tells nodes apart by Slurm's names, or by their cache folders."""
 
     task = f"{__file__}:prepare"

@@ -14,7 +14,8 @@ import torch
 
 from cost_models import AnchoredLookup, storage
 from latbench.base import files
-from latbench.tables import table as tables
+from latbench.tables.table import hash_table
+from latbench.tables.writer import write_environment, write_part
 from latbench.workloads import workload as workloads
 from latbench.workloads.workload import Layer, Workload
 from search.artifacts.layer_database import Database
@@ -129,13 +130,13 @@ def write(folder: Path, rng: np.random.Generator, task: str = "digits") -> Examp
         folder / "table", folder / "cost_model.json", folder / "profile.json", folder / "pruned", folder / "verify",
         folder / "workload.yaml", folder / "database", folder / "accuracy.csv",
     )  # fmt: skip
-    tables.write_part(example.table, rows(rng))
+    write_part(example.table, rows(rng))
     environment = {
         "env_id": "example", "cpu": "AMD EPYC example", "cores": 2, "memory_bytes": 8_000_000_000, "os": "Debian 12",
         "python": "3.11.9", "numba": "0.68.1", "torch": "2.13.0",
     }  # fmt: skip
-    tables.write_environment(example.table, environment)
-    table_hash = tables.table_hash(example.table)
+    write_environment(example.table, environment)
+    table_hash = hash_table(example.table)
     layers = {}
     for index, (pattern, sparsity) in enumerate(CHOSEN):
         seconds = (120 - 15 * index) * 1e-6

@@ -7,11 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
+from latbench.tables.schema import SCHEMA
 
 
 def row(pattern: str, sparsity: float, seconds: float, backend: str = "numba", **columns: Any) -> dict[str, Any]:
-    found: dict[str, Any] = dict.fromkeys(tables.SCHEMA.names)
+    found: dict[str, Any] = dict.fromkeys(SCHEMA.names)
     found |= {
         "purpose": "sweep", "device": "cpu", "backend": backend, "op": "linear", "m": 4, "k": 3, "n": 2,
         "pattern": pattern, "format": pattern.split(":")[0], "sparsity_target": sparsity, "sparsity_actual": sparsity,
@@ -19,7 +20,7 @@ def row(pattern: str, sparsity: float, seconds: float, backend: str = "numba", *
         "dtype_w": "float32", "median_seconds": seconds, "low_seconds": 0.9 * seconds, "high_seconds": 1.2 * seconds,
         "status": "ok", "started_at": datetime(2026, 1, 1, tzinfo=UTC), **columns,
     }  # fmt: skip
-    return found | {"point_id": tables.point_id(found)}
+    return found | {"point_id": hash_key(found)}
 
 
 def frame(*rows: dict[str, Any]) -> pd.DataFrame:

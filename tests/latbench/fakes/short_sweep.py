@@ -5,8 +5,9 @@ python short_sweep.py COMMAND ARGUMENTS
 """
 
 from latbench.cli import main as cli
-from latbench.sweeping import sweep
+from latbench.sweeping import settings
+from latbench.sweeping.settings import SweepSettings
 
 if __name__ == "__main__":
-    sweep.SETTINGS = sweep.Settings(max_seconds=0.04, block_points=1)
+    settings.CPU_SETTINGS = SweepSettings(max_seconds=0.04, block_points=1)
     cli.main()

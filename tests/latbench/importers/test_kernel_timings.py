@@ -8,7 +8,8 @@ import pytest
 
 from latbench.errors import BadData, UsageError
 from latbench.importers import kernel_timings
-from latbench.tables import table as tables
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 
 LINEAR = (
     "OPName,Latency,Device,B,M,N,K,kernel\n"
@@ -138,7 +139,7 @@ def test_versions_and_devices_do_not_mix(tmp_path: Path) -> None:
 def test_a_line_that_names_no_kernel_is_of_an_unknown_one(tmp_path: Path) -> None:
     [row] = _read("neusight", LINEAR.replace("sgemm", ""), tmp_path)
     assert row["kernel_used"] is None
-    tables.write_part(tmp_path / "table", [row])
+    write_part(tmp_path / "table", [row])
 
 
 def test_a_sparsity_beyond_one_and_a_broken_archive_are_refused(tmp_path: Path) -> None:
@@ -217,8 +218,8 @@ def test_the_published_files_become_tables(data: Path, tmp_path: Path) -> None:
     chosen = {"file": "train/DeepBench_NV_V100", "sheet": "Results FP32"}
     rows, left_out = kernel_timings.read("deepbench", deepbench, only=chosen)
     assert not left_out
-    tables.write_part(tmp_path / "deepbench", rows)
-    table = tables.read(tmp_path / "deepbench")
+    write_part(tmp_path / "deepbench", rows)
+    table = read_table(tmp_path / "deepbench")
     assert len(table) > 140 and table["point_id"].is_unique and set(table["dtype_w"]) == {"float32"}
 
 

@@ -9,7 +9,8 @@ import pytest
 from latbench.errors import BadData
 from latbench.importers import text_formats as interchange
 from latbench.importers.text_formats import SpdyTimings, read_spdy, read_spdy_profile, write_spdy, write_spdy_profile
-from latbench.tables import table as tables
+from latbench.tables.table import read_table, select_timed
+from latbench.tables.writer import write_part
 
 GOOD = "base\n0.5\nprunable\n0.25\nconv1\n0.0125 0.0000\n0.01 0.4000\nfc\n0.2 0.0000\n"
 
@@ -119,8 +120,8 @@ def test_a_malformed_profile_is_refused_with_its_line(text: str, said: str, tmp_
 def test_rows_of_imported_timings_make_the_same_file_again(data: Path, tmp_path: Path) -> None:
     timings = read_spdy(data / "spdy_tables" / "rn18_unstr.txt")
     rows = interchange.spdy_rows(timings, network="rn18", pattern="unstructured", device="a-cpu")
-    tables.write_part(tmp_path, rows)
-    made = interchange.spdy_timings(tables.timed(tables.read(tmp_path)), "rn18")
+    write_part(tmp_path, rows)
+    made = interchange.spdy_timings(select_timed(read_table(tmp_path)), "rn18")
     assert made.base == timings.base
     assert {name: dict(map(reversed, points)) for name, points in made.layers.items()} == {
         name: dict(map(reversed, points)) for name, points in timings.layers.items() if points
@@ -132,8 +133,8 @@ def test_rows_make_a_table_in_which_every_layer_is_its_own(tmp_path: Path) -> No
     rows = interchange.spdy_rows(
         timings, network="net", pattern="block:1x4", device="a-cpu", threads=4, shapes={"a": {"op": "linear", "m": 7}}
     )
-    tables.write_part(tmp_path, rows)
-    table = tables.read(tmp_path)
+    write_part(tmp_path, rows)
+    table = read_table(tmp_path)
     assert table["point_id"].is_unique
     assert set(table["purpose"]) == {"import"} and set(table["context"]) == {"network"}
     layers = table[table["op"] != "model"].set_index(["model", "sparsity_target"])

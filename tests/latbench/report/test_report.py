@@ -28,8 +28,9 @@ from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageEr
 from latbench.report import figures, html, inputs, paper, sections, summary
 from latbench.report import frames as data
 from latbench.report import report_data as contents
-from latbench.tables import storage as places
-from latbench.tables import table as tables
+from latbench.tables.storage import parse_place
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}"
 
@@ -229,7 +230,7 @@ def test_every_figure_is_one_that_plotly_knows(page: str) -> None:
 
 
 def test_a_hundred_thousand_rows_stay_under_ten_megabytes(files: Any) -> None:
-    few = tables.read(files.table)
+    few = read_table(files.table)
     copies = math.ceil(100_000 / len(few))
     many = pd.concat([few] * copies, ignore_index=True)
     copy = np.repeat(np.arange(copies), len(few))
@@ -310,7 +311,7 @@ def test_a_bad_folder_is_named(files: Any, tmp_path: Path) -> None:
 
 
 def test_a_table_without_sparse_times_is_refused(files: Any) -> None:
-    rows = tables.read(files.table)
+    rows = read_table(files.table)
     dense = inputs.Inputs(table=rows[rows["pattern"] == "dense"], table_hash="", environments=[])
     with pytest.raises(BadData, match="both a dense and a sparse time"):
         html.render(dense, command=[])
@@ -384,7 +385,7 @@ def test_a_comparison_is_one_page_with_both_sides(files: Any, tmp_path: Path) ->
         {**row, "device": "nvidia-example", "samples_seconds": [2 * s for s in row["samples_seconds"]]}
         for row in example.rows(np.random.default_rng(7)) if row.get("samples_seconds")
     ]  # fmt: skip
-    tables.write_part(tmp_path / "other", slower)
+    write_part(tmp_path / "other", slower)
     output = tmp_path / "report.html"
     result = run(files.table, "--against", tmp_path / "other", "-o", output)
     assert result.exit_code == 0, result.output
@@ -400,7 +401,7 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
         factor = 1.5 if row["pattern"] == "unstructured" else 1.0
         samples = row.get("samples_seconds")
         changed.append({**row, "samples_seconds": [factor * s for s in samples]} if samples else row)
-    tables.write_part(tmp_path / "other", changed)
+    write_part(tmp_path / "other", changed)
     output = tmp_path / "report.html"
     assert run(tmp_path / "other", "--against", files.table, "-o", output).exit_code == 0
     text = Structure(output.read_text(encoding="utf-8")).text
@@ -411,7 +412,7 @@ def test_a_comparison_of_one_device_says_what_became_slower(files: Any, tmp_path
 
 def test_a_table_that_came_with_latbench_is_named_as_it_is_asked_for(tmp_path: Path) -> None:
     two, one = "bundled://amd-epyc-zen4-2-threads", "bundled://amd-epyc-zen4-1-thread"
-    assert bundled.said(places.at(two)) == two
+    assert bundled.said(parse_place(two)) == two
     assert bundled.said(tmp_path) == str(tmp_path)
     result = run(two, "--against", one, "-o", tmp_path / "report.html")
     assert isinstance(result.exception, UsageError)
@@ -484,6 +485,6 @@ def test_a_missing_matplotlib_is_said_before_anything_is_written(
 
 
 def test_example_has_what_the_page_must_show(files: Any) -> None:
-    table = tables.read(files.table)
+    table = read_table(files.table)
     assert {"ok", "noisy", "unsupported"} <= set(table["status"])
     assert data.break_even(data.speedup(data.points(table)))["break_even"].isna().any()

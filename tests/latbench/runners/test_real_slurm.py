@@ -24,7 +24,8 @@ from latbench.runners.slurm_nodes import SlurmNodes, queued
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepSettings
+from latbench.tables.table import read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -37,7 +38,7 @@ pytestmark = [
 TASKS = Path(node_tasks.__file__)
 NODES = ("n0", "n1", "n2")
 DEVICE = "nvidia-a100-sxm4-80gb"
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 # Schedules at once; kills what does not end; whoever starts it is its user, and root's key is not asked for.
 CONFIGURATION = """
@@ -131,7 +132,7 @@ def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(
 
     def cancel_a_busy_one() -> None:
         """The node of the block that was written last is idle now; the others are not."""
-        frame = tables.read(out)
+        frame = read_table(out)
         if not cancelled and len(frame) >= 16:
             idle = frame["device_uuid_hash"][frame["block"].idxmax()]
             hash_of = resolve(f"{TASKS}:hash_of")
@@ -145,7 +146,7 @@ def test_a_cancelled_job_costs_no_point_and_none_is_there_twice(
         summary = sweep.spread(out, lambda table: points, elsewhere=there, settings=QUICK, saved=cancel_a_busy_one)
         assert [f"(job {cancelled[0]}) was lost: " in reason for reason in taken.lost.values()] == [True]
     assert list(summary.statuses.values()) == ["ok"] * 60
-    frame = tables.read(out)
+    frame = read_table(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
     assert frame["device_uuid_hash"].nunique() >= 2 and frame.groupby("block")["env_id"].nunique().eq(1).all()
     until(lambda: not said("squeue", "-h"))
@@ -191,4 +192,4 @@ def test_a_sweep_from_the_command_line(slurm: Path, tiny: Path, tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert "slurm" not in ended.stderr.replace("latbench: waiting for Slurm", "").lower(), ended.stderr
-    assert tables.read(tmp_path / "out")["point_id"].nunique() == 7
+    assert read_table(tmp_path / "out")["point_id"].nunique() == 7

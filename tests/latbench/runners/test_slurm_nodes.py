@@ -20,7 +20,8 @@ from latbench.runners.slurm_nodes import SlurmNodes
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepSettings, SweepSummary
+from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -29,7 +30,7 @@ TASKS = Path(node_tasks.__file__)
 TRIPLE = (f"{TASKS}:tool", 3)
 DEVICE = "nvidia-a100-sxm4-80gb"
 FINE, KILLS = range(2)  # as in node_tasks.py
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 
 class Slurm:
@@ -256,7 +257,7 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, dict[str, str]]:
+def measure(folder: Path, points: list[Point], **options: Any) -> tuple[SweepSummary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with SlurmNodes("a100", ["nodes=3"]) as taken:
         there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
@@ -270,7 +271,7 @@ def test_a_killed_job_costs_no_point_and_none_is_there_twice(slurm: Slurm, tmp_p
 
     def kill_a_busy_one() -> None:
         """The job of the block that was written last is idle now; the others are not."""
-        frame = tables.read(out)
+        frame = read_table(out)
         if not killed and len(frame) >= 16:
             last = frame["device_uuid_hash"][frame["block"].idxmax()]
             hash_of = resolve(f"{TASKS}:hash_of")
@@ -280,9 +281,9 @@ def test_a_killed_job_costs_no_point_and_none_is_there_twice(slurm: Slurm, tmp_p
     summary, lost = measure(out, points, saved=kill_a_busy_one)
     assert list(summary.statuses.values()) == ["ok"] * 60
     assert [f"(job {killed[0].name[4:]})" in reason for reason in lost.values()] == [True]
-    frame = tables.read(out)
+    frame = read_table(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
-    environments = tables.read_env(out).set_index("env_id")
+    environments = read_environments(out).set_index("env_id")
     assert set(frame["env_id"]) <= set(environments.index) and len(environments) >= 3
     assert frame["run_id"].nunique() == 1 and frame.groupby("block")["env_id"].nunique().eq(1).all()
     assert len(slurm.jobs()) == 4 and not slurm.running()  # it was submitted again
@@ -300,7 +301,7 @@ def test_a_point_that_takes_jobs_down_gets_a_row_with_the_reason(slurm: Slurm, t
     points = [point(1), deadly, point(1, 0.9), point(2)]
     summary, _ = measure(tmp_path / "out", points)
     assert summary.statuses == {each.id: "error" if each == deadly else "ok" for each in points}
-    row = tables.read(tmp_path / "out").set_index("point_id").loc[deadly.id]
+    row = read_table(tmp_path / "out").set_index("point_id").loc[deadly.id]
     assert "may take nodes down" in row["error"] and "was lost: " in row["error"]
 
 
@@ -320,4 +321,4 @@ def test_a_sweep_from_the_command_line(slurm: Slurm, latbench: Any, tiny: Path, 
     ran = latbench(*command, "--patterns", "vector:8", "--sparsities", "0.5", "--threads", 1, "-o", tmp_path / "out")
     assert ran.code == 0, ran.err
     # Points, not rows: what was noisy is measured again.
-    assert tables.read(tmp_path / "out")["point_id"].nunique() == 7 and not slurm.running()
+    assert read_table(tmp_path / "out")["point_id"].nunique() == 7 and not slurm.running()

@@ -14,14 +14,15 @@ from latbench.runners.device_lock import device_lock
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepSettings, SweepStopped, SweepSummary
+from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
 
 TASKS = Path(node_tasks.__file__)
 DEVICE = "nvidia-a100-sxm4-80gb"
-QUICK = sweep.Settings(max_seconds=0.02, round_seconds=0.0005, block_points=4)
+QUICK = SweepSettings(max_seconds=0.02, round_seconds=0.0005, block_points=4)
 
 
 def node(name: str) -> Node:
@@ -79,7 +80,7 @@ def points(shapes: int) -> list[Point]:
     return [point(m, sparsity) for m in range(1, shapes + 1) for sparsity in (0.5, 0.75)]
 
 
-def measure(folder: Path, wanted: list[Point], taken: FakeNodes, **options: Any) -> sweep.Summary:
+def measure(folder: Path, wanted: list[Point], taken: FakeNodes, **options: Any) -> SweepSummary:
     there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
     return sweep.spread(folder, lambda table: wanted, elsewhere=there, settings=QUICK, **options)
 
@@ -89,10 +90,10 @@ def test_a_table_from_nodes_is_one_from_here(tmp_path: Path) -> None:
     assert set(measure(tmp_path / "there", wanted, FakeNodes()).statuses.values()) == {"ok"}
     machine = resolve(f"{TASKS}:Machine")()
     sweep.run(tmp_path / "here", lambda table: wanted, machine=machine, settings=QUICK)
-    here, there = (tables.read(tmp_path / name) for name in ("here", "there"))
+    here, there = (read_table(tmp_path / name) for name in ("here", "there"))
     assert set(here["point_id"]) == set(there["point_id"]) and len(here) == len(there) == 6
     assert (here.notna().any() == there.notna().any()).all()  # the same columns are filled
-    assert set(there["env_id"]) == set(tables.read_env(tmp_path / "there")["env_id"])
+    assert set(there["env_id"]) == set(read_environments(tmp_path / "there")["env_id"])
     assert there.groupby("block")["seq"].max().add(1).tolist() == there.groupby("block").size().tolist()
 
 
@@ -115,16 +116,16 @@ def test_a_point_that_takes_nodes_down_is_found_and_recorded(tmp_path: Path) -> 
     statuses = measure(tmp_path, points(6), taken).statuses
     assert statuses == {each.id: "error" if each == point(2) else "ok" for each in points(6)}
     assert sorted(taken.handed) == [1, 1, 1, 1, 4, 4, 4]
-    row = tables.read(tmp_path).set_index("point_id").loc[point(2).id]
+    row = read_table(tmp_path).set_index("point_id").loc[point(2).id]
     assert row["error"] == "cupy may take nodes down, this point was alone on one: it burned"
-    assert len(tables.read(tmp_path)) == 12
+    assert len(read_table(tmp_path)) == 12
 
 
 def test_when_no_node_is_left_what_is_measured_is_kept(tmp_path: Path) -> None:
     said = r"every node that could measure is lost: 9 of 12 points are in .*, and the same command goes on"
-    with pytest.raises(sweep.Stopped, match=said) as stopped:
+    with pytest.raises(SweepStopped, match=said) as stopped:
         measure(tmp_path, points(6), FakeNodes(deadly=lambda each: each.shape.m == 2, most=3))
-    assert len(tables.read(tmp_path)) == len(stopped.value.summary.statuses) == 9
+    assert len(read_table(tmp_path)) == len(stopped.value.summary.statuses) == 9
     assert measure(tmp_path, points(6), FakeNodes()).skipped == 8
 
 
@@ -171,7 +172,7 @@ def test_an_interruption_keeps_what_came_back(tmp_path: Path) -> None:
 
     with pytest.raises(Incomplete, match="interrupted: 4 of 12 points"):
         measure(tmp_path, points(6), FakeNodes(), saved=interrupt)
-    assert len(tables.read(tmp_path)) == 4
+    assert len(read_table(tmp_path)) == 4
 
 
 def seen(device: str = DEVICE, cores: int = 8, backends: str = "cupy torch_gpu", sources: str = "") -> nodes.Seen:

@@ -33,8 +33,9 @@ import psutil
 import pytest
 
 from latbench.errors import BadData
-from latbench.tables import table as tables
-from latbench.tables import validate as validation
+from latbench.tables.schema import TIMED
+from latbench.tables.table import read_arrow_table, read_table
+from latbench.tables.validate import validate_table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.usefixtures("own_lock")]
 
@@ -108,7 +109,7 @@ class Table:
             self.campaign.lost[kind] += len(lost)
             self.campaign.complaints.append(f"{kind}: lost {', '.join(sorted(lost))}")
         self.known = kept
-        found = list(validation.findings(self.folder)) if self.known | spoilt else []
+        found = list(validate_table(self.folder)) if self.known | spoilt else []
         corrupt = [each for each in found if each.severity == "corrupt" and each.path not in damaged]
         self.campaign.corrupt[kind] += len(corrupt)
         self.campaign.complaints += [f"{kind}: {each.path.name}: {each.text}" for each in corrupt]
@@ -118,7 +119,7 @@ class Table:
 
     def rows(self) -> dict[Which, dict[str, Any]]:
         """The latest row of each point."""
-        rows = sorted(tables.load(self.folder).to_pylist(), key=lambda row: row["started_at"])
+        rows = sorted(read_arrow_table(self.folder).to_pylist(), key=lambda row: row["started_at"])
         return {(row["m"], row["sparsity_target"], row["pattern_seed"]): row for row in rows}
 
     def complete(self) -> None:
@@ -126,7 +127,7 @@ class Table:
         sweep = self.start(self.wanted)
         assert sweep.ended() == 0, sweep.err
         rows = self.rows()
-        assert all(rows[which]["status"] in tables.TIMED for which in self.wanted)
+        assert all(rows[which]["status"] in TIMED for which in self.wanted)
         self.check("the end")
         assert len(self.known | self.deleted) >= len(self.wanted)  # a block each, or faults would strike between none
 
@@ -228,7 +229,7 @@ def kill_workers(table: Table, rng: random.Random) -> None:
         silent = [
             which
             for which in points
-            if which not in rows or not (rows[which]["status"] in tables.TIMED or rows[which]["error"])
+            if which not in rows or not (rows[which]["status"] in TIMED or rows[which]["error"])
         ]
         for kind in struck:
             table.campaign.note(kind, reported=code == 0 and not silent, complaint=f"{code} {silent} {sweep.err}")
@@ -296,7 +297,7 @@ def jump_clocks(table: Table, rng: random.Random) -> None:
     code = sweep.ended()
     rows = table.rows()
     for which in points:
-        kept = code == 0 and rows[which]["status"] in tables.TIMED
+        kept = code == 0 and rows[which]["status"] in TIMED
         table.campaign.note("wall clock jumps", reported=kept, complaint=f"{code} {sweep.err}")
     table.check("wall clock jumps")
 
@@ -335,11 +336,11 @@ def damage_files(table: Table, rng: random.Random) -> None:
         whole = file.read_bytes()
         spoilt = DAMAGES[damage](whole, rng)
         file.write_bytes(spoilt)
-        named = {found.path for found in validation.findings(table.folder) if found.severity == "corrupt"}
+        named = {found.path for found in validate_table(table.folder) if found.severity == "corrupt"}
         reported = named == {file}
         if pattern == "part-*":
             with pytest.raises(BadData, match=file.name):
-                tables.read(table.folder)
+                read_table(table.folder)
         table.campaign.note(kind, reported=reported, complaint=f"{named} for {file}")
         table.check(kind, {file})
         if pattern == "part-*" and deleted:
@@ -352,7 +353,7 @@ def damage_files(table: Table, rng: random.Random) -> None:
         file.write_bytes(b"")
     sweep = table.start([*table.wanted, *table.fine(1)])
     assert sweep.ended() == 0, sweep.err
-    assert not [found for found in validation.findings(table.folder) if found.severity != "note"]
+    assert not [found for found in validate_table(table.folder) if found.severity != "note"]
 
 
 def damage_beneath_a_sweep(table: Table, rng: random.Random) -> None:
@@ -381,7 +382,7 @@ def two_at_a_time(table: Table, rng: random.Random) -> None:
         points = table.fine(5)
         sweeps = [table.start(points) for _ in range(2)]
         codes = [sweep.ended() for sweep in sweeps]
-        rows = tables.load(table.folder).to_pylist()
+        rows = read_arrow_table(table.folder).to_pylist()
         settled = Counter(row["point_id"] for row in rows if row["status"] == "ok")
         once = max(settled.values(), default=0) <= 1
         table.campaign.note(

@@ -21,9 +21,15 @@ from latbench.machines.ceilings import Ceilings
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
 from latbench.sweeping import core_placement as placement
 from latbench.sweeping import sweep
+from latbench.sweeping.bench import Bench, split_to_fit
+from latbench.sweeping.engine_workers import EngineWorkers
 from latbench.sweeping.roofline_pace import Reference
-from latbench.sweeping.sweep import Progress, Settings
-from latbench.tables import table as tables
+from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, Progress, SweepSettings, SweepSummary
+from latbench.sweeping.sweep_machine import CpuMachine, estimate_cpu_bytes
+from latbench.tables.schema import TIMED
+from latbench.tables.table import hash_table, read_environments, read_table, select_timed
+from latbench.tables.writer import write_part
+from latbench.timing import sampling
 from latbench.timing.sampling import Burst
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -31,15 +37,15 @@ from sparse_kernels.shapes import Conv2dShape, LinearShape
 
 TASKS = Path(does.__file__)
 
-QUICK = Settings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
+QUICK = SweepSettings(rel_error=0.2, max_seconds=0.02, round_seconds=0.001, block_points=1)
 
 
 @pytest.fixture(autouse=True)
 def misbehaving_engines(monkeypatch: pytest.MonkeyPatch, own_lock: Path) -> None:
     """Workers run `prepare` of worker_tasks.py, where a point's seed says what goes wrong."""
-    monkeypatch.setattr(sweep, "PREPARE", f"{TASKS}:prepare")
-    monkeypatch.setattr(sweep, "PREPARE_SECONDS", 3.0)
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: None)  # finding the ceilings takes seconds
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE", f"{TASKS}:prepare")
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE_SECONDS", 3.0)
+    monkeypatch.setattr(CpuMachine, "pace", lambda self, seconds_left: None)  # finding the ceilings takes seconds
 
 
 VECTORS = VectorWise(8)
@@ -50,22 +56,22 @@ def point(m: int = 8, behaviour: int = does.FINE, backend: str = "numba", patter
     return Point(devices.cpu_device(), backend, "auto", LinearShape(m, 8, 4), pattern, sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, *points: Point, **options: object) -> sweep.Summary:
-    machine = sweep.Cpu(threads=1)
+def measure(folder: Path, *points: Point, **options: object) -> SweepSummary:
+    machine = CpuMachine(threads=1)
     return sweep.run(folder, lambda table: points, machine=machine, settings=QUICK, **options)  # type: ignore[arg-type]
 
 
 def test_a_block_is_measured_and_every_row_says_how(tmp_path: Path) -> None:
     points = [point(), point(backend="torch"), point(m=9)]
     summary = measure(tmp_path, *points)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert summary.skipped == 0 and set(summary.statuses) == set(frame["point_id"]) == {p.id for p in points}
     assert len(list(tmp_path.glob("part-*.parquet"))) == 2  # one a layer shape
     row = frame.loc[frame["point_id"] == points[0].id].iloc[0]
     assert row["kernel_used"] == "fake.0" and row["timer"] == "perf_counter"
     samples = len(row["samples_seconds"])
-    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sweep.measure.FEWEST_ROUNDS
-    assert row["env_id"] == tables.read_env(tmp_path)["env_id"].item()
+    assert row["median_seconds"] > 4e-4 and row["sample_count"] == samples >= sampling.FEWEST_ROUNDS
+    assert row["env_id"] == read_environments(tmp_path)["env_id"].item()
     assert row["load"] >= 0 and row["stop_reason"]
 
 
@@ -85,7 +91,7 @@ def test_each_failure_is_a_row_and_the_others_are_measured(tmp_path: Path) -> No
     formats: dict[int, Pattern] = {does.HANGS: BlockWise(4, 4), does.CRASHES_LATER: Unstructured()}
     numba = (point(behaviour=behaviour, pattern=formats.get(behaviour, VECTORS)) for behaviour in behaviours)
     measure(tmp_path, *numba, point(backend="torch"))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert set(frame["status"][frame["backend"] == "torch"]) <= {"ok", "noisy"}
     found = frame[frame["backend"] == "numba"].drop_duplicates("pattern_seed", keep="last").set_index("pattern_seed")
     for behaviour, (status, error) in behaviours.items():
@@ -102,7 +108,7 @@ def test_a_format_that_killed_two_workers_is_left_alone_until_the_next_run(tmp_p
     others = [point(behaviour=does.REFUSES, pattern=ShflBW(8)), point(backend="torch")]
     statuses = measure(tmp_path, *deadly, spared, *others).statuses
     assert statuses[others[0].id] == "unsupported" and statuses[others[1].id] in ("ok", "noisy")
-    row = tables.read(tmp_path).set_index("point_id").loc[spared.id]
+    row = read_table(tmp_path).set_index("point_id").loc[spared.id]
     assert (row["status"], row["error"]) == (
         "error",
         "not tried in this run: 2 workers died of numba vector points, "
@@ -117,12 +123,12 @@ def test_a_kernel_that_killed_two_workers_takes_no_other_along(tmp_path: Path) -
     given_up = replace(point(behaviour=does.REFUSES), kernel="wide")
     statuses = measure(tmp_path, *deadly, spared, given_up).statuses
     assert statuses[spared.id] == "unsupported" and statuses[given_up.id] == "error"
-    error = tables.read(tmp_path).set_index("point_id").loc[given_up.id, "error"]
+    error = read_table(tmp_path).set_index("point_id").loc[given_up.id, "error"]
     assert error.startswith("not tried in this run: 2 workers died of numba wide vector points")
 
 
 def test_where_nothing_can_be_written_nothing_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep.Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
+    monkeypatch.setattr(Bench, "measure_block", lambda *args, **more: pytest.fail("measured"))
     (tmp_path / "file.parquet").write_bytes(b"")
     with pytest.raises(UsageError, match="is a file, and a table that grows is a folder"):
         measure(tmp_path / "file.parquet", point())
@@ -136,16 +142,14 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
     happened: list[str] = []
     for name in ("prepare", "burst"):
 
-        def note(
-            self: object, *args: object, name: str = name, run: object = getattr(sweep._Engines, name)
-        ) -> object:
+        def note(self: object, *args: object, name: str = name, run: object = getattr(EngineWorkers, name)) -> object:
             happened.append(f"{name} {args[0].seed}")  # type: ignore[attr-defined]
             return run(self, *args)  # type: ignore[operator]
 
-        monkeypatch.setattr(sweep._Engines, name, note)
+        monkeypatch.setattr(EngineWorkers, name, note)
     crashes = point(behaviour=does.CRASHES, pattern=BlockWise(4, 4))
     measure(tmp_path, point(), crashes, point(behaviour=does.CRASHES_LATER))
-    frame = tables.read(tmp_path).set_index("pattern_seed")
+    frame = read_table(tmp_path).set_index("pattern_seed")
     assert frame["status"][does.FINE] in ("ok", "noisy")
     crash = happened.index(f"prepare {does.CRASHES}")
     first_burst = next(i for i, event in enumerate(happened) if event.startswith("burst"))
@@ -159,42 +163,42 @@ def test_what_a_death_took_along_is_ready_again_before_anything_is_timed(
 
 def test_every_session_has_processes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[tuple[str, int]] = []
-    prepare = sweep._Engines.prepare
+    prepare = EngineWorkers.prepare
 
-    def note(engines: sweep._Engines, which: Point) -> None:
+    def note(engines: EngineWorkers, which: Point) -> None:
         prepare(engines, which)
         began.append((which.id, engines.prepared(which).generation))
 
-    monkeypatch.setattr(sweep._Engines, "prepare", note)
+    monkeypatch.setattr(EngineWorkers, "prepare", note)
     points = [point(m=m) for m in range(8, 14)]
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
-    sweep.run(tmp_path, lambda table: points, machine=sweep.Cpu(threads=1), settings=settings)
-    frame = tables.read(tmp_path)
+    sweep.run(tmp_path, lambda table: points, machine=CpuMachine(threads=1), settings=settings)
+    frame = read_table(tmp_path)
     assert set(frame["status"]) <= {"ok", "noisy"} and len(frame) == len(points)
-    assert all(frame["sample_count"] >= 2 * sweep.measure.FEWEST_ROUNDS)
+    assert all(frame["sample_count"] >= 2 * sampling.FEWEST_ROUNDS)
     first, second = began[: len(points)], began[len(points) :]
     assert {name for name, _ in first} == {name for name, _ in second} == {which.id for which in points}
     assert {number for _, number in first}.isdisjoint(number for _, number in second)
     assert [name for name, _ in first] != [name for name, _ in second]
-    assert tables.read_env(tmp_path)["sessions"].item() == 2
+    assert read_environments(tmp_path)["sessions"].item() == 2
 
 
 def test_a_point_that_fails_in_a_later_session_is_a_row_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare, fine, short = sweep._Engines.prepare, point(m=8), point(m=9)
+    prepare, fine, short = EngineWorkers.prepare, point(m=8), point(m=9)
     tried: list[Point] = []
 
-    def only_once(engines: sweep._Engines, which: Point) -> None:
+    def only_once(engines: EngineWorkers, which: Point) -> None:
         tried.append(which)
         if tried.count(short) > 1 and which == short:
             raise TaskFailed("MemoryError", "no memory", "")
         prepare(engines, which)
 
-    monkeypatch.setattr(sweep._Engines, "prepare", only_once)
+    monkeypatch.setattr(EngineWorkers, "prepare", only_once)
     settings = replace(QUICK, max_seconds=1.0, block_points=10, sessions=2)
     statuses = sweep.run(
-        tmp_path, lambda table: [fine, short], machine=sweep.Cpu(threads=1), settings=settings
+        tmp_path, lambda table: [fine, short], machine=CpuMachine(threads=1), settings=settings
     ).statuses
     assert statuses[short.id] == "oom" and statuses[fine.id] in ("ok", "noisy")
 
@@ -211,8 +215,8 @@ def test_a_rerun_skips_what_is_finished_and_retries_what_may_work_now(tmp_path: 
 
 def test_a_table_with_every_point_starts_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure(tmp_path, point(behaviour=does.REFUSES))
-    monkeypatch.setattr(sweep, "PREPARE", "no_such_module:prepare")
-    assert measure(tmp_path, point(behaviour=does.REFUSES)) == sweep.Summary({}, 1)
+    monkeypatch.setattr("latbench.sweeping.sweep_machine.PREPARE", "no_such_module:prepare")
+    assert measure(tmp_path, point(behaviour=does.REFUSES)) == SweepSummary({}, 1)
 
 
 def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -> None:
@@ -223,7 +227,7 @@ def test_who_chooses_sees_the_table_and_is_asked_until_content(tmp_path: Path) -
         refused = [point(m=m, behaviour=does.REFUSES) for m in (1, 2, 3)]
         return refused[: len(seen)]
 
-    sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK)
+    sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK)
     assert seen == [0, 1, 2, 3]
 
 
@@ -239,32 +243,32 @@ def test_an_interruption_keeps_what_is_finished_and_the_same_sweep_goes_on(tmp_p
     points = [point(m=m) for m in (1, 2, 3)]
     with pytest.raises(Incomplete, match=r"1 of 3 points are in .* the same command goes on"):
         measure(tmp_path, *points, report=interrupt_at("preparing", 1))
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
     assert len(measure(tmp_path, *points).statuses) >= 2
-    assert set(tables.read(tmp_path)["point_id"]) == {p.id for p in points}
+    assert set(read_table(tmp_path)["point_id"]) == {p.id for p in points}
 
 
 def test_an_interruption_inside_a_block_keeps_its_finished_points(tmp_path: Path) -> None:
     points = [point(behaviour=does.REFUSES), point(), point(backend="torch")]
     with pytest.raises(Incomplete):
         measure(tmp_path, *points, report=interrupt_at("timing", 2))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert "unsupported" in set(frame["status"]) and 1 <= len(frame) <= 2
 
 
 def test_an_interruption_while_a_block_is_written_comes_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = tables.write_part
+    write = write_part
 
     def interrupted(*arguments: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
         return write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(tables, "write_part", interrupted)
+    monkeypatch.setattr("latbench.sweeping.sweep.write_part", interrupted)
     with pytest.raises(Incomplete, match="1 of 2 points"):
         measure(tmp_path, point(m=1, behaviour=does.REFUSES), point(m=2, behaviour=does.REFUSES))
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -275,9 +279,9 @@ def test_a_used_up_time_budget_is_said(tmp_path: Path) -> None:
 
 def test_a_table_of_another_device_is_not_mixed_with_this_one(tmp_path: Path) -> None:
     measure(tmp_path, point(behaviour=does.REFUSES))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     row = {name: value for name, value in frame.iloc[0].items() if not pd.isna(value)}
-    tables.write_part(tmp_path, [row | {"device": "nvidia-h200"}])
+    write_part(tmp_path, [row | {"device": "nvidia-h200"}])
     with pytest.raises(UsageError, match="nvidia-h200"):
         measure(tmp_path, point())
 
@@ -304,14 +308,14 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
         return [point(m=len(seen), behaviour=does.REFUSES)] if len(seen) <= 4 else []
 
     def run() -> None:
-        sweep.run(tmp_path, choose, machine=sweep.Cpu(threads=1), settings=QUICK, saved=damage_the_first)
+        sweep.run(tmp_path, choose, machine=CpuMachine(threads=1), settings=QUICK, saved=damage_the_first)
 
     with pytest.raises(BadData, match=r"part-.*: damaged") as said:
         run()
     assert str(damaged[0]) in str(said.value)
     assert seen == [0, 0, 1, 2, 3]  # of the first it never heard
     whole = set(tmp_path.glob("part-*.parquet")) - set(damaged)
-    assert sorted(int(tables.read(part)["m"].iloc[0]) for part in whole) == [2, 3, 4]
+    assert sorted(int(read_table(part)["m"].iloc[0]) for part in whole) == [2, 3, 4]
     with pytest.raises(BadData, match=damaged[0].name):
         run()
     assert len(seen) == 5  # a part that was damaged before stops it at once
@@ -320,15 +324,15 @@ def test_a_part_that_is_damaged_meanwhile_is_named_after_all_else_is_measured(tm
 def test_what_is_measured_last_is_the_latest_whatever_the_clock_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep, "FINISHED", ())
+    monkeypatch.setattr("latbench.tables.schema.FINISHED", ())
     runs: list[str] = []
     for year in (2026, 2016, 2016, 2027):
         now = datetime(year, 6, 1, tzinfo=UTC)
-        monkeypatch.setattr(sweep, "datetime", SimpleNamespace(now=lambda zone, now=now: now))
+        monkeypatch.setattr("latbench.sweeping.bench.datetime", SimpleNamespace(now=lambda zone, now=now: now))
         measure(tmp_path, point(behaviour=does.REFUSES))
-        [run] = set(tables.read(tmp_path)["run_id"]) - set(runs)
+        [run] = set(read_table(tmp_path)["run_id"]) - set(runs)
         runs.append(run)
-    rows = tables.read(tmp_path).sort_values("started_at")
+    rows = read_table(tmp_path).sort_values("started_at")
     assert list(rows["run_id"]) == runs and rows["started_at"].is_unique
     assert list(rows["flags"].fillna("")) == ["", "clock_set_back", "clock_set_back", ""]
     assert list(rows["started_at"].dt.year) == [2026, 2026, 2026, 2027]
@@ -346,7 +350,7 @@ def test_leftovers_of_a_killed_sweep_are_removed(tmp_path: Path) -> None:
 
 def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure(tmp_path, point(m=1, behaviour=does.REFUSES))
-    before = tables.table_hash(tmp_path)
+    before = hash_table(tmp_path)
 
     def full(path: Path, content: bytes) -> int:
         raise OSError(28, os.strerror(28))
@@ -354,29 +358,29 @@ def test_a_disk_that_refuses_costs_only_what_was_not_written(tmp_path: Path, mon
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(EnvironmentUnusable, match="No space left on device"):
         measure(tmp_path, point(m=2, behaviour=does.REFUSES))
-    assert tables.table_hash(tmp_path) == before
+    assert hash_table(tmp_path) == before
     assert not list(tmp_path.glob(".*"))
 
 
 def test_points_that_need_more_memory_than_there_is_go_one_after_the_other() -> None:
     points = [point(behaviour=b) for b in range(5)]
-    assert [len(part) for part in sweep._fitting(points, 1e12)] == [5]
-    assert [len(part) for part in sweep._fitting(points, 1.0)] == [1] * 5
-    assert [p for part in sweep._fitting(points, 2e8) for p in part] == points
+    assert [len(part) for part in split_to_fit(points, 1e12)] == [5]
+    assert [len(part) for part in split_to_fit(points, 1.0)] == [1] * 5
+    assert [p for part in split_to_fit(points, 2e8) for p in part] == points
 
 
 def test_layers_whose_copies_stay_small_share_a_block_however_large_the_caches_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sweep.backends, "cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
+    monkeypatch.setattr("latbench.backends.cold_bytes", lambda: 720 * 2**20)  # a host's cache, in a virtual machine
     small, large = point(m=64), replace(point(), shape=LinearShape(4096, 4096, 1))
-    assert [len(part) for part in sweep._fitting([small] * 24, 6e9)] == [24]
-    assert [len(part) for part in sweep._fitting([large] * 24, 6e9)] == [3] * 8
+    assert [len(part) for part in split_to_fit([small] * 24, 6e9)] == [24]
+    assert [len(part) for part in split_to_fit([large] * 24, 6e9)] == [3] * 8
     dense, sparse = (replace(point(m=512), sparsity=sparsity) for sparsity in (0.0, 0.9))
-    assert sweep._needed_bytes(sparse) < sweep._needed_bytes(dense) / 4
+    assert estimate_cpu_bytes(sparse) < estimate_cpu_bytes(dense) / 4
     # A few weights, but each copy of them has its images laid out: only a few such points fit.
     stem = replace(point(), shape=Conv2dShape(1, 3, 640, 640, 32, 6, 6, (2, 2), (2, 2)))
-    assert max(len(part) for part in sweep._fitting([stem] * 24, 6e9)) <= 4
+    assert max(len(part) for part in split_to_fit([stem] * 24, 6e9)) <= 4
 
 
 def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
@@ -386,7 +390,7 @@ def test_a_time_budget_ends_inside_a_block_once_something_is_measured(
     monkeypatch.setattr(sweep, "monotonic", lambda: float(next(clock)))
     with pytest.raises(Incomplete, match=r"used up: 1 of 3 points"):
         measure(tmp_path, point(m=1), point(m=2), point(m=3), time_budget=25.0)
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
 
 
 class MadeUpPace:
@@ -430,20 +434,20 @@ class MadeUpPace:
 
 
 def paced(monkeypatch: pytest.MonkeyPatch, pace: MadeUpPace) -> MadeUpPace:
-    monkeypatch.setattr(sweep.Cpu, "pace", lambda self, seconds_left: pace)
+    monkeypatch.setattr(CpuMachine, "pace", lambda self, seconds_left: pace)
     return pace
 
 
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other processes do is seen in no burst: a point is never noisy."""
-    burst = sweep.measure.Burst([1e-3] * 4)
-    monkeypatch.setattr(sweep._Engines, "burst", lambda engines, point, seconds: burst)
+    burst = Burst([1e-3] * 4)
+    monkeypatch.setattr(EngineWorkers, "burst", lambda engines, point, seconds: burst)
 
 
 def test_a_row_says_what_the_machine_can_and_how_slow_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pace = paced(monkeypatch, MadeUpPace(ratio=1.25))
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[0]
+    row = read_table(tmp_path).iloc[0]
     assert row["reference_seconds"] == pytest.approx(3.75e-3) and row["reference_usual_seconds"] == 3e-3
     assert row["reference_ratio"] == pytest.approx(1.25)
     assert row["corrected_seconds"] == pytest.approx(row["median_seconds"] / 1.25)
@@ -460,15 +464,15 @@ def test_each_burst_is_seen_beside_the_pace_around_it(tmp_path: Path, monkeypatc
         def reference(self, at: Sequence[float], flop: float, size: float) -> Reference:
             return Reference([3e-3 * (2.0 if i in (1, 3) else 1.0) for i in range(len(at))], 3e-3, False)
 
-    def burst(engines: sweep._Engines, which: Point, seconds: float) -> sweep.measure.Burst:
+    def burst(engines: EngineWorkers, which: Point, seconds: float) -> Burst:
         number = next(numbers)
-        return sweep.measure.Burst([1e-3 * (2.0 if number in (1, 3) else 1.0)] * 4)
+        return Burst([1e-3 * (2.0 if number in (1, 3) else 1.0)] * 4)
 
     numbers = iter(range(100))
     paced(monkeypatch, Stumbling())
-    monkeypatch.setattr(sweep._Engines, "burst", burst)
+    monkeypatch.setattr(EngineWorkers, "burst", burst)
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[-1]
+    row = read_table(tmp_path).iloc[-1]
     assert row["corrected_seconds"] == pytest.approx(1e-3) and row["reference_ratio"] == pytest.approx(1.0)
     assert sorted(set(row["samples_seconds"])) == [1e-3, 2e-3]
 
@@ -491,7 +495,7 @@ def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Worker, "burst", burst)
     measure(tmp_path, point())
-    row = tables.read(tmp_path).iloc[-1]
+    row = read_table(tmp_path).iloc[-1]
     assert row["status"] == "ok" and row["discarded_samples"] >= 5
     assert set(row["samples_seconds"]) == {1e-3} and row["event_reasons"] == placement.APART
 
@@ -499,8 +503,8 @@ def test_bursts_from_when_cores_were_apart_do_not_count(tmp_path: Path, monkeypa
 def test_a_point_whose_cores_were_always_apart_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, MadeUpPace(apart=True))
     measure(tmp_path, point())
-    frame = tables.read(tmp_path)
-    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    frame = read_table(tmp_path)
+    assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("preempted").all() and (frame["event_reasons"] == placement.APART).all()
 
 
@@ -509,29 +513,29 @@ def test_a_point_of_a_slow_spell_gets_other_chances_and_then_says_so(
 ) -> None:
     paced(monkeypatch, MadeUpPace(ratio=1.5, slow_spell=True))
     measure(tmp_path, point())
-    frame = tables.read(tmp_path)
-    assert len(frame) == 1 + sweep.NOISY_CHANCES
+    frame = read_table(tmp_path)
+    assert len(frame) == 1 + NOISY_CHANCES
     assert frame["flags"].str.contains("slow_spell").all()
-    assert (frame["status"] == "noisy").sum() >= sweep.NOISY_CHANCES
+    assert (frame["status"] == "noisy").sum() >= NOISY_CHANCES
 
 
 def test_a_noisy_row_had_its_chances_and_is_measured_again_only_when_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as always:
-        always.setattr(sweep.Bench, "_status", lambda *_: "noisy")
+        always.setattr(Bench, "_status", lambda *_: "noisy")
         measure(tmp_path, point())
     assert measure(tmp_path, point()).skipped == 1
-    assert set(tables.read(tmp_path)["status"]) == {"noisy"}
+    assert set(read_table(tmp_path)["status"]) == {"noisy"}
     assert set(measure(tmp_path, point(), remeasure=True).statuses) == {point().id}
 
 
 def test_faster_than_the_machine_can_is_a_status_and_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paced(monkeypatch, MadeUpPace(flop_per_second=1.0))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
-    row = tables.read(tmp_path).iloc[0]
+    row = read_table(tmp_path).iloc[0]
     assert pd.isna(row["median_seconds"]) and "faster than this device can" in row["error"]
-    assert tables.timed(tables.read(tmp_path)).empty
+    assert select_timed(read_table(tmp_path)).empty
 
 
 @pytest.mark.parametrize("pace", [MadeUpPace(flop_per_second=1.0, again=1e9), MadeUpPace(ratio=0.5)])
@@ -550,24 +554,24 @@ def test_without_a_reference_the_points_are_measured_all_the_same(
 ) -> None:
     asked: list[int] = []
 
-    def fail(machine: sweep.Cpu, seconds_left: Any) -> None:
+    def fail(machine: CpuMachine, seconds_left: Any) -> None:
         asked.append(1)
         raise failure
 
-    monkeypatch.setattr(sweep.Cpu, "pace", fail)
+    monkeypatch.setattr(CpuMachine, "pace", fail)
     undisturbed(monkeypatch)
     assert measure(tmp_path, point()).statuses == {point().id: "ok"}
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     assert frame["reference_ratio"].isna().all() and frame["roofline_seconds"].isna().all() and len(asked) == 1
-    assert frame["flags"].item() == sweep.NO_ROOFLINE  # so that no silence passes for possible
+    assert frame["flags"].item() == NO_ROOFLINE  # so that no silence passes for possible
 
 
 def test_a_clock_that_goes_backwards_is_a_status_and_no_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep._Engines, "burst", lambda *args: sweep.measure.Burst([1e-3, -1e-3, 1e-3] * 4))
+    monkeypatch.setattr(EngineWorkers, "burst", lambda *args: Burst([1e-3, -1e-3, 1e-3] * 4))
     assert measure(tmp_path, point()).statuses == {point().id: "impossible"}
-    assert "the clock went backwards" in tables.read(tmp_path)["error"].item()
+    assert "the clock went backwards" in read_table(tmp_path)["error"].item()
 
 
 def curve(behaviour: int) -> list[Point]:
@@ -577,20 +581,20 @@ def curve(behaviour: int) -> list[Point]:
 def test_a_spike_is_no_time_until_it_is_seen_twice(tmp_path: Path) -> None:
     points = curve(does.SPIKES)
     measure(tmp_path, *points)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     assert middle["status"].iloc[0] == "spike" and "neighbours" in middle["error"].iloc[0]
-    assert middle["status"].iloc[-1] in tables.TIMED and "spike" in middle["flags"].iloc[-1]
+    assert middle["status"].iloc[-1] in TIMED and "spike" in middle["flags"].iloc[-1]
     assert not frame["flags"][frame["sparsity_target"] != 0.75].str.contains("spike").any()
 
 
 def test_a_spike_that_does_not_come_back_is_forgotten(tmp_path: Path) -> None:
     measure(tmp_path, *curve(does.SPIKES_ONCE))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
-    assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in tables.TIMED
+    assert middle["status"].iloc[0] == "spike" and middle["status"].iloc[-1] in TIMED
     assert "spike" not in middle["flags"].iloc[-1]
-    assert tables.timed(frame)["median_seconds"].max() < 0.005
+    assert select_timed(frame)["median_seconds"].max() < 0.005
 
 
 def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
@@ -604,12 +608,12 @@ def _spiking(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
         now[0] = next(tries) if points else now[0]
         measure_all(self, points, chance)
 
-    def burst(self: object, point: Point, seconds: float) -> sweep.measure.Burst:
+    def burst(self: object, point: Point, seconds: float) -> Burst:
         time = now[0] if point.sparsity == 0.75 else 1e-3
-        return sweep.measure.Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
+        return Burst([time, 1.001 * time, 0.999 * time, time], began=0.0)
 
     monkeypatch.setattr(sweep.Sweep, "measure_all", another_try)
-    monkeypatch.setattr(sweep._Engines, "burst", burst)
+    monkeypatch.setattr(EngineWorkers, "burst", burst)
 
 
 @pytest.mark.parametrize(
@@ -626,7 +630,7 @@ def test_a_spike_has_to_come_back_as_it_was(
 ) -> None:
     _spiking(monkeypatch, *times)
     measure(tmp_path, *curve(0))
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     middle = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     flagged = middle["flags"].str.contains("spike")
     assert [f"{status}{' twice' * twice}" for status, twice in zip(middle["status"], flagged, strict=True)] == ends
@@ -637,7 +641,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
     _spiking(monkeypatch, 1e-3, 0.1, 0.1)
     measure(tmp_path, low, high)
     measure(tmp_path, middle)
-    frame = tables.read(tmp_path)
+    frame = read_table(tmp_path)
     ours = frame[frame["sparsity_target"] == 0.75].sort_values("started_at")
     assert ours["status"].tolist() == ["spike", "ok"] and "spike" in ours["flags"].iloc[-1]
 
@@ -645,7 +649,7 @@ def test_another_run_judges_spikes_by_what_is_in_the_table(tmp_path: Path, monke
 def test_a_spike_shows_beside_neighbours_of_earlier_blocks(tmp_path: Path) -> None:
     low, middle, high = curve(does.SPIKES_ONCE)
     steps = iter([[low, high], [middle], []])
-    sweep.run(tmp_path, lambda _: next(steps), machine=sweep.Cpu(1), settings=QUICK)
-    frame = tables.read(tmp_path)
+    sweep.run(tmp_path, lambda _: next(steps), machine=CpuMachine(1), settings=QUICK)
+    frame = read_table(tmp_path)
     assert frame[frame["sparsity_target"] == 0.75].sort_values("started_at")["status"].iloc[0] == "spike"
-    assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(tables.TIMED)
+    assert set(frame["status"][frame["sparsity_target"] != 0.75]) <= set(TIMED)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import short_sweep
 
-from latbench.tables import table as tables
+from latbench.tables.table import hash_table, read_table
 
 LATBENCH = Path(sys.executable).with_name("latbench")
 
@@ -48,7 +48,7 @@ FEW = ("--patterns", "vector:8", "--sparsities", "0.5,0.6,0.75,0.9")
 
 def finished(folder: Path) -> set[str]:
     """The points of the table in `folder`; reading it fails if anything in it is damaged."""
-    return set(tables.read(folder)["point_id"]) if list(folder.glob("part-*.parquet")) else set()
+    return set(read_table(folder)["point_id"]) if list(folder.glob("part-*.parquet")) else set()
 
 
 def parts(folder: Path) -> int:
@@ -128,14 +128,14 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_harms_nothing(
     out = tmp_path / "out"
     with start("--patterns", "block:8x8", "--sparsities", "0.5") as process:
         process.communicate()
-    before = tables.table_hash(out)
+    before = hash_table(out)
     with start("--patterns", "vector:8", "--sparsities", "0.5") as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (8192, 8192))
         _, err = process.communicate()
     assert process.returncode == 3, err
     said = [line for line in err.splitlines() if line.startswith("latbench: ")]
     assert said == [f"latbench: cannot write {said[0].split()[3]} File too large"], err
-    assert tables.table_hash(out) == before and not list(out.glob(".*"))
+    assert hash_table(out) == before and not list(out.glob(".*"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -152,7 +152,7 @@ def test_a_file_system_that_is_full_keeps_what_it_has(
     try:
         with start("--patterns", "block:8x8", "--sparsities", "0.5", "-o", small / "out") as process:
             process.communicate()
-        before = tables.table_hash(small / "out")
+        before = hash_table(small / "out")
         with pytest.raises(OSError, match="No space"), (small / "filler").open("wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
@@ -160,6 +160,6 @@ def test_a_file_system_that_is_full_keeps_what_it_has(
             _, err = process.communicate()
         assert process.returncode == 3, err
         assert "No space left on device" in err and "Traceback" not in err
-        assert tables.table_hash(small / "out") == before
+        assert hash_table(small / "out") == before
     finally:
         subprocess.run(["umount", small], check=True)

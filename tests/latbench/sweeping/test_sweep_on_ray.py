@@ -18,7 +18,8 @@ from latbench.runners.ray_nodes import RayNodes
 from latbench.runners.worker import resolve
 from latbench.sweeping import cluster as nodes
 from latbench.sweeping import sweep
-from latbench.tables import table as tables
+from latbench.sweeping.settings import SweepSettings, SweepSummary
+from latbench.tables.table import read_environments, read_table
 from latbench.workloads.points import Point
 from sparse_kernels.patterns import VectorWise
 from sparse_kernels.shapes import LinearShape
@@ -30,7 +31,7 @@ TASKS = Path(node_tasks.__file__)
 DEVICE = "nvidia-a100-sxm4-80gb"
 FINE, KILLS = range(2)  # as in node_tasks.py
 
-QUICK = sweep.Settings(max_seconds=0.2, round_seconds=0.02, block_points=4)
+QUICK = SweepSettings(max_seconds=0.2, round_seconds=0.02, block_points=4)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def point(m: int, sparsity: float = 0.5, behaviour: int = FINE) -> Point:
     return Point(DEVICE, "cupy", "auto", LinearShape(m, 8, 4), VectorWise(8), sparsity, 1, seed=behaviour)
 
 
-def measure(folder: Path, points: list[Point], **options: Any) -> tuple[sweep.Summary, dict[str, str]]:
+def measure(folder: Path, points: list[Point], **options: Any) -> tuple[SweepSummary, dict[str, str]]:
     """What a sweep did, and which nodes it lost."""
     with RayNodes("a100") as taken:
         there = nodes.Elsewhere(taken, DEVICE, (f"{TASKS}:Machine",), 0, QUICK)
@@ -76,7 +77,7 @@ def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_
 
     def kill_a_busy_one() -> None:
         """The node of the block that was written last is idle now; the others are not."""
-        frame = tables.read(out)
+        frame = read_table(out)
         if len(cluster.a100s) == 3 and len(frame) >= 16:
             last = frame["device_uuid_hash"][frame["block"].idxmax()]
             measured.update(frame["device_uuid_hash"])
@@ -87,9 +88,9 @@ def test_a_killed_node_costs_no_point_and_none_is_there_twice(cluster: Any, own_
 
     summary, lost = measure(out, points, saved=kill_a_busy_one)
     assert len(lost) == 1 and list(summary.statuses.values()) == ["ok"] * 60
-    frame = tables.read(out)
+    frame = read_table(out)
     assert len(frame) == 60 and set(frame["point_id"]) == {each.id for each in points}
-    environments = tables.read_env(out).set_index("env_id")
+    environments = read_environments(out).set_index("env_id")
     assert len(environments) >= 2 and set(frame["env_id"]) == set(environments.index)
     assert measured and measured <= set(frame["device_uuid_hash"])  # the lost one's rows, too
     assert (environments["device_uuid_hash"][frame["env_id"]].to_numpy() == frame["device_uuid_hash"]).all()
@@ -117,7 +118,7 @@ def test_a_point_that_takes_nodes_down_gets_a_row_with_the_reason(
     points = [point(1), deadly, point(1, 0.9), point(2)]
     summary, _ = measure(tmp_path, points)
     assert summary.statuses == {each.id: "error" if each == deadly else "ok" for each in points}
-    row = tables.read(tmp_path).set_index("point_id").loc[deadly.id]
+    row = read_table(tmp_path).set_index("point_id").loc[deadly.id]
     assert "may take nodes down" in row["error"] and "its worker process has died" in row["error"]
 
 
@@ -148,10 +149,10 @@ def test_ctrl_c_leaves_nothing_running_on_nodes_and_the_same_sweep_goes_on(
     said = [line for line in err.splitlines() if line.startswith("latbench: ")]
     assert len(said) == 1 and "the same command goes on from there" in said[0] and "Traceback" not in err
     until(lambda: not working())
-    before = len(tables.read(out))
+    before = len(read_table(out))
     ended = run(*arguments, "--sparsities", "0.5", "--json")
     assert ended.returncode == 0, ended.stderr
-    assert len(tables.read(out)) >= before
+    assert len(read_table(out)) >= before
     assert not working()
 
 

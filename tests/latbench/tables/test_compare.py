@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.tables import compare as comparing
-from latbench.tables import table as tables
+from latbench.tables.compare import KINDS, compare_tables, read_compared_rows
+from latbench.tables.schema import TIMED
+from latbench.tables.table import hash_table, read_table
+from latbench.tables.writer import write_part
 
 CONV = {
     "op": "conv2d", "m": 16, "k": 72, "n": 196, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 16,
@@ -32,7 +34,7 @@ def table(tmp_path: Path) -> Any:
     """Writes rows as a table of the given name."""
 
     def write(name: str, *rows: dict[str, Any]) -> Path:
-        tables.write_part(tmp_path / name, rows)
+        write_part(tmp_path / name, rows)
         return tmp_path / name
 
     return write
@@ -44,12 +46,12 @@ def test_what_is_read_in_pieces_is_judged_as_the_whole(table: Any, at: Any, rng:
     kinds = ("ok", "noisy", "error", "timeout")
     rows = [
         at(1e-3 * (1 + 0.1 * number), m=number % 6 + 1, started_at=moment, status=kinds[number % 7 % 4])
-        | ({} if kinds[number % 7 % 4] in tables.TIMED else {"samples_seconds": None, "error": f"reason {number}"})
+        | ({} if kinds[number % 7 % 4] in TIMED else {"samples_seconds": None, "error": f"reason {number}"})
         for number, moment in enumerate(moments)
     ]
     before, after = table("before", *rows[:20]), table("after", *rows[20:], at(1e-3, m=9))
-    whole = comparing.compare(tables.read(before), tables.read(after))
-    assert comparing.compare(comparing.read(before), comparing.read(after)) == whole
+    whole = compare_tables(read_table(before), read_table(after))
+    assert compare_tables(read_compared_rows(before), read_compared_rows(after)) == whole
     assert {change.kind for change in whole} > {"NEW"} and len(whole) >= 6
 
 
@@ -75,7 +77,7 @@ def test_points_are_matched_by_key_and_the_most_slowed_come_first(latbench: Any,
     )
     document = json.loads(latbench("compare", before, after, "--json").out)
     assert document["counts"] == {"SLOWER": 2, "MISSING": 1, "UNCLEAR": 1, "FASTER": 1, "SAME": 10, "NEW": 1}
-    assert document["before"] == {"table": str(before), "hash": tables.table_hash(before)}
+    assert document["before"] == {"table": str(before), "hash": hash_table(before)}
     points = {(point["key"]["op"], point["key"]["m"]): point for point in document["points"]}
     assert points["linear", 2]["kind"] == "SLOWER" and points["linear", 2]["ratio"] == pytest.approx(1.2, rel=0.01)
     assert points["linear", 2]["low"] < points["linear", 2]["ratio"] < points["linear", 2]["high"]
@@ -143,7 +145,7 @@ def test_a_point_timed_in_another_way_gets_no_verdict_unless_told(latbench: Any,
     before = table("before", at(1e-3, m=1, pinning="none"), at(1e-3, m=2, pinning="cores"))
     after = table("after", at(1e-3, m=1, pinning="none"), at(2e-3, m=2, pinning="none"))
     document = json.loads(latbench("compare", before, after, "--json").out)
-    assert document["counts"] == dict.fromkeys(comparing.KINDS, 0) | {"UNCLEAR": 1, "SAME": 1}
+    assert document["counts"] == dict.fromkeys(KINDS, 0) | {"UNCLEAR": 1, "SAME": 1}
     assert document["points"][0]["reason"] == "timed in another way: pinning was cores, and is none"
     told = json.loads(latbench("compare", before, after, "--across-modes", "--json").out)
     assert told["counts"]["SLOWER"] == 1

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from latbench.tables import significance as compare_samples
-from latbench.tables.significance import Verdict, judged_together, spread, verdict
+from latbench.tables.significance import ChangeVerdict, estimate_spread, judge_change, judge_together
 
 DIFFERENCES = {"SAME": 1.0, "SLOWER": 1.05, "FASTER": 1 / 1.05}
 
@@ -20,14 +20,14 @@ def noise(rng, count, spread=0.01):
 @pytest.mark.parametrize(("kind", "factor"), DIFFERENCES.items())
 def test_what_differs_by_more_than_the_threshold_is_told_from_what_does_not(kind, factor):
     rng = np.random.default_rng(len(kind))
-    judged = [verdict(noise(rng, 200), factor * noise(rng, 200)) for _ in range(20)]
+    judged = [judge_change(noise(rng, 200), factor * noise(rng, 200)) for _ in range(20)]
     assert [each.kind for each in judged].count(kind) >= 19
     assert all(each.low <= each.ratio <= each.high for each in judged)
 
 
 def test_what_is_equal_is_hardly_ever_called_different():
     rng = np.random.default_rng(1)
-    kinds = [verdict(noise(rng, 60, 0.05), noise(rng, 60, 0.05)).kind for _ in range(100)]
+    kinds = [judge_change(noise(rng, 60, 0.05), noise(rng, 60, 0.05)).kind for _ in range(100)]
     assert sum(kind in ("FASTER", "SLOWER") for kind in kinds) <= 1
 
 
@@ -35,18 +35,18 @@ def test_the_interval_covers_the_true_ratio_although_neighbours_resemble_each_ot
     rng = np.random.default_rng(2)
     covered = 0
     for _ in range(60):
-        judged = verdict(noise(rng, 300), 1.03 * noise(rng, 300))
+        judged = judge_change(noise(rng, 300), 1.03 * noise(rng, 300))
         covered += judged.low <= 1.03 <= judged.high
     assert covered >= 54
 
 
 def test_a_difference_at_the_threshold_is_unclear():
     rng = np.random.default_rng(3)
-    assert verdict(noise(rng, 100), 1.02 * noise(rng, 100)).kind == "UNCLEAR"
+    assert judge_change(noise(rng, 100), 1.02 * noise(rng, 100)).kind == "UNCLEAR"
 
 
 def test_few_samples_are_unclear_however_far_apart():
-    judged = verdict([1.0, 1.1, 1.2], [9.0, 9.5])
+    judged = judge_change([1.0, 1.1, 1.2], [9.0, 9.5])
     assert judged.kind == "UNCLEAR"
     assert (judged.low, judged.high) == (9 / 1.2, 9.5 / 1)
 
@@ -54,37 +54,37 @@ def test_few_samples_are_unclear_however_far_apart():
 def test_the_same_samples_get_the_same_verdict():
     rng = np.random.default_rng(4)
     before, after = noise(rng, 999), noise(rng, 77)
-    assert verdict(before, after) == verdict(list(before), list(after))
+    assert judge_change(before, after) == judge_change(list(before), list(after))
 
 
 def test_the_threshold_is_the_callers():
     constant = [1.0] * 10
-    assert verdict(constant, [1.05] * 10, threshold=0.1).kind == "SAME"
-    assert verdict(constant, [1.05] * 10, threshold=0.01).kind == "SLOWER"
+    assert judge_change(constant, [1.05] * 10, threshold=0.1).kind == "SAME"
+    assert judge_change(constant, [1.05] * 10, threshold=0.01).kind == "SLOWER"
 
 
 def test_a_single_spike_moves_no_verdict():
     before = [1.0, 1.001] * 20
-    assert verdict(before, [*before, 1e6]).kind == "SAME"
+    assert judge_change(before, [*before, 1e6]).kind == "SAME"
 
 
 @pytest.mark.parametrize("samples", [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")]])
 def test_what_is_no_time_is_refused(samples):
     with pytest.raises(ValueError, match="before"):
-        verdict(samples, [1.0])
+        judge_change(samples, [1.0])
 
 
 def test_a_threshold_of_nothing_is_refused():
     with pytest.raises(ValueError, match="threshold"):
-        verdict([1.0], [1.0], threshold=0)
+        judge_change([1.0], [1.0], threshold=0)
 
 
 def test_runs_that_differ_widen_the_interval():
     rng = np.random.default_rng(5)
     before, after = noise(rng, 200, 0.001), 1.05 * noise(rng, 200, 0.001)
-    assert verdict(before, after).kind == "SLOWER"
-    assert verdict(before, after, between=0.005).kind == "SLOWER"
-    wide = verdict(before, after, between=0.05)
+    assert judge_change(before, after).kind == "SLOWER"
+    assert judge_change(before, after, between=0.005).kind == "SLOWER"
+    wide = judge_change(before, after, between=0.05)
     assert wide.kind == "UNCLEAR"
     assert np.log(wide.high / wide.ratio) == pytest.approx(1.96 * 0.05, rel=1e-3)
     assert np.log(wide.ratio / wide.low) == pytest.approx(1.96 * 0.05, rel=1e-3)
@@ -93,10 +93,10 @@ def test_runs_that_differ_widen_the_interval():
 def test_the_spread_of_runs_is_that_of_the_points_that_did_not_change():
     rng = np.random.default_rng(6)
     ratios = 1.1 * np.exp(0.03 * rng.normal(size=400))  # a machine that is slower as a whole spreads nothing
-    assert spread(ratios) == pytest.approx(0.03, rel=0.15)
+    assert estimate_spread(ratios) == pytest.approx(0.03, rel=0.15)
     ratios[:60] *= 1.5
-    assert spread(ratios) == pytest.approx(0.03, rel=0.35)
-    assert spread([1.0, 2.0]) == 0.0
+    assert estimate_spread(ratios) == pytest.approx(0.03, rel=0.35)
+    assert estimate_spread([1.0, 2.0]) == 0.0
 
 
 @pytest.mark.parametrize(("count", "blocks"), [(7, 7), (48, 12), (500, 12)])
@@ -126,9 +126,9 @@ def test_of_many_points_that_did_not_change_hardly_ever_one_is_called_changed():
     tables_with, alone = 0, 0
     for _ in range(20):
         ratios = np.exp(0.03 * rng.normal(size=900))
-        judged = [verdict([1.0] * 6, [ratio] * 6, between=0.03) for ratio in ratios]
+        judged = [judge_change([1.0] * 6, [ratio] * 6, between=0.03) for ratio in ratios]
         alone += sum(each.kind in ("FASTER", "SLOWER") for each in judged)
-        tables_with += any(each.kind in ("FASTER", "SLOWER") for each in judged_together(judged))
+        tables_with += any(each.kind in ("FASTER", "SLOWER") for each in judge_together(judged))
     assert alone > 20 and tables_with <= 4  # 1 of 20 expected, 5 have a chance of 0.3%
 
 
@@ -136,7 +136,7 @@ def test_a_change_is_found_among_many_points_that_did_not():
     rng = np.random.default_rng(8)
     ratios = np.exp(0.01 * rng.normal(size=300))
     ratios[:30] *= 1.1
-    judged = judged_together([verdict([1.0] * 6, [ratio] * 6, between=0.01) for ratio in ratios])
+    judged = judge_together([judge_change([1.0] * 6, [ratio] * 6, between=0.01) for ratio in ratios])
     assert [each.kind for each in judged[:30]].count("SLOWER") >= 28
     assert sum(each.kind in ("FASTER", "SLOWER") for each in judged[30:]) <= 5
     assert {each.kind for each in judged[30:]} > {"SAME"}
@@ -144,10 +144,10 @@ def test_a_change_is_found_among_many_points_that_did_not():
 
 def test_a_verdict_alone_stays_as_it_is():
     for factor in (1.0, 1.2, 0.5):
-        one = verdict([1.0, 1.001] * 10, [factor, 1.001 * factor] * 10, between=0.01)
-        assert judged_together([one]) == [one]
-    assert judged_together([]) == []
-    lucky = Verdict("SLOWER", 1.1, 1.021, 1.2, 0.04)
-    assert [each.kind for each in judged_together([lucky] + [Verdict("SAME", 1.0, 0.99, 1.01)] * 9)] == [
+        one = judge_change([1.0, 1.001] * 10, [factor, 1.001 * factor] * 10, between=0.01)
+        assert judge_together([one]) == [one]
+    assert judge_together([]) == []
+    lucky = ChangeVerdict("SLOWER", 1.1, 1.021, 1.2, 0.04)
+    assert [each.kind for each in judge_together([lucky] + [ChangeVerdict("SAME", 1.0, 0.99, 1.01)] * 9)] == [
         "UNCLEAR"
     ] + ["SAME"] * 9

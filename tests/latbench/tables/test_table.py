@@ -15,30 +15,45 @@ from pyarrow import parquet
 from latbench.base.median_interval import median_interval
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.tables import table as tables
+from latbench.tables.point_ids import hash_key
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA, SCHEMA_VERSION
+from latbench.tables.storage import UNFINISHED
+from latbench.tables.table import (
+    GrowingTable,
+    hash_table,
+    list_environments,
+    read_batches,
+    read_environments,
+    read_table,
+    select_rows,
+    select_timed,
+)
+from latbench.tables.time_summary import summarise_samples
+from latbench.tables.writer import date_after, find_newest_starts, mark_unfinished, write_environment, write_part
 
 
 def test_what_is_written_comes_back(tmp_path: Path, row: dict[str, Any]) -> None:
     failed = row | {"m": 8, "status": "error", "samples_seconds": None, "error": "boom"}
-    path = tables.write_part(tmp_path / "table", [row, failed])
+    path = write_part(tmp_path / "table", [row, failed])
     assert path.parent == tmp_path / "table"
-    frame = tables.read(tmp_path / "table")
-    assert list(frame.columns) == tables.SCHEMA.names
+    frame = read_table(tmp_path / "table")
+    assert list(frame.columns) == SCHEMA.names
     first = frame.iloc[0]
     assert {name: first[name] for name in row if name != "samples_seconds"} == {
         name: value for name, value in row.items() if name != "samples_seconds"
     }
     assert first["samples_seconds"].tolist() == row["samples_seconds"]  # raw, in the order they were taken
     assert first["median_seconds"] == 2e-3
-    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, tables.SCHEMA_VERSION)
+    assert (first["format"], first["v"], first["schema_version"]) == ("vector", 32, SCHEMA_VERSION)
     assert math.isnan(first["block_h"]) and math.isnan(frame.iloc[1]["median_seconds"])
     assert frame.iloc[1]["error"] == "boom"
-    pd.testing.assert_frame_equal(frame, tables.read(path))
+    pd.testing.assert_frame_equal(frame, read_table(path))
 
 
 def _two_parts(folder: Path, row: dict[str, Any]) -> str:
     """A table of two parts, one with a failure; what other readers are given of it."""
-    tables.write_part(folder, [row])
-    tables.write_part(folder, [row | {"m": 8, "status": "oom", "samples_seconds": None}])
+    write_part(folder, [row])
+    write_part(folder, [row | {"m": 8, "status": "oom", "samples_seconds": None}])
     return f"{folder}/part-*.parquet"
 
 
@@ -63,66 +78,66 @@ def test_parts_open_in_plain_duckdb(tmp_path: Path, row: dict[str, Any]) -> None
 
 
 def test_the_environment_is_beside_the_rows_not_among_them(tmp_path: Path, row: dict[str, Any]) -> None:
-    part = tables.write_part(tmp_path, [row | {"env_id": "a"}])
-    assert tables.read_env(tmp_path).empty
+    part = write_part(tmp_path, [row | {"env_id": "a"}])
+    assert read_environments(tmp_path).empty
     for env_id in ("a", "b", "a"):
-        tables.write_environment(tmp_path, {"env_id": env_id, "python": "3.11"})
-    assert len(tables.read(tmp_path)) == 1
-    assert tables.read_env(tmp_path)["env_id"].tolist() == ["a", "b"]
-    assert tables.read_env(part)["env_id"].tolist() == ["a", "b"]
+        write_environment(tmp_path, {"env_id": env_id, "python": "3.11"})
+    assert len(read_table(tmp_path)) == 1
+    assert read_environments(tmp_path)["env_id"].tolist() == ["a", "b"]
+    assert read_environments(part)["env_id"].tolist() == ["a", "b"]
 
 
 def test_environments_of_unlike_machines_lie_side_by_side_and_damage_is_repaired(tmp_path: Path) -> None:
-    tables.write_environment(tmp_path, {"env_id": "a", "governor": "powersave", "driver": 580, "load": None})
-    tables.write_environment(tmp_path, {"env_id": "b", "governor": 7})
+    write_environment(tmp_path, {"env_id": "a", "governor": "powersave", "driver": 580, "load": None})
+    write_environment(tmp_path, {"env_id": "b", "governor": 7})
     wanted = [{"env_id": "a", "governor": "powersave", "driver": 580}, {"env_id": "b", "governor": 7}]
-    assert tables.environment_rows(tmp_path) == wanted
+    assert list_environments(tmp_path) == wanted
     (tmp_path / "env-b.json").write_bytes(b"{")
-    tables.write_environment(tmp_path, {"env_id": "b", "governor": 7})
-    assert tables.environment_rows(tmp_path) == wanted
+    write_environment(tmp_path, {"env_id": "b", "governor": 7})
+    assert list_environments(tmp_path) == wanted
 
 
 def test_a_table_that_is_not_written_to_its_end_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
-    with pytest.raises(KeyboardInterrupt), tables.unfinished(tmp_path):
-        tables.write_part(tmp_path, [row])
+    with pytest.raises(KeyboardInterrupt), mark_unfinished(tmp_path):
+        write_part(tmp_path, [row])
         raise KeyboardInterrupt
     assert "unfinished" in _refusal(tmp_path)
-    with tables.unfinished(tmp_path):
-        tables.write_part(tmp_path, [row | {"m": 8}])
-    assert len(tables.read(tmp_path)) == 2
+    with mark_unfinished(tmp_path):
+        write_part(tmp_path, [row | {"m": 8}])
+    assert len(read_table(tmp_path)) == 2
 
 
 def test_what_is_being_written_is_not_read(tmp_path: Path, row: dict[str, Any]) -> None:
-    part = tables.write_part(tmp_path, [row])
+    part = write_part(tmp_path, [row])
     (tmp_path / f".{part.name}.xyz.tmp").write_bytes(part.read_bytes()[:100])
     (tmp_path / "part-1.parquet.tmp").write_bytes(b"half")
-    assert len(tables.read(tmp_path)) == 1
+    assert len(read_table(tmp_path)) == 1
 
 
 def test_equal_rows_have_one_id_however_they_are_typed(row: dict[str, Any]) -> None:
-    wanted = tables.point_id(row)
+    wanted = hash_key(row)
     assert len(wanted) == 16 and int(wanted, 16) >= 0
-    assert tables.point_id(row | {"m": 7.0, "batch": float("nan"), "c_in": None, "status": "error"}) == wanted
-    assert tables.point_id(row | {"sparsity_target": 0.5 + 0.25}) == wanted
-    assert tables.point_id(row | {"sparsity_target": np.float64(0.75), "k": np.int64(13)}) == wanted
+    assert hash_key(row | {"m": 7.0, "batch": float("nan"), "c_in": None, "status": "error"}) == wanted
+    assert hash_key(row | {"sparsity_target": 0.5 + 0.25}) == wanted
+    assert hash_key(row | {"sparsity_target": np.float64(0.75), "k": np.int64(13)}) == wanted
 
 
-@pytest.mark.parametrize("column", [field.name for field in tables.KEY])
+@pytest.mark.parametrize("column", [field.name for field in KEY_COLUMNS])
 def test_every_key_column_makes_another_point(row: dict[str, Any], column: str) -> None:
-    changed = "other" if tables.SCHEMA.field(column).type == pa.string() else 3
-    assert tables.point_id(row | {column: changed}) != tables.point_id(row)
+    changed = "other" if SCHEMA.field(column).type == pa.string() else 3
+    assert hash_key(row | {column: changed}) != hash_key(row)
 
 
 def test_ids_survive_a_round_trip(tmp_path: Path, row: dict[str, Any]) -> None:
     conv = dict.fromkeys(("batch", "c_in", "h", "w", "c_out", "kh", "kw", "stride_h", "stride_w"), 3)
-    tables.write_part(tmp_path, [row, row | conv | {"op": "conv2d"}])  # whole numbers beside nulls become reals
-    frame = tables.read(tmp_path)
-    assert [tables.point_id(found) for _, found in frame.iterrows()] == frame["point_id"].tolist()
+    write_part(tmp_path, [row, row | conv | {"op": "conv2d"}])  # whole numbers beside nulls become reals
+    frame = read_table(tmp_path)
+    assert [hash_key(found) for _, found in frame.iterrows()] == frame["point_id"].tolist()
 
 
 def test_the_summary_is_that_of_numpy(rng: np.random.Generator) -> None:
     samples = rng.lognormal(size=101)
-    summary = tables.summarise(samples)
+    summary = summarise_samples(samples)
     assert summary["median_seconds"] == np.median(samples)
     assert summary["mean_seconds"] == pytest.approx(samples.mean(), rel=1e-12)
     assert summary["std_seconds"] == pytest.approx(np.std(samples, ddof=1), rel=1e-12)
@@ -134,7 +149,7 @@ def test_the_summary_is_that_of_numpy(rng: np.random.Generator) -> None:
 def test_the_interval_of_the_median_is_the_tabulated_one(count: int, rank: int) -> None:
     # Ranks from the table of the sign test at 5%, two-sided (Conover, table A3), here counted from 0.
     samples = np.arange(1.0, count + 1)
-    summary = tables.summarise(samples)
+    summary = summarise_samples(samples)
     assert (summary["low_seconds"], summary["high_seconds"]) == (samples[rank], samples[-1 - rank])
 
 
@@ -142,7 +157,7 @@ def test_the_interval_covers_the_median_as_often_as_it_says(rng: np.random.Gener
     runs = 2000
     hits = 0
     for _ in range(runs):
-        summary = tables.summarise(rng.exponential(size=15))
+        summary = summarise_samples(rng.exponential(size=15))
         hits += summary["low_seconds"] <= math.log(2) <= summary["high_seconds"]
     # 96.5% for 15 samples; the test's own scatter is 0.4% (one sigma), so 95% minus four of it.
     assert hits / runs > 0.933
@@ -164,23 +179,23 @@ def test_a_million_samples_are_no_wait() -> None:
 
 def test_the_interval_reaches_as_far_as_bursts_disagree() -> None:
     samples = [1e-3 + 1e-6 * step for step in range(41)]  # the median is 1.02e-3, known to 1% and less
-    alone, apart, narrow = (tables.summarise(samples, error) for error in (None, 0.25, 0.001))
+    alone, apart, narrow = (summarise_samples(samples, error) for error in (None, 0.25, 0.001))
     assert (apart["low_seconds"], apart["high_seconds"]) == (1.02e-3 / 1.25, 1.02e-3 * 1.25)
     assert {**alone, "low_seconds": 0, "high_seconds": 0} == {**apart, "low_seconds": 0, "high_seconds": 0}
     assert narrow == alone
-    assert tables.summarise(samples[:5], 0.25)["low_seconds"] is None  # too few stay too few
+    assert summarise_samples(samples[:5], 0.25)["low_seconds"] is None  # too few stay too few
 
 
 def test_too_few_samples_have_no_interval() -> None:
-    summary = tables.summarise([1.0, 2.0, 3.0, 4.0, 5.0])
+    summary = summarise_samples([1.0, 2.0, 3.0, 4.0, 5.0])
     assert summary["low_seconds"] is None and summary["high_seconds"] is None
-    assert tables.summarise([1.0])["std_seconds"] is None
+    assert summarise_samples([1.0])["std_seconds"] is None
 
 
 @pytest.mark.parametrize("samples", [[], [1.0, float("nan")], [0.0, 1.0], [-1.0], [float("inf")]])
 def test_samples_that_are_no_times_are_refused(samples: list[float]) -> None:
     with pytest.raises(ValueError, match="positive finite seconds"):
-        tables.summarise(samples)
+        summarise_samples(samples)
 
 
 @pytest.mark.parametrize(
@@ -198,25 +213,25 @@ def test_a_wrong_row_is_refused_and_nothing_written(
     tmp_path: Path, row: dict[str, Any], change: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        tables.write_part(tmp_path, [row | change])
+        write_part(tmp_path, [row | change])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_hash_knows_rows_not_files(tmp_path: Path, row: dict[str, Any]) -> None:
     rows = [row | {"m": m, "started_at": pd.Timestamp("2026-01-01", tz="UTC")} for m in (1, 2, 3)]
-    tables.write_part(tmp_path / "one", rows)
+    write_part(tmp_path / "one", rows)
     for each in reversed(rows):
-        tables.write_part(tmp_path / "many", [each])
-    assert tables.table_hash(tmp_path / "one") == tables.table_hash(tmp_path / "many")
-    tables.write_part(tmp_path / "many", [rows[0] | {"threads": 1}])
-    assert tables.table_hash(tmp_path / "one") != tables.table_hash(tmp_path / "many")
+        write_part(tmp_path / "many", [each])
+    assert hash_table(tmp_path / "one") == hash_table(tmp_path / "many")
+    write_part(tmp_path / "many", [rows[0] | {"threads": 1}])
+    assert hash_table(tmp_path / "one") != hash_table(tmp_path / "many")
 
 
 def test_a_points_time_is_its_latest_ok_row_or_else_its_latest_noisy_one(tmp_path: Path, row: dict[str, Any]) -> None:
     def at(day: int, **change: Any) -> dict[str, Any]:
         return row | {"started_at": pd.Timestamp(2026, 1, day, tz="UTC")} | change
 
-    tables.write_part(
+    write_part(
         tmp_path,
         [
             at(2, samples_seconds=[2.0]),
@@ -227,12 +242,12 @@ def test_a_points_time_is_its_latest_ok_row_or_else_its_latest_noisy_one(tmp_pat
             at(1, m=9, status="noisy", samples_seconds=[5.0]),
         ],
     )
-    assert sorted(tables.timed(tables.read(tmp_path))["median_seconds"]) == [2.0, 5.0]
+    assert sorted(select_timed(read_table(tmp_path))["median_seconds"]) == [2.0, 5.0]
 
 
 def _refusal(path: Path) -> str:
     with pytest.raises(BadData) as caught:
-        tables.read(path)
+        read_table(path)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -241,7 +256,7 @@ def _refusal(path: Path) -> str:
 def test_a_missing_or_empty_table_is_said(tmp_path: Path) -> None:
     assert "no such table" in _refusal(tmp_path / "nowhere")
     assert "latbench sweep" in _refusal(tmp_path)
-    tables.write_environment(tmp_path, {"env_id": "a"})
+    write_environment(tmp_path, {"env_id": "a"})
     assert "empty table" in _refusal(tmp_path)
 
 
@@ -255,18 +270,18 @@ def test_foreign_files_are_named(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused_with_both_numbers(tmp_path: Path, row: dict[str, Any]) -> None:
-    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    table = parquet.read_table(write_part(tmp_path, [row]))
     newer = table.set_column(0, "schema_version", pa.array([7])).rename_columns(
         [*table.column_names[:-1], "column_of_the_future"]
     )
     parquet.write_table(newer, tmp_path / "newer.parquet")
     assert _refusal(tmp_path / "newer.parquet") == (
-        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads {tables.SCHEMA_VERSION}"
+        f"{tmp_path / 'newer.parquet'}: table version 7, this latbench reads {SCHEMA_VERSION}"
     )
 
 
 def test_a_missing_column_or_a_wrong_type_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
-    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    table = parquet.read_table(write_part(tmp_path, [row]))
     parquet.write_table(table.drop_columns(["threads"]), tmp_path / "a.parquet")
     assert "no column threads" in _refusal(tmp_path / "a.parquet")
     index = table.column_names.index("m")
@@ -275,7 +290,7 @@ def test_a_missing_column_or_a_wrong_type_is_named(tmp_path: Path, row: dict[str
 
 
 def test_an_ok_row_without_a_time_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
-    table = parquet.read_table(tables.write_part(tmp_path, [row]))
+    table = parquet.read_table(write_part(tmp_path, [row]))
     index = table.column_names.index("median_seconds")
     for name, value in (("nan", math.nan), ("null", None), ("zero", 0.0)):
         changed = table.set_column(index, "median_seconds", pa.array([value], pa.float64()))
@@ -284,14 +299,14 @@ def test_an_ok_row_without_a_time_is_refused(tmp_path: Path, row: dict[str, Any]
 
 
 def test_a_table_that_pandas_rewrote_is_still_one(tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part(tmp_path / "table", [row, row | {"m": 8, "status": "oom", "samples_seconds": None}])
-    frame = tables.read(tmp_path / "table")
+    write_part(tmp_path / "table", [row, row | {"m": 8, "status": "oom", "samples_seconds": None}])
+    frame = read_table(tmp_path / "table")
     frame.to_parquet(tmp_path / "rewritten.parquet")
-    pd.testing.assert_frame_equal(tables.read(tmp_path / "rewritten.parquet"), frame)
+    pd.testing.assert_frame_equal(read_table(tmp_path / "rewritten.parquet"), frame)
 
 
 def test_a_truncated_part_is_refused_wherever_it_ends(tmp_path: Path, row: dict[str, Any]) -> None:
-    part = tables.write_part(tmp_path, [row])
+    part = write_part(tmp_path, [row])
     content = part.read_bytes()
     for length in (0, 1, 4, len(content) // 2, len(content) - 8, len(content) - 1):
         part.write_bytes(content[:length])
@@ -299,7 +314,7 @@ def test_a_truncated_part_is_refused_wherever_it_ends(tmp_path: Path, row: dict[
 
 
 def test_any_flipped_bit_is_seen(tmp_path: Path, row: dict[str, Any], rng: np.random.Generator) -> None:
-    part = tables.write_part(tmp_path, [row])
+    part = write_part(tmp_path, [row])
     content = part.read_bytes()
     for position in rng.integers(0, len(content), 64):
         damaged = bytearray(content)
@@ -311,14 +326,14 @@ def test_any_flipped_bit_is_seen(tmp_path: Path, row: dict[str, Any], rng: np.ra
 def test_damage_without_the_telling_name_never_escapes_as_another_error(
     tmp_path: Path, row: dict[str, Any], rng: np.random.Generator
 ) -> None:
-    content = tables.write_part(tmp_path / "table", [row]).read_bytes()
+    content = write_part(tmp_path / "table", [row]).read_bytes()
     copied = tmp_path / "copy.parquet"
     for position in rng.integers(0, len(content), 200):
         damaged = bytearray(content)
         damaged[position] ^= 0xFF
         copied.write_bytes(damaged)
         try:
-            tables.read(copied)  # damage to a statistic or a comment changes no row
+            read_table(copied)  # damage to a statistic or a comment changes no row
         except BadData as error:
             assert "copy.parquet" in str(error)
 
@@ -326,32 +341,32 @@ def test_damage_without_the_telling_name_never_escapes_as_another_error(
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path, row: dict[str, Any]) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(EnvironmentUnusable, match="cannot write"):
-        tables.write_part(tmp_path / "file" / "table", [row])
+        write_part(tmp_path / "file" / "table", [row])
 
 
 def test_what_a_time_is_compared_with_is_computed_once(tmp_path: Path, row: dict[str, Any]) -> None:
     compared = {"roofline_seconds": 1.8e-3, "reference_seconds": 1.25, "reference_usual_seconds": 1.0}
-    tables.write_part(tmp_path, [row | compared, row | {"m": 8}])
-    first, second = (found for _, found in tables.read(tmp_path).iterrows())
+    write_part(tmp_path, [row | compared, row | {"m": 8}])
+    first, second = (found for _, found in read_table(tmp_path).iterrows())
     assert (first["median_seconds"], first["corrected_seconds"]) == (2e-3, 2e-3 / 1.25)
     assert first["utilisation"] == 1.8e-3 / 2e-3
     assert math.isnan(second["corrected_seconds"]) and math.isnan(second["utilisation"])
 
 
 def test_what_is_impossible_or_a_spike_is_no_time(tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
-    assert tables.timed(tables.read(tmp_path))["m"].tolist() == [9]
+    write_part(tmp_path, [row | {"status": "impossible"}, row | {"status": "spike", "m": 8}, row | {"m": 9}])
+    assert select_timed(read_table(tmp_path))["m"].tolist() == [9]
 
 
 def test_a_new_row_is_after_those_of_its_point(tmp_path: Path, row: dict[str, Any]) -> None:
     """As on a machine whose clock is right, whose clock was set back, and of a point that is new."""
     then = datetime(2026, 6, 1, tzinfo=UTC)
-    tables.write_part(tmp_path, [row | {"started_at": then - timedelta(days=day)} for day in range(3)])
-    tables.write_part(tmp_path, [row | {"m": 9, "started_at": then}])
-    ids = {tables.point_id(row), tables.point_id(row | {"m": 11})}
-    newest = tables.newest(tables.read(tmp_path), ids)
-    assert newest == {tables.point_id(row): then}
-    later, earlier, other = tables.after(
+    write_part(tmp_path, [row | {"started_at": then - timedelta(days=day)} for day in range(3)])
+    write_part(tmp_path, [row | {"m": 9, "started_at": then}])
+    ids = {hash_key(row), hash_key(row | {"m": 11})}
+    newest = find_newest_starts(read_table(tmp_path), ids)
+    assert newest == {hash_key(row): then}
+    later, earlier, other = date_after(
         newest,
         [
             row | {"started_at": then + timedelta(days=1)},
@@ -362,25 +377,25 @@ def test_a_new_row_is_after_those_of_its_point(tmp_path: Path, row: dict[str, An
     assert later["started_at"] == then + timedelta(days=1) and other["started_at"] == then - timedelta(days=9)
     assert later["flags"] is other["flags"] is None
     assert earlier["started_at"] > then and earlier["flags"] == "preempted+clock_set_back"
-    tables.write_part(tmp_path, [earlier])
-    seconds = tables.timed(tables.read(tmp_path)).set_index("m")["median_seconds"]
+    write_part(tmp_path, [earlier])
+    seconds = select_timed(read_table(tmp_path)).set_index("m")["median_seconds"]
     assert seconds[row["m"]] == 5e-3
 
 
 def test_a_table_that_is_damaged_while_it_grows_says_so_and_goes_on(tmp_path: Path, row: dict[str, Any]) -> None:
-    growing = tables.Growing(tmp_path, ["m"])
-    tables.write_part(tmp_path, [row])
+    growing = GrowingTable(tmp_path, ["m"])
+    write_part(tmp_path, [row])
     assert list(growing.frame()["m"]) == [7] and growing.damage is None  # type: ignore[index]
-    part = Path(str(tables.write_part(tmp_path, [row | {"m": 8}])))
+    part = Path(str(write_part(tmp_path, [row | {"m": 8}])))
     whole = part.read_bytes()
     part.write_bytes(whole[:-20])
-    tables.write_part(tmp_path, [row | {"m": 9}])
+    write_part(tmp_path, [row | {"m": 9}])
     assert sorted(growing.frame()["m"]) == [7, 9] and part.name in str(growing.damage)  # type: ignore[index]
     with pytest.raises(BadData, match=part.name):
-        tables.Growing(tmp_path, ["m"]).frame()
+        GrowingTable(tmp_path, ["m"]).frame()
     part.write_bytes(whole)
     assert sorted(growing.frame()["m"]) == [7, 8, 9] and growing.damage is None  # type: ignore[index]
-    (tmp_path / tables.UNFINISHED).touch()
+    (tmp_path / UNFINISHED).touch()
     assert sorted(growing.frame()["m"]) == [7, 8, 9] and "unfinished" in str(growing.damage)  # type: ignore[index]
 
 
@@ -388,23 +403,25 @@ def test_only_the_rows_that_are_wanted_come_in(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tables, "BATCH_ROWS", 3)
-    tables.write_part(tmp_path, [row | {"m": m, "batch": m if m % 2 else None} for m in range(1, 20)])
-    found = tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["batch"], 7), ["batch"])
+    write_part(tmp_path, [row | {"m": m, "batch": m if m % 2 else None} for m in range(1, 20)])
+    found = select_rows(tmp_path, ["m"], lambda piece: pc.greater(piece["batch"], 7), ["batch"])
     assert found["m"].tolist() == [9, 11, 13, 15, 17, 19] and list(found) == ["m"]
-    assert tables.select(tmp_path, ["m"], lambda piece: pc.greater(piece["m"], 99)).empty
+    assert select_rows(tmp_path, ["m"], lambda piece: pc.greater(piece["m"], 99)).empty
 
 
 def test_a_table_that_grows_is_read_once(
     tmp_path: Path, row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    batches = tables.batches
-    monkeypatch.setattr(tables, "batches", lambda part, columns: read.append(part.name) or batches(part, columns))
-    growing = tables.Growing(tmp_path, ["m", "status"])
+    batches = read_batches
+    monkeypatch.setattr(
+        "latbench.tables.table.read_batches", lambda part, columns: read.append(part.name) or batches(part, columns)
+    )
+    growing = GrowingTable(tmp_path, ["m", "status"])
     assert growing.frame() is None
-    first = tables.write_part(tmp_path, [row, row | {"m": 8}])
+    first = write_part(tmp_path, [row, row | {"m": 8}])
     assert growing.frame() is growing.frame()
-    second = tables.write_part(tmp_path, [row | {"m": 9}])
+    second = write_part(tmp_path, [row | {"m": 9}])
     frame = growing.frame()
     assert frame is not None and sorted(frame["m"]) == [7, 8, 9] and list(frame.columns) == ["m", "status"]
     assert read == [first.name, second.name]

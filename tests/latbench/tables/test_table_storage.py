@@ -10,7 +10,9 @@ from pyarrow import fs
 from latbench.base import bundled_data as bundled
 from latbench.errors import BadData, EnvironmentUnusable, UsageError
 from latbench.tables import storage as places
-from latbench.tables import table as tables
+from latbench.tables.storage import parse_place
+from latbench.tables.table import has_rows, has_table, hash_table, list_environments, list_parts, read_table
+from latbench.tables.writer import write_environment, write_part
 
 DENSE = {"pattern": "dense", "sparsity_target": 0.0, "backend": "torch"}
 
@@ -27,51 +29,51 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_path_is_a_path() -> None:
-    assert places.at("folder/table") == Path("folder/table")
-    assert places.at(Path("/x")) == Path("/x")
-    assert places.at("odd:name") == Path("odd:name")
+    assert parse_place("folder/table") == Path("folder/table")
+    assert parse_place(Path("/x")) == Path("/x")
+    assert parse_place("odd:name") == Path("odd:name")
 
 
 def test_a_file_uri_is_a_path_too(tmp_path: Path, row: dict[str, Any]) -> None:
     uri = f"file://{tmp_path}/table"
-    part = tables.write_part(uri, [row])
+    part = write_part(uri, [row])
     assert isinstance(part, Path) and part.parent == tmp_path / "table"
-    assert len(tables.read(uri)) == len(tables.read(tmp_path / "table")) == 1
+    assert len(read_table(uri)) == len(read_table(tmp_path / "table")) == 1
 
 
 def test_a_table_in_a_store_is_the_same_table(store: fs.FileSystem, tmp_path: Path, row: dict[str, Any]) -> None:
     uri = "s3://bucket/folder/table"
-    assert not tables.exists(uri) and not tables.holds_rows(uri)
+    assert not has_table(uri) and not has_rows(uri)
     with pytest.raises(BadData, match="s3://bucket/folder/table: no such table"):
-        tables.read(uri)
+        read_table(uri)
     environment = {"env_id": "a", "python": "3.11"}
-    tables.write_environment(uri, environment)
-    assert tables.exists(uri) and not tables.holds_rows(uri)
-    parts = [str(tables.write_part(uri, [row | {"m": m}])) for m in (1, 2)]
+    write_environment(uri, environment)
+    assert has_table(uri) and not has_rows(uri)
+    parts = [str(write_part(uri, [row | {"m": m}])) for m in (1, 2)]
     assert all(part.startswith("s3://bucket/folder/table/part-") for part in parts)
-    assert [str(part) for part in tables.parts(uri)] == sorted(parts) and tables.holds_rows(uri)
-    assert sorted(tables.read(uri)["m"]) == [1, 2] and len(tables.read(parts[0])) == 1
-    assert tables.environment_rows(uri) == tables.environment_rows(parts[1]) == [environment]
+    assert [str(part) for part in list_parts(uri)] == sorted(parts) and has_rows(uri)
+    assert sorted(read_table(uri)["m"]) == [1, 2] and len(read_table(parts[0])) == 1
+    assert list_environments(uri) == list_environments(parts[1]) == [environment]
     for path in parts:
         content = store.open_input_file(path.removeprefix("s3://")).read()
         (tmp_path / "copy").mkdir(exist_ok=True)
         (tmp_path / "copy" / Path(path).name).write_bytes(content)
-    assert tables.table_hash(uri) == tables.table_hash(tmp_path / "copy")
+    assert hash_table(uri) == hash_table(tmp_path / "copy")
 
 
 def test_damage_in_a_store_is_named(store: fs.FileSystem, row: dict[str, Any]) -> None:
-    part = str(tables.write_part("s3://bucket/table", [row]))
+    part = str(write_part("s3://bucket/table", [row]))
     inside = part.removeprefix("s3://")
     content = store.open_input_file(inside).read()
     with store.open_output_stream(inside) as stream:
         stream.write(content[:-9])
     with pytest.raises(BadData, match=r"^s3://bucket/table/part-\w+\.parquet: damaged, truncated or edited"):
-        tables.read("s3://bucket/table")
+        read_table("s3://bucket/table")
 
 
 def test_commands_take_uris(latbench: Any, store: fs.FileSystem, tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part("s3://bucket/a", [row | {"samples_seconds": [1e-3 + 1e-6 * i for i in range(9)]}])
-    tables.write_part(tmp_path / "b", [row | DENSE])
+    write_part("s3://bucket/a", [row | {"samples_seconds": [1e-3 + 1e-6 * i for i in range(9)]}])
+    write_part(tmp_path / "b", [row | DENSE])
     assert latbench("merge", "s3://bucket/a", tmp_path / "b", "-o", "s3://bucket/both").code == 0
     assert "exists already" in latbench("merge", "s3://bucket/a", "-o", "s3://bucket/both").refused(2)
     assert "1 file: 1 note" in latbench("validate", "s3://bucket/both").out  # no environment is named
@@ -86,7 +88,7 @@ def test_a_sweep_writes_to_a_store_and_goes_on_there(latbench: Any, store: fs.Fi
     arguments = ("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--backends", "scipy,numba")
     arguments += ("--threads", "1", "-o", "s3://bucket/swept")
     assert latbench(*arguments).code == 0
-    assert len(tables.read("s3://bucket/swept")) >= 7 and len(tables.environment_rows("s3://bucket/swept")) == 1
+    assert len(read_table("s3://bucket/swept")) >= 7 and len(list_environments("s3://bucket/swept")) == 1
     assert "7 were there already" in latbench(*arguments).out
     assert latbench("validate", "s3://bucket/swept").code == 0
 
@@ -95,7 +97,7 @@ def test_a_sweep_writes_to_a_store_and_goes_on_there(latbench: Any, store: fs.Fi
 def test_a_uri_that_nobody_understands_is_a_wrong_request(latbench: Any, uri: str) -> None:
     assert f"latbench: {uri.partition('?')[0]}: " in latbench("validate", uri).refused(2)
     with pytest.raises(UsageError):
-        places.at(uri)
+        parse_place(uri)
 
 
 @pytest.mark.parametrize("uri", ["s3://me:hidden@bucket/a b", "abfs://me@bucket/table?odd=hidden"])
@@ -109,7 +111,7 @@ def test_what_is_secret_in_a_uri_is_in_no_report(
 ) -> None:
     plain = places._filesystem
     monkeypatch.setattr(places, "_filesystem", lambda uri: plain(uri.partition("?")[0]))
-    tables.write_part("s3://bucket/a", [row, row | DENSE])
+    write_part("s3://bucket/a", [row, row | DENSE])
     assert latbench("report", "s3://bucket/a?secret_key=sesame", "-o", tmp_path / "report.html").code == 0
     text = (tmp_path / "report.html").read_text()
     assert "latbench report s3://bucket/a -o" in text and "sesame" not in text
@@ -141,21 +143,21 @@ def test_a_store_that_refuses_is_said_with_where_credentials_come_from(
     refused = latbench("validate", uri).refused(3)
     assert f"cannot use {uri}: " in refused and "ACCESS_DENIED during HeadObject" in refused and advice in refused
     with pytest.raises(EnvironmentUnusable, match="ACCESS_DENIED"):
-        tables.write_part(uri, [row])
+        write_part(uri, [row])
 
 
 def test_google_is_not_asked_for_a_quarter_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(places, "_filesystem", lambda uri: (asked.append(uri), (fs._MockFileSystem(), "x"))[1])
-    places.at("gs://bucket/table")
-    places.at("gcs://bucket/table?anonymous=true")
+    parse_place("gs://bucket/table")
+    parse_place("gcs://bucket/table?anonymous=true")
     assert asked == [
         "gs://bucket/table?retry_limit_seconds=30", "gcs://bucket/table?anonymous=true&retry_limit_seconds=30",
     ]  # fmt: skip
 
 
 def test_what_is_no_table_is_not_written_to_a_folder_called_s3(latbench: Any, tmp_path: Path, row: Any) -> None:
-    tables.write_part(tmp_path / "table", [row, row | DENSE])
+    write_part(tmp_path / "table", [row, row | DENSE])
     refused = latbench("report", tmp_path / "table", "-o", "s3://bucket/report.html").refused(2)
     assert "only tables go to a URI" in refused
     assert not Path("s3:").exists()
@@ -164,6 +166,6 @@ def test_what_is_no_table_is_not_written_to_a_folder_called_s3(latbench: Any, tm
 def test_a_bundled_table_is_read_by_its_name(latbench: Any) -> None:
     assert bundled.tables()
     for name in bundled.tables():
-        assert tables.holds_rows(f"bundled://{name}") and latbench("validate", f"bundled://{name}").code == 0
+        assert has_rows(f"bundled://{name}") and latbench("validate", f"bundled://{name}").code == 0
     refused = latbench("validate", "bundled://nothing").refused(2)
     assert "bundled://nothing: no such table; there are " in refused and bundled.tables()[0] in refused

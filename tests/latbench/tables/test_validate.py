@@ -17,6 +17,11 @@ from latbench.errors import BadData
 from latbench.machines import devices
 from latbench.tables import table as tables
 from latbench.tables import validate as validation
+from latbench.tables.schema import SCHEMA
+from latbench.tables.table import list_environment_files, list_environments, read_table
+from latbench.tables.time_summary import summarise_sample_rows, summarise_samples
+from latbench.tables.validate import validate_table
+from latbench.tables.writer import write_environment, write_part, write_rows
 
 CONV = {
     "op": "conv2d", "k": 72, "batch": 1, "c_in": 8, "h": 14, "w": 14, "c_out": 7, "kh": 3, "kw": 3,
@@ -31,8 +36,8 @@ def test_validate_praises_a_whole_table(latbench: Any, whole: Path) -> None:
 
 def test_validate_goes_on_after_a_damaged_part(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
     known = {"run_id": "run", "env_id": devices.environment(2)["env_id"], "timer": "perf_counter"}
-    tables.write_environment(tmp_path, devices.environment(2))
-    parts = [tables.write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
+    write_environment(tmp_path, devices.environment(2))
+    parts = [write_part(tmp_path, [row | known | {"m": m}]) for m in (1, 2)]
     parts[0].write_bytes(parts[0].read_bytes()[:-9])
     (tmp_path / "foreign.parquet").write_bytes(b"not parquet")
     ran = latbench("validate", tmp_path)
@@ -66,8 +71,8 @@ def test_validate_has_nothing_to_say_of_no_table(latbench: Any, tmp_path: Path) 
 def test_validate_sees_a_row_that_contradicts_itself(
     latbench: Any, tmp_path: Path, row: dict[str, Any], column: str, value: Any, severity: str, words: str
 ) -> None:
-    whole = parquet.read_table(tables.write_part(tmp_path, [row | {"nnz": 21, "sparsity_actual": 1 - 21 / 91}]))
-    index, field = whole.column_names.index(column), tables.SCHEMA.field(column)
+    whole = parquet.read_table(write_part(tmp_path, [row | {"nnz": 21, "sparsity_actual": 1 - 21 / 91}]))
+    index, field = whole.column_names.index(column), SCHEMA.field(column)
     parquet.write_table(whole.set_column(index, field, pa.array([value], field.type)), tmp_path / "edited.parquet")
     ran = latbench("validate", tmp_path / "edited.parquet")
     ran.refused(5)
@@ -76,13 +81,13 @@ def test_validate_sees_a_row_that_contradicts_itself(
 
 def test_validate_suspects_times_in_another_unit(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
     big = {"m": 4096, "k": 4096, "n": 4096}
-    tables.write_part(tmp_path, [row | big | {"samples_seconds": [1e-9]}, row | {"samples_seconds": [7000.0]}])
+    write_part(tmp_path, [row | big | {"samples_seconds": [1e-9]}, row | {"samples_seconds": [7000.0]}])
     ran = latbench("validate", tmp_path)
     assert ran.code == 0 and ran.out.count("times are in seconds") == 2
 
 
 def test_validate_notes_repeated_points(latbench: Any, tmp_path: Path, row: dict[str, Any]) -> None:
-    tables.write_part(tmp_path, [row, row])
+    write_part(tmp_path, [row, row])
     ran = latbench("validate", tmp_path)
     assert ran.code == 0 and "1 points have more than one row" in ran.out
 
@@ -106,8 +111,8 @@ def rows(row: dict[str, Any], rng: np.random.Generator) -> list[dict[str, Any]]:
 @pytest.fixture
 def whole(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
     """A part without a fault, in a table of its own."""
-    tables.write_environment(tmp_path / "whole", devices.environment(2))
-    part = tables.write_part(tmp_path / "whole", rows)
+    write_environment(tmp_path / "whole", devices.environment(2))
+    part = write_part(tmp_path / "whole", rows)
     assert isinstance(part, Path)
     return part
 
@@ -117,15 +122,15 @@ def _edited(part: Path, column: str, value: Any) -> Path:
     content = parquet.read_table(part)
     values = content[column].to_pylist()
     values[1] = value
-    field = tables.SCHEMA.field(column)
+    field = SCHEMA.field(column)
     changed = content.set_column(content.column_names.index(column), field, pa.array(values, field.type))
     part.unlink()
-    tables.write_rows(part.parent, changed)
+    write_rows(part.parent, changed)
     return part.parent
 
 
 def _found(path: Path, severity: str = "corrupt") -> list[str]:
-    return [f"{found.path.name}: {found.text}" for found in validation.findings(path) if found.severity == severity]
+    return [f"{found.path.name}: {found.text}" for found in validate_table(path) if found.severity == severity]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def _found(path: Path, severity: str = "corrupt") -> list[str]:
         ("reference_seconds", 1.2, "reference_ratio is 1.1, and the columns beside it"),
         ("reference_usual_seconds", 1.1, "corrected_seconds is"),
         ("reference_usual_seconds", None, "reference_ratio is 1.1, and what it follows from is not there"),
-        ("reference_usual_seconds", 0.0, "reference_usual_seconds is 0: no time"),
+        ("reference_usual_seconds", 0.0, "reference_usual_seconds is 0: it must be above 0"),
     ],
 )
 def test_what_an_interval_and_a_correction_follow_from_is_in_the_table(
@@ -147,8 +152,8 @@ def test_what_an_interval_and_a_correction_follow_from_is_in_the_table(
 
 
 def test_a_whole_table_has_no_fault(whole: Path) -> None:
-    assert list(validation.findings(whole.parent)) == []
-    assert list(validation.findings(whole)) == []
+    assert list(validate_table(whole.parent)) == []
+    assert list(validate_table(whole)) == []
 
 
 @pytest.mark.parametrize(
@@ -168,17 +173,17 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("block_h", 4, "block_h is 4, and pattern vector:32 says None"),
         ("m", 0, "m is 0"),
         ("k", -13, "k is -13"),
-        ("sparsity_target", 75.0, "sparsity_target is 75: no share"),
+        ("sparsity_target", 75.0, "sparsity_target is 75: it must be between 0 and 1"),
         ("sparsity_target", None, "sparsity_target is null"),
-        ("sparsity_actual", -0.1, "sparsity_actual is -0.1: no share"),
+        ("sparsity_actual", -0.1, "sparsity_actual is -0.1: it must be between 0 and 1"),
         ("nnz", 92, "nnz 92 of 91 weights"),
-        ("median_seconds", -1e-3, "median_seconds is -0.001: no time"),
-        ("median_seconds", 0.0, "median_seconds is 0: no time"),
-        ("median_seconds", math.nan, "median_seconds is nan: no time"),
-        ("median_seconds", math.inf, "median_seconds is inf: no time"),
+        ("median_seconds", -1e-3, "median_seconds is -0.001: it must be above 0"),
+        ("median_seconds", 0.0, "median_seconds is 0: it must be above 0"),
+        ("median_seconds", math.nan, "median_seconds is nan: it must be above 0"),
+        ("median_seconds", math.inf, "median_seconds is inf: it must be above 0"),
         ("median_seconds", None, "status ok and no time"),
-        ("min_seconds", 0.0, "min_seconds is 0: no time"),
-        ("high_seconds", -1.0, "high_seconds is -1: no time"),
+        ("min_seconds", 0.0, "min_seconds is 0: it must be above 0"),
+        ("high_seconds", -1.0, "high_seconds is -1: it must be above 0"),
         ("median_seconds", 1e-3, "median_seconds is 0.001, and its samples give"),
         *((f"{name}_seconds", 1e-3, "and its samples give") for name in ("min", "mean", "q25", "q75", "p95", "std")),
         ("low_seconds", None, "low_seconds is nan, and its samples give"),
@@ -206,7 +211,7 @@ def test_a_whole_table_has_no_fault(whole: Path) -> None:
         ("bytes_min", 0, "bytes_min is 0"),
         ("roofline_seconds", -1e-4, "roofline_seconds is -0.0001"),
         ("clock_hertz", 0.0, "clock_hertz is 0"),
-        ("steal_fraction", 1.5, "steal_fraction is 1.5: more than all"),
+        ("steal_fraction", 1.5, "steal_fraction is 1.5: it must be between 0 and 1"),
         ("load", math.inf, "load is inf"),
         ("drift_ratio", -1.0, "drift_ratio is -1"),
     ],
@@ -248,15 +253,15 @@ def test_what_is_wrong_everywhere_is_not_told_of_every_row(
     whole: Path, monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(validation, "MOST_OF_A_FILE", 2)
-    tables.write_part(whole.parent, [row | {"pattern_seed": 10 + i, "m": 0} for i in range(3) for row in rows])
+    write_part(whole.parent, [row | {"pattern_seed": 10 + i, "m": 0} for i in range(3) for row in rows])
     found = _found(whole.parent)
     assert len(found) == 3 and found[2].endswith("more findings of this kind are not listed")
 
 
 def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    tables.write_environment(tmp_path, devices.environment(2))
-    parts = [tables.write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
-    assert list(validation.findings(tmp_path)) == []
+    write_environment(tmp_path, devices.environment(2))
+    parts = [write_part(tmp_path, [row | {"block": block}]) for block, row in enumerate(rows)]
+    assert list(validate_table(tmp_path)) == []
     assert isinstance(parts[1], Path)
     parts[1].unlink()
     [found] = _found(tmp_path, "note")
@@ -266,21 +271,21 @@ def test_a_part_that_was_deleted_is_missed(tmp_path: Path, rows: list[dict[str, 
 @pytest.mark.parametrize("column", ["batch", "c_in", "h", "stride_w", "dilation_h"])
 def test_a_convolution_without_a_size_is_named(tmp_path: Path, rows: list[dict[str, Any]], column: str) -> None:
     sparse = {"nnz": None, "sparsity_actual": None, "flop_dense": None, "flop_nnz": None}
-    tables.write_part(tmp_path, [rows[0], rows[1] | CONV | sparse | {column: None}])
+    write_part(tmp_path, [rows[0], rows[1] | CONV | sparse | {column: None}])
     [found] = _found(tmp_path)
     assert "row 2 (point " in found and found.endswith(f"{column} is null")
 
 
 def test_a_convolution_whose_matrix_is_not_its_own_is_named(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     sparse = {"nnz": None, "sparsity_actual": None, "flop_dense": None, "flop_nnz": None}
-    tables.write_part(tmp_path, [rows[0], rows[1] | CONV | {"k": 71} | sparse])
+    write_part(tmp_path, [rows[0], rows[1] | CONV | {"k": 71} | sparse])
     [found] = _found(tmp_path)
     assert "row 2 (point " in found and "k is 71, and the convolution has 3x3x8" in found
 
 
 def test_what_contradicts_an_earlier_row_is_named_with_it(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
-    first = tables.write_part(tmp_path, rows)
-    tables.write_part(tmp_path, [rows[2], rows[1] | {"samples_seconds": [5e-3]}])
+    first = write_part(tmp_path, rows)
+    write_part(tmp_path, [rows[2], rows[1] | {"samples_seconds": [5e-3]}])
     [found] = _found(tmp_path)
     assert "the same measurement as in row 2 of " in found and found.count("part-") == 2 and first.name in found
     notes = _found(tmp_path, "note")
@@ -290,14 +295,14 @@ def test_what_contradicts_an_earlier_row_is_named_with_it(tmp_path: Path, rows: 
 
 def test_measuring_a_point_again_is_no_contradiction(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     later = rows[1]["started_at"] + timedelta(minutes=1)
-    tables.write_part(tmp_path, [*rows, rows[1] | {"started_at": later, "samples_seconds": [5e-3]}])
+    write_part(tmp_path, [*rows, rows[1] | {"started_at": later, "samples_seconds": [5e-3]}])
     assert _found(tmp_path) == []
 
 
 def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
-    [environment] = tables.environment_rows(whole.parent)
+    [environment] = list_environments(whole.parent)
     env_id, edited = environment["env_id"], environment | {"governor": "made up"}
-    tables.write_environment(whole.parent, edited)
+    write_environment(whole.parent, edited)
     [found] = _found(whole.parent)
     assert found == f"env-{env_id}.json: environment {env_id}: its content hashes to {environments.env_id(edited)}"
     (whole.parent / f"env-{env_id}.json").unlink()
@@ -318,12 +323,12 @@ def test_an_environment_that_is_edited_or_lost_is_named(whole: Path) -> None:
     ],
 )
 def test_a_damaged_environment_is_named(whole: Path, content: bytes, words: str) -> None:
-    [file] = tables.environment_files(whole)
+    [file] = list_environment_files(whole)
     (file.parent / "env-x.json").write_bytes(content)
     [found] = _found(whole.parent)
     assert found.startswith("env-x.json: ") and words in found
     with pytest.raises(BadData, match=r"env-x\.json: .*; delete it, and a sweep describes its machine again"):
-        tables.environment_rows(whole.parent)
+        list_environments(whole.parent)
 
 
 def _truncated(part: Path) -> None:
@@ -374,7 +379,7 @@ def test_a_damaged_file_is_named_and_the_others_are_still_checked(
     latbench: Any, whole: Path, rows: list[dict[str, Any]], name: str
 ) -> None:
     damage, words = DAMAGES[name]
-    other = tables.write_part(
+    other = write_part(
         whole.parent,
         [rows[0] | {"m": 9, "nnz": 9, "sparsity_actual": 1 - 9 / 117} | {"flop_dense": 1170, "flop_nnz": 90}],
     )
@@ -389,7 +394,7 @@ def test_flipped_bits_in_a_file_without_a_telling_name_never_pass_as_another_tim
     whole: Path, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     content, copy = whole.read_bytes(), tmp_path / "copy.parquet"
-    expected = tables.read(whole)
+    expected = read_table(whole)
     found = 0
     for position in rng.integers(0, len(content), 120):
         damaged = bytearray(content)
@@ -398,25 +403,25 @@ def test_flipped_bits_in_a_file_without_a_telling_name_never_pass_as_another_tim
         if _found(copy):
             found += 1
         else:  # such as in the name of the program that wrote it
-            pd.testing.assert_frame_equal(tables.read(copy), expected)
+            pd.testing.assert_frame_equal(read_table(copy), expected)
     assert found > 60
 
 
 def test_findings_do_not_depend_on_how_a_file_is_cut(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _edited(whole, "median_seconds", 1e-3)
-    expected = [str(found) for found in validation.findings(folder)]
+    expected = [str(found) for found in validate_table(folder)]
     monkeypatch.setattr(tables, "BATCH_ROWS", 1)
-    assert [str(found) for found in validation.findings(folder)] == expected and expected
+    assert [str(found) for found in validate_table(folder)] == expected and expected
 
 
 def test_a_summary_of_many_rows_is_that_of_each(rng: np.random.Generator) -> None:
     for count in (1, 2, 5, 6, 7, 50):
         samples = rng.lognormal(size=(20, count))
         errors = np.where(rng.random(20) < 0.5, np.nan, rng.random(20))
-        found = validation.summaries(samples, errors)
+        found = summarise_sample_rows(samples, errors)
         for index, row_samples in enumerate(samples):
             error = None if math.isnan(errors[index]) else errors[index]
-            for name, value in tables.summarise(row_samples, error).items():
+            for name, value in summarise_samples(row_samples, error).items():
                 if name != "sample_count":
                     expected = math.nan if value is None else value
                     assert found[name][index] == pytest.approx(expected, rel=1e-12, nan_ok=True)

@@ -16,7 +16,7 @@ from latbench.runners.worker_process import WorkerDied
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_roofline import GpuPace, units
-from latbench.tables import plausibility as gates
+from latbench.tables.plausibility import explain_too_fast
 from latbench.timing import gpu_ceilings as ceilings
 from latbench.timing.gpu_ceilings import ORDINARY, WORKING_SETS, GpuCeilings, Work
 from latbench.timing.sampling import Burst
@@ -113,9 +113,9 @@ def test_2_to_4_weights_may_be_twice_as_fast_as_dense_ones_and_not_more() -> Non
     dense_seconds = DENSE_FLOP / TENSOR
     of_sparse = least(point(points.CUSPARSELT[0], NM(2, 4)), density=0.5)
     assert least(point(points.DENSE[0])) == pytest.approx(dense_seconds)
-    assert gates.too_fast(dense_seconds / 2, of_sparse) is None
-    assert gates.too_fast(dense_seconds / 2.6, of_sparse) is not None
-    assert gates.too_fast(dense_seconds / 1.3, least(point(points.DENSE[0]))) is not None
+    assert explain_too_fast(dense_seconds / 2, of_sparse) is None
+    assert explain_too_fast(dense_seconds / 2.6, of_sparse) is not None
+    assert explain_too_fast(dense_seconds / 1.3, least(point(points.DENSE[0]))) is not None
 
 
 @pytest.mark.parametrize(

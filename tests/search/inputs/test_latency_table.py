@@ -16,7 +16,9 @@ from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
 from latbench.importers import text_formats as interchange
 from latbench.importers.text_formats import read_spdy
-from latbench.tables import table as tables
+from latbench.tables.schema import KEY_COLUMNS, SCHEMA
+from latbench.tables.table import hash_table, read_table
+from latbench.tables.writer import write_part
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import FINE_SPARSITIES, Point
 from search.inputs import problem_from_spdy, problem_from_table
@@ -36,7 +38,7 @@ def swept(*entries: tuple[LinearShape, str, float, float, dict[str, Any]]) -> pd
             **point.key(), "point_id": point.id, "status": "ok", "started_at": datetime.now(UTC),
             "median_seconds": seconds, "low_seconds": seconds * 0.9, "high_seconds": seconds * 1.1, **changes,
         })  # fmt: skip
-    return pd.DataFrame(rows, columns=tables.SCHEMA.names)
+    return pd.DataFrame(rows, columns=SCHEMA.names)
 
 
 def a_table() -> pd.DataFrame:
@@ -113,7 +115,7 @@ def test_what_a_table_does_not_settle_has_to_be_said() -> None:
 def test_layers_timed_inside_a_network_go_by_their_names(data: Path, tmp_path: Path) -> None:
     path = data / "spdy_tables" / "rn18_unstr.txt"
     rows = interchange.spdy_rows(read_spdy(path), network="rn18", pattern="unstructured", device="a-cpu")
-    tables.write_part(tmp_path, rows)
+    write_part(tmp_path, rows)
     p, expected = problem_from_table(tmp_path).with_prior(), problem_from_spdy(path)
     assert [layer.name for layer in p.layers] == [layer.name for layer in expected.layers]
     assert p.dense.value == expected.dense.value
@@ -132,13 +134,13 @@ def test_the_command_solves_a_table_with_its_cost_model(
         for shape in (A, B)
         for pattern, s in [("dense", 0.0), *(("vector:8", level) for level in levels)]
     ]
-    columns = [field.name for field in tables.KEY] + ["status", "started_at"]
+    columns = [field.name for field in KEY_COLUMNS] + ["status", "started_at"]
     made = swept(*rows)[columns].astype(object)
     records = made.where(made.notna(), None).to_dict("records")
     timed = [{**record, "samples_seconds": [row[3]] * 5} for record, row in zip(records, rows, strict=True)]
     table, layers = str(tmp_path / "table"), (workloads.Layer("a", A), workloads.Layer("b", B))
-    tables.write_part(table, timed)
-    cost_models.save(tmp_path / "m.json", AnchoredLookup(), tables.table_hash(table))
+    write_part(table, timed)
+    cost_models.save(tmp_path / "m.json", AnchoredLookup(), hash_table(table))
     workloads.save(workloads.Workload("w", "made up", layers), tmp_path / "w.yaml")
     chosen = {}
     for name, more in (
@@ -174,7 +176,7 @@ def analysed(folder: Path, batch: int, seconds: float, run: str, tokens: int = 3
         for sparsity, share in LEVELS.items()
     }
     made = layer_times.rows("net", shapes, {name: name for name in NAMES}, analyses, threads=2, batch=batch, calls=20)
-    tables.write_part(folder, [{**row, "run_id": run, **changes} for row in made])
+    write_part(folder, [{**row, "run_id": run, **changes} for row in made])
 
 
 def test_a_network_timed_at_two_batches_is_two_problems(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ def test_the_dense_model_is_the_measured_one_also_where_what_is_beside_the_layer
 
 def test_layers_that_add_up_to_more_than_the_model_leave_nothing_beside_them(tmp_path: Path) -> None:
     analysed(tmp_path, 1, 1e-3, "a")
-    t = tables.read(tmp_path)
+    t = read_table(tmp_path)
     t["median_seconds"] *= np.where(t["op"] == "model", 0.99, 1.0)
     p = problem_from_table(t)
     assert (p.dense.value, p.fixed) == (pytest.approx(0.99 * 2e-3), Interval(0.0, 0.0, 0.0))

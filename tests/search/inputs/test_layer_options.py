@@ -12,7 +12,9 @@ import pytest
 from cost_models import AnchoredLookup, Boosted
 from latbench.errors import BadData
 from latbench.machines import devices
-from latbench.tables import table as tables
+from latbench.tables.schema import SCHEMA
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 from latbench.workloads.points import Point, shape_columns
 from search.inputs.layer_options import measured_layers, predicted_layers, swept_rows
 from search.problem.layers import DENSE, Option
@@ -45,7 +47,7 @@ def table(*entries: tuple[Shape, str, float, float, dict[str, Any]]) -> pd.DataF
         point = Point("cpu", "numba", "auto", shape, parse(pattern), sparsity, threads=2)
         row = {**point.key(), "point_id": point.id, "status": "ok", "started_at": datetime.now(UTC)}
         rows.append({**row, "median_seconds": seconds, **changes})
-    return pd.DataFrame(rows, columns=tables.SCHEMA.names)
+    return pd.DataFrame(rows, columns=SCHEMA.names)
 
 
 def test_options_are_what_the_table_holds_for_the_shape_dense_first() -> None:
@@ -113,7 +115,7 @@ def test_a_table_on_disk_of_other_shapes_alone_tells_which_options_there_are(tmp
         swept(other, "nm:2:4", 0.5, status="incorrect", samples_seconds=None),
         *(swept(other, pattern, level, **BFLOAT16) for pattern, level in (("dense", 0.0), ("vector:8", 0.8))),
     ]
-    tables.write_part(tmp_path, rows_of_table)
+    write_part(tmp_path, rows_of_table)
     rows = swept_rows(tmp_path, [LINEAR], threads=2, backend="numba")
     [layer] = predicted_layers(Learned(), rows, {"fc": LINEAR}, threads=2)
     assert layer.options == (Option("dense", 0.0), *(Option("vector:8", level) for level in levels))
@@ -148,8 +150,8 @@ def in_network(name: str, shape: Shape, sparsity: float, *samples: float, **chan
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> pd.DataFrame:
-    tables.write_part(folder, rows)
-    return tables.read(folder)
+    write_part(folder, rows)
+    return read_table(folder)
 
 
 def test_layers_inside_a_network_take_what_was_measured_at_their_place(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from latbench.errors import BadData, UsageError
-from latbench.tables import storage as places
+from latbench.tables.storage import parse_place
 from search import task as tasks
 from search.artifacts.layer_database import Database
 from search.inputs import layer_errors
@@ -79,7 +79,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Inputs:
     monkeypatch.setattr(job, "timed_layers", timed_layers)
     probes = Session(profiles, Timings({"torch": steady(5.0), **blocks}, {}))
     monkeypatch.setattr(job, "_whole_model", lambda *arguments: probes)
-    table = places.at(tmp_path / "table")
+    table = parse_place(tmp_path / "table")
     return Inputs(task, task.model(), table, tmp_path / "m.json", tmp_path / "database", "hash", "t", made_by(task))
 
 

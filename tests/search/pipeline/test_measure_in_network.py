@@ -14,8 +14,9 @@ from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.importers import text_formats as interchange
-from latbench.tables import table as tables
-from latbench.tables.validate import findings
+from latbench.tables.table import read_table
+from latbench.tables.validate import validate_table
+from latbench.tables.writer import write_part
 from latbench.timing.sampling import Burst
 from search import task as tasks
 from search.pipeline import measure_in_network as layer_times
@@ -84,8 +85,8 @@ def test_rows_are_of_the_network_and_name_the_layer(tmp_path: Path) -> None:
     ]
     analyses = {0.0: [dense, dense], 0.7: [sparse, sparse[:1]]}
     made = rows("net", shapes, VALUES, analyses, threads=2, batch=3, calls=20)
-    tables.write_part(tmp_path / "table", made)
-    table = tables.read(tmp_path / "table")
+    write_part(tmp_path / "table", made)
+    table = read_table(tmp_path / "table")
     assert set(table["context"]) == {"network"} and set(table["backend"]) == {"deepsparse"}
     assert set(table["backend_version"]) == {"1.8.0"}
     found = table.set_index(["model", "sparsity_target"])
@@ -168,8 +169,8 @@ def test_sparsities_take_turns(little: Task, fake: Fake, tmp_path: Path) -> None
     assert [set(each) for each in rounds] == [{-1.0, None, 0.5, 0.9}, {-1.0, None, 0.5, 0.9}, {-1.0, None, 0.5}]
     assert rounds[0][0] == rounds[1][0] == rounds[2][0] == -1.0 and rounds[0] != rounds[1]
     assert told[-1] == ("running the model at imposed sparsities", 10, 11)
-    table = tables.read(tmp_path / "table")
-    assert table["point_id"].is_unique and not list(findings(tmp_path / "table"))
+    table = read_table(tmp_path / "table")
+    assert table["point_id"].is_unique and not list(validate_table(tmp_path / "table"))
     swept = table[table["purpose"] == "sweep"]
     assert set(swept["inner_loops"]) == {250}
     assert swept.groupby("sparsity_target")["sample_count"].unique().to_dict() == {0.0: [3], 0.5: [3], 0.9: [2]}
@@ -248,8 +249,8 @@ def test_the_times_make_a_spdy_file_that_can_be_imported(little: Task, fake: Fak
     assert timings.base == pytest.approx(3 * timings.layers["fc2"][0][0], rel=1e-6)
     assert timings.prunable == pytest.approx(2 * timings.layers["fc2"][0][0], rel=1e-6)
     again = interchange.spdy_rows(timings, network="little", pattern="unstructured", device="cpu")
-    tables.write_part(tmp_path / "again", again)
-    reread = interchange.spdy_timings(tables.read(tmp_path / "again"), "little")
+    write_part(tmp_path / "again", again)
+    reread = interchange.spdy_timings(read_table(tmp_path / "again"), "little")
     assert reread.layers == timings.layers and reread.base == timings.base
     with pytest.raises(BadData, match="no dense times of other and its layers"):
         interchange.spdy_timings(table, "other")

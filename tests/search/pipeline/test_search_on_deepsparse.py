@@ -17,7 +17,7 @@ from latbench.backends.deepsparse import Operation
 from latbench.backends.deepsparse_environment import Environment
 from latbench.cli import main as cli
 from latbench.errors import BadData
-from latbench.tables import table as tables
+from latbench.tables.writer import write_part
 from search import task as tasks
 from search.artifacts.layer_database import Database, model_hash
 from search.pipeline import search_job as job
@@ -103,7 +103,7 @@ def analysed(dense: float, sparse: float) -> dict[float, list[list[Operation]]]:
 def test_layers_come_from_the_table_of_the_network(little: Task, tmp_path: Path) -> None:
     values = {name: name for name in SHAPES}
     made = rows("little", SHAPES, values, analysed(4e-3, 1e-3), threads=2, batch=3, calls=20)
-    tables.write_part(tmp_path / "table", made)
+    write_part(tmp_path / "table", made)
     inputs = inputs_of(little, tmp_path / "table", tmp_path / "database")
     layers = job.timed_layers(inputs, SETTINGS, SHAPES)
     assert [layer.name for layer in layers] == ["fc1", "fc2"]

@@ -12,7 +12,8 @@ import torch
 from latbench.cli.commands.verify import verify as verify_command
 from latbench.errors import BadData, EnvironmentUnusable, PromiseMissed
 from latbench.machines import devices
-from latbench.tables import table as tables
+from latbench.tables.table import read_table
+from latbench.tables.writer import write_part
 from search import task as tasks
 from search.artifacts.profile import LayerChoice, Profile
 from search.pipeline.verify import (
@@ -106,8 +107,8 @@ def test_on_deepsparse_its_own_dense_model_is_one_to_beat(little: Task, tmp_path
     assert verdict.sentence() == (
         "promise missed: 1.50x (1.50-1.50x) measured on deepsparse against deepsparse, 2x promised"
     )
-    tables.write_part(tmp_path / "table", rows(verdict, profile(), timed))
-    found = tables.read(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]
+    write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "backend_version", "pattern"]]
     assert found.loc["deepsparse"].tolist() == ["deepsparse", "1.8.0", "dense"]
     assert found.loc[PRUNED].tolist() == ["deepsparse", "1.8.0", "profile"]
     assert found.loc["torch", "backend"] == "torch"
@@ -119,8 +120,8 @@ def test_in_bfloat16_rows_say_so_and_the_dense_models_in_it_are_ones_to_beat(lit
     assert verdict.sentence() == (
         "promise met: 3.00x (3.00-3.00x) measured in bfloat16 against torch-bf16, 2x promised"
     )
-    tables.write_part(tmp_path / "table", rows(verdict, profile(), timed))
-    found = tables.read(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
+    write_part(tmp_path / "table", rows(verdict, profile(), timed))
+    found = read_table(tmp_path / "table").set_index("kernel_used")[["backend", "kernel_requested", "dtype_a"]]
     assert found.loc[PRUNED].tolist() == ["numba", "bf16", "bfloat16"]
     assert found.loc["torch-bf16"].tolist() == ["torch", "bf16", "bfloat16"]
     assert found.loc["torch"].tolist() == ["torch", "auto", "float32"]
@@ -155,8 +156,8 @@ def test_a_verdict_of_a_busy_machine_says_so(little: Task) -> None:
 
 def test_every_engine_is_a_row_of_the_table(little: Task, tmp_path: Path) -> None:
     verdict = conclude(little, profile(), "numba", timings(2.0), (0.9, 0.8), "hash")
-    tables.write_part(tmp_path / "table", rows(verdict, profile(), timings(2.0)))
-    found = tables.read(tmp_path / "table").set_index("kernel_used")
+    write_part(tmp_path / "table", rows(verdict, profile(), timings(2.0)))
+    found = read_table(tmp_path / "table").set_index("kernel_used")
     assert set(found.index) == {"torch", "onnxruntime", PRUNED}
     assert set(found["purpose"]) == {"verify"}
     assert set(found["op"]) == {"model"}
@@ -234,7 +235,7 @@ def test_a_small_model_is_verified_from_its_folder(
     assert load(output / "verify.json") == verdict
     content = json.loads((output / "verify.json").read_text())
     assert content["measured_speedup"] == verdict.measured_speedup
-    samples = tables.read(output).set_index("kernel_used")["samples_seconds"]
+    samples = read_table(output).set_index("kernel_used")["samples_seconds"]
     assert np.median(samples[PRUNED]) == verdict.measured_seconds
 
 

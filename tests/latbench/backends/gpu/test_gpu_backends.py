@@ -20,6 +20,7 @@ from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import GpuMachine
+from latbench.tables.schema import FINISHED
 from latbench.timing import gpu_events as timing
 from latbench.workloads.points import Point
 from sparse_kernels.oracle import WrongResult
@@ -178,7 +179,7 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
         on_gpu.prepare(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
     outcome = sweep._failed(failure)
-    assert outcome["status"] == "error" and outcome["status"] not in sweep.FINISHED and said in outcome["error"]
+    assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
 def test_what_leaves_the_gpu_alone_is_done_before_and_once(monkeypatch: pytest.MonkeyPatch) -> None:

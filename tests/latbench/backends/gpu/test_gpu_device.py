@@ -15,7 +15,7 @@ from latbench.runners.worker_process import START_SECONDS, Prepared, TaskFailed,
 from latbench.sweeping import gpu_points as points
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.roofline_pace import READING_SECONDS, SLOW_SPELL
-from latbench.tables import plausibility as gates
+from latbench.tables.plausibility import explain_too_fast
 from latbench.timing.gpu_ceilings import WORKING_SETS
 from latbench.timing.gpu_events import Mode
 from latbench.workloads.points import Point
@@ -183,7 +183,7 @@ def test_the_ceilings_are_in_order(workers: Workers) -> None:
     rates = [found.read_bytes_per_second[size] for size in WORKING_SETS]
     assert rates == sorted(rates, reverse=True) and rates[0] > 1.2 * rates[-1] > 1e10  # from the L2, and past it
     large = workers.median(dense(4096, "warm", "graph"))
-    assert gates.too_fast(large, found.roofline_seconds(2 * 4096**3, 0, "float16")) is None
+    assert explain_too_fast(large, found.roofline_seconds(2 * 4096**3, 0, "float16")) is None
 
 
 @pytest.mark.timed
