@@ -228,7 +228,7 @@ class Crooked:
 
 
 def test_rounds_find_what_is_to_be_had_in_few_sessions_on_any_machine() -> None:
-    # Always these 80 machines, wherever the test lies: of 480 others, one took nine sessions.
+    # Always these 80 machines, wherever the test lies: of 400 others, one took nine sessions.
     rng = np.random.default_rng(1099890453)
     sessions, spare = [], []
     for _ in range(80):
