@@ -24,6 +24,7 @@ LIMITS = {
     "folders over 16 files": 4,
     "private Numba outside its module": 12,
     "names imported second-hand": 9,
+    "function names in three rooms": 17,
     "function docstrings without a verb": 1289,
     "docstring sentences over 25 words": 311,
 }
@@ -79,9 +80,5 @@ def test_a_rule_is_broken_in_as_many_places_as_its_limit_says(rule: str) -> None
 
 def test_the_picture_shows_the_imports_of_today() -> None:
     script = ROOT / "tests" / "architecture_picture.py"
-    drawn = subprocess.run(
-        [sys.executable, "-P", script], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    assert f"```mermaid\n{drawn.stdout}```" in PAGE, (
-        f"run python -P {script.relative_to(ROOT)} and paste what it prints"
-    )
+    drawn = subprocess.run([sys.executable, "-P", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"```mermaid\n{drawn.stdout}```" in PAGE, f"paste what python -P {script.relative_to(ROOT)} prints"
