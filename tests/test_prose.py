@@ -10,7 +10,7 @@ import typer
 from latbench.cli.main import application
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_WORDS = 25
 
 # A sentence ends at a full stop, question mark or exclamation mark, which brackets, quotes and emphasis may follow.
