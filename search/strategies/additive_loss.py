@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from search.knapsack.arrays import Choice, Floats, Places
+from search.knapsack.arrays import Choice, Floats, Indices
 
 OWN = 0.2
 """Standard deviation of an option's own factor."""
@@ -93,7 +93,7 @@ class AdditiveLoss:
             result.append(np.maximum(w + self._spread**2 * correction, LEAST * self._scale * e.mean(axis=0)))
         return result
 
-    def _by_layer(self) -> Iterator[tuple[Floats, Places]]:
+    def _by_layer(self) -> Iterator[tuple[Floats, Indices]]:
         """Each layer's priors (priors, options), and the option that each profile has there."""
         return zip(self._layers, self._chosen.T, strict=True)
 
