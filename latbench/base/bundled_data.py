@@ -13,7 +13,7 @@ from latbench.errors import EnvironmentUnusable, UsageError
 SCHEME = "bundled"
 
 
-def folder(name: str) -> Path:
+def find_dataset_folder(name: str) -> Path:
     """The folder `datasets/name`. Raises EnvironmentUnusable where it is missing."""
     package = Path(__file__).parents[1]
     for parent in (package, package.parent):
@@ -22,20 +22,20 @@ def folder(name: str) -> Path:
     raise EnvironmentUnusable(f"no datasets/{name} beside {package}: latbench is not whole, install it again")
 
 
-def tables() -> list[str]:
+def list_bundled_tables() -> list[str]:
     """The names of the tables."""
-    return sorted(path.name for path in folder("measured").iterdir() if path.is_dir())
+    return sorted(path.name for path in find_dataset_folder("measured").iterdir() if path.is_dir())
 
 
-def table(name: str) -> Path:
+def find_bundled_table(name: str) -> Path:
     """The folder of the table of that name. Raises UsageError, naming those that there are, for another."""
-    if name not in (known := tables()):
+    if name not in (known := list_bundled_tables()):
         raise UsageError(f"{SCHEME}://{name}: no such table; there are {', '.join(known)}")
-    return folder("measured") / name
+    return find_dataset_folder("measured") / name
 
 
-def said(place: object) -> str:
+def format_place(place: object) -> str:
     """A place as a person names it: `bundled://NAME` for a table that came with latbench, any other as it is."""
-    if isinstance(place, Path) and place.parent == folder("measured"):
+    if isinstance(place, Path) and place.parent == find_dataset_folder("measured"):
         return f"{SCHEME}://{place.name}"
     return str(place)

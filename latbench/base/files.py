@@ -22,7 +22,7 @@ ABANDONED_SECONDS = 3600.0  # a file takes seconds to write; clocks of machines 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # a Path has one slash where a URI has two
 
 
-def cache_folder() -> Path:
+def find_cache_folder() -> Path:
     """Where latbench keeps what it can make again: LATBENCH_CACHE, else `latbench` in XDG_CACHE_HOME or ~/.cache."""
     if given := os.environ.get("LATBENCH_CACHE"):
         return Path(given)
@@ -74,7 +74,7 @@ def remove_abandoned(folder: Path) -> None:
         raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def left_behind(path: Path) -> bool:
+def is_left_behind(path: Path) -> bool:
     """Whether `path` is temporary and its process is gone: `.<name>.<its number>.tmp`, or as `write_atomically` does.
 
     Of a process of this machine, that is: ask in folders that one machine writes to. One's own number counts as gone,
@@ -84,17 +84,17 @@ def left_behind(path: Path) -> bool:
     return named is not None and (int(named[1]) == os.getpid() or not psutil.pid_exists(int(named[1])))
 
 
-def remove_left(folder: Path, name: str = "*") -> None:
+def remove_left_behind(folder: Path, name: str = "*") -> None:
     """Remove what is left behind in `folder` of files of that name, a glob. Raises EnvironmentUnusable as others."""
     try:
-        for path in filter(left_behind, folder.glob(f".{name}.*.tmp")):
+        for path in filter(is_left_behind, folder.glob(f".{name}.*.tmp")):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise EnvironmentUnusable(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def delay_interrupts() -> Iterator[None]:
     """Ctrl-C, and what else ends a process politely, waits until the context is left; KeyboardInterrupt comes then.
 
     Outside the main thread it does nothing: signals do not come there.
@@ -140,7 +140,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def sha256(path: Path) -> str:
+def hash_file(path: Path) -> str:
     """The file's SHA-256, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -12,14 +12,14 @@ import numpy as np
 FEWEST_FOR_INTERVAL = 6  # with five, all fall on one side of the median in 2 * 2^-5 = 6% of cases
 
 
-def median_interval(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
+def bound_median(ordered: np.ndarray) -> tuple[float, float] | tuple[None, None]:
     """The 95% interval of the median from rising samples; (None, None) with fewer than six."""
-    rank = interval_rank(len(ordered))
+    rank = find_interval_rank(len(ordered))
     return (None, None) if rank is None else (float(ordered[rank]), float(ordered[-1 - rank]))
 
 
 @functools.cache
-def interval_rank(count: int) -> int | None:
+def find_interval_rank(count: int) -> int | None:
     """The largest rank r (from 0) such that the r-th smallest and r-th largest of `count` enclose the median in 95%;
     None with fewer than six.
 

@@ -9,7 +9,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 NOTHING = "–"
 
 
-def seconds(value: float | None, low: float | None = None, high: float | None = None) -> str:
+def format_seconds(value: float | None, low: float | None = None, high: float | None = None) -> str:
     """`412 µs`, or `412 µs (405–420)` when an interval is given; three significant digits, `–` for no value."""
     if not _is_number(value):
         return NOTHING
@@ -20,13 +20,13 @@ def seconds(value: float | None, low: float | None = None, high: float | None = 
     return text
 
 
-def round_seconds(value: float) -> str:
+def format_round_seconds(value: float) -> str:
     """`20 µs`: a round number of seconds, as a tick of an axis says it."""
     scale, unit = _unit(value * (1 + 1e-9))
     return f"{value / scale:g} {unit}"
 
 
-def flop_rate(value: float) -> str:
+def format_flop_rate(value: float) -> str:
     """`1.23 TFLOP/s`: operations a second, to three significant digits."""
     for scale, unit in ((1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")):
         if value >= scale:
@@ -34,7 +34,7 @@ def flop_rate(value: float) -> str:
     return f"{_digits(value)} FLOP/s"
 
 
-def ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
+def format_ratio(value: float | None, low: float | None = None, high: float | None = None) -> str:
     """`2.31×`, or `2.31× (2.25–2.37)` when an interval is given."""
     if not _is_number(value):
         return NOTHING
@@ -44,7 +44,7 @@ def ratio(value: float | None, low: float | None = None, high: float | None = No
     return text
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """`75%`, `97.5%`, `0.42%`: a share of one, to a tenth of a percent or two digits below one percent."""
     if not _is_number(value):
         return NOTHING
@@ -53,17 +53,17 @@ def percent(value: float | None) -> str:
     return text.removesuffix(".0") + "%"
 
 
-def percent_up(value: float, digits: int = 2) -> str:
+def format_percent_rounded_up(value: float, digits: int = 2) -> str:
     """`51%` of 0.504: a share rounded up to so many digits, from which on something holds."""
-    return percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
+    return format_percent(math.ceil(value * 10**digits - 1e-6) / 10**digits) if _is_number(value) else NOTHING
 
 
-def threads(counts: object) -> str:
+def format_threads(counts: object) -> str:
     """`1 thread`, `2 threads`, `1, 2 threads`."""
     return f"{counts} thread" + ("" if str(counts) == "1" else "s")
 
 
-def count(value: float | None) -> str:
+def format_count(value: float | None) -> str:
     """`12 345`, with a thin space between thousands."""
     return f"{int(value):,}".replace(",", "\u2009") if _is_number(value) else NOTHING
 
@@ -90,7 +90,7 @@ def _digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """`23.5 GiB`, `32 KiB`: a number of bytes."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if value >= 1024**power:
@@ -98,6 +98,6 @@ def size(value: float) -> str:
     return f"{value:.0f} bytes"
 
 
-def axis(value: float) -> tuple[float, str]:
+def choose_time_unit(value: float) -> tuple[float, str]:
     """The unit for an axis around `value` seconds: its size in seconds and its name."""
     return _unit(value)

@@ -16,7 +16,7 @@ import yaml
 from latbench.errors import BadData
 
 
-def read(path: Path) -> Any:
+def read_yaml(path: Path) -> Any:
     """The document in the file `path`. Raises BadData for a file that is missing or no YAML."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -31,7 +31,7 @@ def read(path: Path) -> Any:
         raise BadData(f"{path}: no YAML that can be read: {error}") from error
 
 
-def meant(name: object, known: Iterable[str]) -> str:
+def suggest_name(name: object, known: Iterable[str]) -> str:
     """ " (steps?)" for a name such as "step": the known one that is nearest; empty where none is near."""
     return "".join(f" ({near}?)" for near in difflib.get_close_matches(str(name), list(known), 1))
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from latbench.errors import BadData, UsageError
-from latbench.machines.devices import slug
-from latbench.tables import table as tables
+from latbench.machines.devices import make_slug
+from latbench.tables.point_ids import hash_key
 from sparse_kernels.shapes import Conv2dShape
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ _DENSE = {
 }
 
 
-class LeftOut(Exception):
+class SkippedLine(Exception):
     """Why a line is no row, as half a sentence."""
 
 
-def read(
+def read_kernel_timings(
     format: str, path: Path, *, only: Mapping[str, str], device: str | None = None, dtype: str | None = None
 ) -> tuple[list[Row], Counter[str]]:
     """The rows of the file at `path` in one of FORMATS, of the lines whose columns have the values of `only`; and how
@@ -86,9 +86,9 @@ def read(
                 whole = {**_DENSE, **row}
                 for name, values in found.items():
                     values.add(str(row.get(name)))
-                kept = merged.setdefault(tables.point_id(whole), whole | {"samples_seconds": []})
+                kept = merged.setdefault(hash_key(whole), whole | {"samples_seconds": []})
                 kept["samples_seconds"].append(_seconds(milliseconds))
-        except LeftOut as reason:
+        except SkippedLine as reason:
             left_out[str(reason)] += 1
         except KeyError as error:
             raise BadData(f"{path}: not {format} timings, it has no column {error.args[0]}") from error
@@ -106,8 +106,8 @@ def read(
 
 def _neusight(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row, Any]]:
     if (operation := _name(line, "OPName")) not in ("linear", "conv"):
-        raise LeftOut(f"their OPName {operation} is no linear layer or convolution")
-    device = slug(_name(line, "Device"))
+        raise SkippedLine(f"their OPName {operation} is no linear layer or convolution")
+    device = make_slug(_name(line, "Device"))
     device = device if device.startswith(("nvidia", "amd")) else f"nvidia-{device}"
     same = {"device": device, "backend": "torch", **_dtypes("float32")}
     same |= {"kernel_requested": "auto", "kernel_used": _text(line.get("kernel")), "context": "isolated"}
@@ -135,13 +135,14 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
     precisions = [precision for name, precision in _PRECISIONS.items() if name in sheet]
     if len(precisions) != 1:
         if dtype is None:
-            raise LeftOut(f"their sheet {sheet!r} does not name one precision (--dtype says it)")
+            raise SkippedLine(f"their sheet {sheet!r} does not name one precision (--dtype says it)")
         precisions = [dtype]
     if not any(_is_given(line[name]) for name in ("time_ms", "sparse_ms", "dense_ms")):
-        raise LeftOut("they have no time")
+        raise SkippedLine("they have no time")
     transposed = f"{line['a_t']}{line['b_t']}".lower()
     same = {
-        "device": slug(_name(line, "file").rpartition("DeepBench_")[2].replace("_", " ")), "backend": "deepbench",
+        "device": make_slug(_name(line, "file").rpartition("DeepBench_")[2].replace("_", " ")),
+        "backend": "deepbench",
         **_dtypes(precisions[0]), "m": _count(line, "M"), "k": _count(line, "K"), "n": _count(line, "N"),
         "context": "isolated",
     }  # fmt: skip
@@ -159,7 +160,7 @@ def _deepbench(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row
 
 def _aiconfigurator(line: Mapping[str, Any], dtype: str | None) -> Iterator[tuple[Row, Any]]:
     yield {
-        "device": slug(_name(line, "device")), "backend": _name(line, "framework"),
+        "device": make_slug(_name(line, "device")), "backend": _name(line, "framework"),
         "backend_version": _name(line, "version"), "dtype_w": _name(line, "gemm_dtype"),
         "m": _count(line, "n"), "k": _count(line, "k"), "n": _count(line, "m"),
         "kernel_requested": f"{_name(line, 'op_name')}:{_name(line, 'kernel_source')}", "context": "isolated",

@@ -115,7 +115,7 @@ def write_spdy_profile(profile: Mapping[str, float], path: Path) -> None:
     write_text_atomically(path, "".join(f"{sparsity:.4f} {name}\n" for name, sparsity in profile.items()))
 
 
-def spdy_rows(
+def convert_spdy_to_rows(
     timings: SpdyTimings,
     *,
     network: str,
@@ -153,8 +153,9 @@ def spdy_rows(
     return rows
 
 
-def spdy_timings(frame: pd.DataFrame, network: str) -> SpdyTimings:
-    """The SPDY timings in rows as `spdy_rows` makes them, one a point; medians, layers called `<network>:<layer>`.
+def convert_rows_to_spdy(frame: pd.DataFrame, network: str) -> SpdyTimings:
+    """The SPDY timings in rows as `convert_spdy_to_rows` makes them, one a point; medians, layers called
+    `<network>:<layer>`.
 
     A layer that has no dense time is left out. Raises BadData where no layer has one, or the whole network has none.
     """

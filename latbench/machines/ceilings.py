@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from latbench.base import files
+from latbench.base.files import find_cache_folder, write_text_atomically
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
+from latbench.machines.devices import hash_machine
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,17 @@ class Ceilings:
 
     def memory_seconds(self, size: float) -> float:
         """The least that reading so many bytes can take, wherever they lie."""
-        return memory_seconds(self.read_bytes_per_second, size)
+        return bound_memory_seconds(self.read_bytes_per_second, size)
 
     def roofline_seconds(self, flop: float, size: float, dtype: str = "float32") -> float:
         """The least that work of so many operations on so many bytes can take, as `compute_seconds`."""
         return max(self.compute_seconds(flop, dtype), self.memory_seconds(size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """`weighed` for work of so many operations on so many bytes."""
-        return weighed(product_seconds, sum_seconds, self.compute_seconds(flop), self.memory_seconds(size))
+        """`weigh_reference_seconds` for work of so many operations on so many bytes."""
+        return weigh_reference_seconds(
+            product_seconds, sum_seconds, self.compute_seconds(flop), self.memory_seconds(size)
+        )
 
     def or_higher(self, other: Ceilings) -> Ceilings:
         """The higher of two ceilings, rate by rate, and the lesser of two usual times: what else was at work when
@@ -65,14 +67,14 @@ class Ceilings:
         """
         return Ceilings(
             max(self.flop_per_second, other.flop_per_second),
-            higher(self.read_bytes_per_second, other.read_bytes_per_second),
+            take_higher_rates(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
             max(self.bfloat16_flop_per_second, other.bfloat16_flop_per_second),
         )
 
 
-def weighed(product_seconds: float, sum_seconds: float, compute: float, memory: float) -> float:
+def weigh_reference_seconds(product_seconds: float, sum_seconds: float, compute: float, memory: float) -> float:
     """What the two reference kernels take, if they take so long, as one: their geometric mean, in which each counts
     as much as work is bound by what it shows, that takes `compute` and `memory` seconds on the roofline.
     """
@@ -80,7 +82,7 @@ def weighed(product_seconds: float, sum_seconds: float, compute: float, memory: 
     return float(product_seconds**share * sum_seconds ** (1 - share))
 
 
-def memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
+def bound_memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> float:
     """The least that reading `size` bytes can take, at rates by size of the working set, which rises: at that of the
     largest one that is no larger.
     """
@@ -89,7 +91,7 @@ def memory_seconds(read_bytes_per_second: Mapping[int, float], size: float) -> f
     return size / rates[0]
 
 
-def never_rising(rates: Mapping[int, float]) -> dict[int, float]:
+def make_non_increasing(rates: Mapping[int, float]) -> dict[int, float]:
     """Rates by size of the working set, each at least as high as the next: a larger set may read faster by luck, and
     never by nature.
     """
@@ -100,22 +102,22 @@ def never_rising(rates: Mapping[int, float]) -> dict[int, float]:
 Key = TypeVar("Key", int, str)
 
 
-def higher(rates: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
+def take_higher_rates(rates: Mapping[Key, float], others: Mapping[Key, float]) -> dict[Key, float]:
     """The higher rate of each key of `others`, which are those of the later measurement."""
     return {key: max(rate, rates.get(key, rate)) for key, rate in others.items()}
 
 
-class Found(Protocol):
+class DeviceCeilings(Protocol):
     """Ceilings of any device: a dataclass of numbers, and of rates by name or (read_bytes_per_second) by size."""
 
     def or_higher(self, other: Self) -> Self:
         """The higher of two ceilings, rate by rate."""
 
 
-AnyCeilings = TypeVar("AnyCeilings", bound=Found)
+AnyCeilings = TypeVar("AnyCeilings", bound=DeviceCeilings)
 
 
-class WithPace(Found, Protocol):
+class CeilingsWithPace(DeviceCeilings, Protocol):
     """Ceilings that also hold what the reference kernels usually take."""
 
     @property
@@ -127,10 +129,10 @@ class WithPace(Found, Protocol):
         """The one that is bound by memory."""
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
-        """What the two take, as one that is bound as work of so many operations on so many bytes is (`weighed`)."""
+        """Return both as one time, weighed for work of `flop` operations on `size` bytes."""
 
 
-AnyWithPace = TypeVar("AnyWithPace", bound=WithPace)
+AnyCeilingsWithPace = TypeVar("AnyCeilingsWithPace", bound=CeilingsWithPace)
 
 
 def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:
@@ -143,7 +145,7 @@ def _numbers(document: Mapping[Any, Any]) -> Iterator[float]:
 
 
 @dataclass(frozen=True)
-class Kept(Generic[AnyCeilings]):
+class CachedCeilings(Generic[AnyCeilings]):
     """Ceilings in the cache folder, of this machine's `device` with `threads` threads.
 
     work: what they are measured with, since times of other work would correct by the wrong factor, silently. measure:
@@ -181,16 +183,16 @@ class Kept(Generic[AnyCeilings]):
 
     @property
     def _identity(self) -> dict[str, object]:
-        unit = devices.machine_hash() if self.unit is None else dict(self.unit)
+        unit = hash_machine() if self.unit is None else dict(self.unit)
         return {"device": self.device, "threads": self.threads, "work": self.work, "machine": unit}
 
     @property
     def _path(self) -> Path:
-        return files.cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
+        return find_cache_folder() / "ceilings" / f"{self.device}-{self.threads}.json"
 
     def _keep(self, found: AnyCeilings) -> AnyCeilings:
         # Where the folder cannot be written, the next sweep measures them again.
         with contextlib.suppress(EnvironmentUnusable):
             document = {"identity": self._identity, **asdict(found)}  # type: ignore[call-overload]
-            files.write_text_atomically(self._path, json.dumps(document, indent=2))
+            write_text_atomically(self._path, json.dumps(document, indent=2))
         return found

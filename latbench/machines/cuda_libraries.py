@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from latbench.machines import devices
+from latbench.machines.devices import find_version
 
 NEWEST_FIRST = (13, 12)  # CUDA's major versions, in the order in which CuPy and numba-cuda look for libraries
 
@@ -72,7 +72,7 @@ LIBRARIES = {
 # CuPy compiles what is not a product. Its products in float64 check the results of all engines but torch's.
 _CUPY = ("cublas", "cublaslt", "cudart", "nvrtc")
 
-OPENED = {
+OPENED_LIBRARIES = {
     "torch_gpu": ("cublas", "cublaslt", "cudart", "cudnn", "nvrtc"),  # torch's wheels ask for what they open
     "torch_sparse": ("cublas", "cublaslt", "cudart", "cusparselt", "nvrtc"),
     "cublas": _CUPY,
@@ -87,7 +87,7 @@ _TRITON = ("triton", "pytorch-triton")
 _PARTS = range(3)  # major, minor and patch in libraryPropertyType (library_types.h)
 
 
-def versions() -> dict[str, str | None]:
+def find_library_versions() -> dict[str, str | None]:
     """Return the versions of the libraries that a table's times depend on.
 
     A library that this process has loaded is asked itself. Of another one its wheel's version counts, cut to the
@@ -100,10 +100,10 @@ def versions() -> dict[str, str | None]:
         here.
     """
     found: dict[str, str | None] = {name: _loaded(name) or _installed(name) for name in _VERSIONED}
-    return {**found, "triton": next(filter(None, map(devices.version, _TRITON)), None)}
+    return {**found, "triton": next(filter(None, map(find_version, _TRITON)), None)}
 
 
-def not_loaded(message: str) -> str | None:
+def explain_load_error(message: str) -> str | None:
     """Return which library is missing and what to install.
 
     Parameters
@@ -122,20 +122,20 @@ def not_loaded(message: str) -> str | None:
     missing = next((name for name in named if name in wheels), None)
     if missing is None:
         return None
-    if devices.version(wheels[missing]) is not None:
-        return mixed()
+    if find_version(wheels[missing]) is not None:
+        return explain_mixed_cuda()
     return f"{missing} cannot be loaded: pip install {wheels[missing]}"
 
 
-def mixed() -> str | None:
+def explain_mixed_cuda() -> str | None:
     """Return why the installed CuPy would load the libraries of another CUDA; None where it loads its own.
 
     CuPy and numba-cuda load CUDA 13's libraries wherever those are installed, also in their builds for CUDA 12.
     """
     if _cuda_of_cupy() != 12:
         return None
-    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in OPENED["cusparse"])
-    others = [wheel for wheel in wheels if devices.version(wheel) is not None]
+    wheels = dict.fromkeys(LIBRARIES[name].wheels[13] for name in OPENED_LIBRARIES["cusparse"])
+    others = [wheel for wheel in wheels if find_version(wheel) is not None]
     if not others:
         return None
     return (
@@ -146,7 +146,7 @@ def mixed() -> str | None:
 
 def _cuda_of_cupy() -> int:
     """Return the CUDA that the installed CuPy is built for; the newest where its package does not say."""
-    return 12 if devices.version("cupy-cuda12x") is not None else NEWEST_FIRST[0]
+    return 12 if find_version("cupy-cuda12x") is not None else NEWEST_FIRST[0]
 
 
 def _loaded(name: str) -> str | None:
@@ -176,5 +176,5 @@ def _numbers(library: ctypes.CDLL, getter: str) -> tuple[int, ...] | None:
 
 def _installed(name: str) -> str | None:
     """Return the version of a library's wheel, as the library itself would say it; None where there is none."""
-    found = next(filter(None, map(devices.version, LIBRARIES[name].wheels.values())), None)
+    found = next(filter(None, map(find_version, LIBRARIES[name].wheels.values())), None)
     return None if found is None else ".".join(found.split(".")[: 2 if name == "nvrtc" else len(_PARTS)])

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from latbench.base.environments import env_id
+from latbench.base.environments import hash_environment
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import devices
-from latbench.machines import gpu_discovery as discovery
+from latbench.machines.devices import count_cores, describe_cpu_environment, find_version
+from latbench.machines.gpu_discovery import list_gpus
 from latbench.machines.gpu_names import Gpu
 
 # nvml.h, "clocks event reasons": why the clocks are not higher than they are.
@@ -36,7 +36,7 @@ _PACKAGES = ("torch", "triton", "cupy-cuda13x", "cupy-cuda12x", "numba", "numba-
 
 
 @dataclass(frozen=True)
-class State:
+class GpuState:
     """What the driver reports at one moment."""
 
     clock_hertz: float | None = None
@@ -51,7 +51,7 @@ class State:
         return not THROTTLING.isdisjoint(self.reasons)
 
 
-def columns(states: Iterable[State]) -> dict[str, Any]:
+def summarise_gpu_states(states: Iterable[GpuState]) -> dict[str, Any]:
     """The telemetry columns of a row from the states in which it was sampled: medians, the highest temperature, and
     every event reason that occurred, joined by plus signs ("" for none).
     """
@@ -72,12 +72,12 @@ def _median(values: Iterable[float | None]) -> float | None:
     return float(median(known)) if known else None
 
 
-def reasons(bits: int) -> frozenset[str]:
+def parse_event_reasons(bits: int) -> frozenset[str]:
     """The names of the event reasons in NVML's bit mask."""
     return frozenset(name for bit, name in _REASONS.items() if bits & bit)
 
 
-class Observer:
+class GpuObserver:
     """Reads the state of one device; NVML stays open until `close`."""
 
     def __init__(self, uuid: str) -> None:
@@ -85,19 +85,19 @@ class Observer:
         self._nvml.nvmlInit()
         self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
 
-    def __call__(self) -> State:
+    def __call__(self) -> GpuState:
         """The state now."""
         handle = self._handle
         # The reasons were called throttle reasons before driver 535.
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if bits is None:
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return State(
+        return GpuState(
             clock_hertz=_scaled(self._ask("nvmlDeviceGetClockInfo", handle, _SM), 1e6),
             memory_clock_hertz=_scaled(self._ask("nvmlDeviceGetClockInfo", handle, _MEMORY), 1e6),
             power_watts=_scaled(self._ask("nvmlDeviceGetPowerUsage", handle), 1e-3),
             temperature_celsius=_scaled(self._ask("nvmlDeviceGetTemperature", handle, _CORE_TEMPERATURE), 1.0),
-            reasons=reasons(bits or 0),
+            reasons=parse_event_reasons(bits or 0),
         )
 
     def facts(self) -> dict[str, Any]:
@@ -157,40 +157,40 @@ class Observer:
 
 
 @contextlib.contextmanager
-def observing(uuid: str) -> Iterator[Observer]:
+def open_observer(uuid: str) -> Iterator[GpuObserver]:
     """An observer while the context is open."""
-    observer = Observer(uuid)
+    observer = GpuObserver(uuid)
     try:
         yield observer
     finally:
         observer.close()
 
 
-def only_gpu() -> Gpu:
+def find_first_gpu() -> Gpu:
     """Return the first GPU that this process may use. Raises EnvironmentUnusable where there is none."""
-    found, reason = discovery.gpus()
+    found, reason = list_gpus()
     if not found:
         raise EnvironmentUnusable(reason)
     return found[0]
 
 
-def environment(gpu: Gpu) -> dict[str, Any]:
+def describe_gpu_environment(gpu: Gpu) -> dict[str, Any]:
     """What is told of the environment on `gpu`: the device, its driver, the libraries, its host."""
-    host = devices.environment(devices.cores())
+    host = describe_cpu_environment(count_cores())
     row = {name: value for name, value in host.items() if name not in ("env_id", "threads")}
-    with observing(gpu.uuid) as observer:
+    with open_observer(gpu.uuid) as observer:
         facts = observer.facts()
     row |= {
         "device": gpu.device,
-        "device_uuid_hash": uuid_hash(gpu),
+        "device_uuid_hash": hash_uuid(gpu),
         "host": host["device"],
         **facts,
-        **{package: devices.version(package) for package in _PACKAGES},
+        **{package: find_version(package) for package in _PACKAGES},
     }
-    return {"env_id": env_id(row), **row}
+    return {"env_id": hash_environment(row), **row}
 
 
-def uuid_hash(gpu: Gpu) -> str:
+def hash_uuid(gpu: Gpu) -> str:
     """Tells this GPU from others of its kind without saying which it is."""
     return hashlib.sha256(f"latbench {gpu.uuid}".encode()).hexdigest()[:12]
 

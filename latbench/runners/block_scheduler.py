@@ -19,7 +19,7 @@ ASK_SECONDS = 120.0  # a node's first process may have to load its libraries fro
 MOST_LOSSES = 2  # of one node's process: a node that cannot keep one is left alone
 
 Item = TypeVar("Item")
-Call = tuple[Any, ...]
+FunctionCall = tuple[Any, ...]
 """The name of a function, "module:function", and its arguments."""
 
 
@@ -35,7 +35,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostNodes:
     """What stands for an answer where every node that worked on it was lost: why, a sentence each."""
 
     reasons: tuple[str, ...]
@@ -59,7 +59,7 @@ class WholeNodes(ABC):
 
     def run(
         self,
-        prepare: Call,
+        prepare: FunctionCall,
         items: Iterable[Item],
         arguments: Callable[[Item], tuple[Any, ...]],
         *,
@@ -108,16 +108,16 @@ class WholeNodes(ABC):
                     continue
                 if attempt_of is None:
                     continue
-                if isinstance(answer, Lost):
+                if isinstance(answer, LostNodes):
                     attempt_of.losses += answer.reasons
                     if len(attempt_of.losses) < tries:
                         todo.append(attempt_of)
                         continue
-                    answer = Lost(tuple(attempt_of.losses))
+                    answer = LostNodes(tuple(attempt_of.losses))
                 yield attempt_of.item, answer
 
     @abstractmethod
-    def _take_all(self, prepare: Call) -> None:
+    def _take_all(self, prepare: FunctionCall) -> None:
         """Ask for every node that is not held yet, to prepare it; each of `_starting` comes as soon as it is free."""
 
     @abstractmethod
@@ -139,16 +139,16 @@ class WholeNodes(ABC):
         """Give a node back that cannot do what it is asked to, for a reason that goes to `lost`."""
 
 
-def first_line(error: BaseException) -> str:
+def take_first_line(error: BaseException) -> str:
     """The first line of what an exception says, or its class where it says nothing."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def raised(cause: BaseException, node: Node) -> LatbenchError | None:
+def convert_node_error(cause: BaseException, node: Node) -> LatbenchError | None:
     """What is said to the user of an exception on a node; None of one that nobody foresaw."""
     if isinstance(cause, LatbenchError):
         cause.args = (f"on node {node.name}: {cause}",)
         return cause
     if isinstance(cause, OSError | ImportError):
-        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {first_line(cause)}")
+        return EnvironmentUnusable(f"on node {node.name}: {type(cause).__name__}: {take_first_line(cause)}")
     return None

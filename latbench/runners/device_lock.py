@@ -17,22 +17,22 @@ from datetime import datetime
 from pathlib import Path
 
 from latbench.errors import EnvironmentUnusable
-from latbench.tables import storage as places
+from latbench.tables.storage import hide_secrets
 
 WAIT_SECONDS = 600.0
 _LOOK_EVERY_SECONDS = 0.2
 
 
-FOLDER = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
+FOLDER_VARIABLE = "LATBENCH_LOCKS"  # the environment variable; containers of one machine have to share such a folder
 
 
-def lock_folder() -> Path:
+def find_lock_folder() -> Path:
     """Where locks lie: LATBENCH_LOCKS, else /tmp, which all users of a machine may write."""
-    return Path(os.environ.get(FOLDER) or "/tmp")
+    return Path(os.environ.get(FOLDER_VARIABLE) or "/tmp")
 
 
 @contextlib.contextmanager
-def device_lock(
+def lock_device(
     device: str,
     unit: str | None = None,
     *,
@@ -44,7 +44,7 @@ def device_lock(
     Waits for another holder for `wait_seconds`, then raises EnvironmentUnusable. `waiting` is told once, in a
     sentence, who that is, if there is something to wait for.
     """
-    path = lock_folder() / ("latbench-" + "-".join(filter(None, (device, unit))) + ".lock")
+    path = find_lock_folder() / ("latbench-" + "-".join(filter(None, (device, unit))) + ".lock")
     try:
         handle = _opened(path)
     except OSError as error:
@@ -87,7 +87,7 @@ def _taken(handle: int) -> bool:
 
 def _sign(handle: int) -> None:
     """Write into the file who holds it, since when. Where the disk is full it says nothing, and is locked."""
-    command = " ".join([Path(sys.argv[0]).name, *map(places.shown, sys.argv[1:])])
+    command = " ".join([Path(sys.argv[0]).name, *map(hide_secrets, sys.argv[1:])])
     with contextlib.suppress(OSError):
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} of {_user()} since {datetime.now():%F %T}: {command}".encode(), 0)

@@ -22,20 +22,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from latbench.errors import EnvironmentUnusable
-from latbench.machines import gpu_names as names
+from latbench.machines.gpu_names import matches_name
 from latbench.runners.block_scheduler import (
     ASK_SECONDS,
     MOST_LOSSES,
-    Call,
-    Lost,
+    FunctionCall,
+    LostNodes,
     Node,
     WholeNodes,
-    first_line,
-    raised,
+    convert_node_error,
+    take_first_line,
 )
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 
-ADDRESS = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
+ADDRESS_VARIABLE = "RAY_ADDRESS"  # the environment variable by which Ray's own tools find a cluster
 REACH_SECONDS = 5.0
 TICK_SECONDS = 10.0
 
@@ -54,8 +54,8 @@ class RayNodes(WholeNodes):
         super().__init__()
         self._stack = contextlib.ExitStack()
         try:
-            self._ray = self._stack.enter_context(connected())
-            self.nodes = choose(nodes_of(self._ray.nodes()), wanted)
+            self._ray = self._stack.enter_context(open_ray())
+            self.nodes = select_nodes(parse_nodes(self._ray.nodes()), wanted)
         except BaseException:
             self.close()
             raise
@@ -95,11 +95,11 @@ class RayNodes(WholeNodes):
         try:
             return self._ray.get(ref, timeout=ASK_SECONDS)
         except exceptions.RayTaskError as error:
-            raise raised(error.cause, node) or error from None
+            raise convert_node_error(error.cause, node) or error from None
         except exceptions.RayError as error:
-            raise EnvironmentUnusable(f"node {node.name} gives no answer: {why(error)}") from None
+            raise EnvironmentUnusable(f"node {node.name} gives no answer: {explain_loss(error)}") from None
 
-    def _take_all(self, prepare: Call) -> None:
+    def _take_all(self, prepare: FunctionCall) -> None:
         for node in self.nodes:
             if node.id not in self._actors:
                 actor = self._ray.remote(_Holder).options(
@@ -120,15 +120,15 @@ class RayNodes(WholeNodes):
         try:
             answer = self._ray.get(ref)
         except exceptions.RayTaskError as error:
-            raise raised(error.cause, node) or error from None
+            raise convert_node_error(error.cause, node) or error from None
         except exceptions.RayError as error:
             self._end(node)
             self._losses[node.id] += 1
             if self._losses[node.id] >= MOST_LOSSES or node.id not in self._alive():
                 self.nodes.remove(node)
-            reason = f"node {node.name} was lost: {why(error)}"
+            reason = f"node {node.name} was lost: {explain_loss(error)}"
             self.lost.setdefault(node.name, reason)  # to be taken again may fail as well
-            return Lost((reason,))
+            return LostNodes((reason,))
         self._idle.append(node)
         return answer
 
@@ -143,7 +143,7 @@ class RayNodes(WholeNodes):
             self._ray.kill(self._actors.pop(node.id))
 
     def _alive(self) -> set[str]:
-        return {node.id for node in nodes_of(self._ray.nodes())}
+        return {node.id for node in parse_nodes(self._ray.nodes())}
 
     def _on(self, node: Node) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -151,11 +151,13 @@ class RayNodes(WholeNodes):
         return NodeAffinitySchedulingStrategy(node.id, soft=False)
 
 
-_ADVICE = f"start one with `ray start --head`, or name it in {ADDRESS}, such as {ADDRESS}=10.0.0.1:6379"
+_ADVICE = (
+    f"start one with `ray start --head`, or name it in {ADDRESS_VARIABLE}, such as {ADDRESS_VARIABLE}=10.0.0.1:6379"
+)
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[Any]:
+def open_ray() -> Iterator[Any]:
     """The module `ray`, connected to the cluster that RAY_ADDRESS names, or that runs on this machine.
 
     Raises EnvironmentUnusable where Ray is not installed, or there is no cluster.
@@ -165,20 +167,20 @@ def connected() -> Iterator[Any]:
         import ray
     except ImportError:
         raise EnvironmentUnusable("Ray is not installed here: pip install ray") from None
-    reach(address := os.environ.get(ADDRESS, "auto"))
+    check_reachable(address := os.environ.get(ADDRESS_VARIABLE, "auto"))
     # Ray prints what befalls nodes to stdout, in pages and from a thread; our own stdout is for results.
     with open(os.devnull, "w") as silence, contextlib.redirect_stdout(silence):  # noqa: PTH123 - no file of ours
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({first_line(error)}): {_ADVICE}") from None
+            raise EnvironmentUnusable(f"no Ray cluster to be reached ({take_first_line(error)}): {_ADVICE}") from None
         try:
             yield ray
         finally:
             ray.shutdown()
 
 
-def reach(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise EnvironmentUnusable where nobody listens at `address`, host:port: Ray itself would wait for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if not (host and port.isdigit()):
@@ -190,7 +192,7 @@ def reach(address: str) -> None:
         raise EnvironmentUnusable(f"no Ray cluster to be reached at {address} ({reason}): {_ADVICE}") from None
 
 
-def nodes_of(described: Iterable[dict[str, Any]]) -> list[Node]:
+def parse_nodes(described: Iterable[dict[str, Any]]) -> list[Node]:
     """The nodes that are alive, from what `ray.nodes()` tells of them."""
     kind = "accelerator_type:"
     return [
@@ -206,7 +208,7 @@ def nodes_of(described: Iterable[dict[str, Any]]) -> list[Node]:
     ]
 
 
-def choose(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
+def select_nodes(nodes: Sequence[Node], wanted: str | None) -> list[Node]:
     """The nodes with the accelerator that the user calls `wanted`; None: with CPUs and no accelerator.
 
     Raises EnvironmentUnusable where there is none, with those that there are.
@@ -234,30 +236,30 @@ def _same(accelerator: str, wanted: str) -> bool:
 
     Either may be the longer one: Ray shortens "NVIDIA A100-SXM4-80GB" to "A100".
     """
-    return names.matches(accelerator, wanted) or names.matches(wanted, accelerator)
+    return matches_name(accelerator, wanted) or matches_name(wanted, accelerator)
 
 
-def why(error: Exception) -> str:
+def explain_loss(error: Exception) -> str:
     """What Ray says of a node that it lost, in a few words of its pages."""
     text = str(error)
     found = re.search(r"The actor is dead because ((?:[^.]|\.(?=\S))+)", text)
     if found:
         return found[1]
-    return "it cannot be reached any more" if "unavailable" in text else first_line(error)
+    return "it cannot be reached any more" if "unavailable" in text else take_first_line(error)
 
 
 # On the nodes ------------------------------------------------------------------------------------------------------
 
 
 def _called(function: str, args: tuple[Any, ...]) -> Any:
-    return resolve(function)(*args)
+    return load_function(function)(*args)
 
 
 class _Holder:
     """Holds a node, and on it a callable."""
 
     def prepare(self, function: str, *args: Any) -> None:
-        self._call = resolve(function)(*args)
+        self._call = load_function(function)(*args)
 
     def call(self, args: tuple[Any, ...]) -> Any:
         return self._call(*args)

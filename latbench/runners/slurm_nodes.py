@@ -37,20 +37,20 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, Self
 
-from latbench.base.files import cache_folder
+from latbench.base.files import find_cache_folder
 from latbench.errors import EnvironmentUnusable, LatbenchError, UsageError
-from latbench.machines.devices import slug
+from latbench.machines.devices import make_slug
 from latbench.runners.block_scheduler import (
     ASK_SECONDS,
     MOST_LOSSES,
-    Call,
-    Lost,
+    FunctionCall,
+    LostNodes,
     Node,
     WholeNodes,
-    first_line,
-    raised,
+    convert_node_error,
+    take_first_line,
 )
-from latbench.runners.worker import resolve
+from latbench.runners.worker import load_function
 
 MINUTES = 60  # of a job, by default
 TICK_SECONDS = 10.0
@@ -114,7 +114,7 @@ class SlurmNodes(WholeNodes):
         self, wanted: str | None, options: Sequence[str] = (), tell: Callable[[str], None] = lambda line: None
     ) -> None:
         super().__init__()
-        count, given = parse(options)
+        count, given = parse_slurm_options(options)
         self._tell = tell
         self._jobs: dict[str, _Job] = {}
         self._fruitless: Counter[str] = Counter()  # losses of a node since it did anything
@@ -154,8 +154,8 @@ class SlurmNodes(WholeNodes):
                 "there is no Slurm here, no command sbatch: sweep from where jobs are submitted"
             )
         if wanted is not None:
-            given = {"gres": f"gpu:{slug(wanted)}:1", **given}
-        shared = cache_folder().absolute() / "slurm"
+            given = {"gres": f"gpu:{make_slug(wanted)}:1", **given}
+        shared = find_cache_folder().absolute() / "slurm"
         try:
             shared.mkdir(parents=True, exist_ok=True)
             folder = tempfile.mkdtemp(dir=shared)
@@ -179,9 +179,9 @@ class SlurmNodes(WholeNodes):
         address = socket.gethostname(), self._server.getsockname()[1]
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # where submitit prints what it raises as well
-                handle = self._executor.submit(serve, address, self._key, node.id)
+                handle = self._executor.submit(run_node_job, address, self._key, node.id)
         except (RuntimeError, OSError) as error:
-            said = re.sub(r"^sbatch: (error: |fatal: )?", "", first_line(error)).rstrip(".")
+            said = re.sub(r"^sbatch: (error: |fatal: )?", "", take_first_line(error)).rstrip(".")
             raise EnvironmentUnusable(
                 f"Slurm takes no job with {self._given}: {said}; `sinfo -o '%P %G'` lists its partitions and GPUs, "
                 "--slurm partition=NAME or gres=gpu:NAME:1 asks for them"
@@ -220,7 +220,7 @@ class SlurmNodes(WholeNodes):
             for job in self._wait(list(asked)):
                 asked.remove(job)
                 answer = self._answer(job)
-                if isinstance(answer, Lost):
+                if isinstance(answer, LostNodes):
                     said = answer.reasons[0]
                     self._leave(job)
                 else:
@@ -237,7 +237,7 @@ class SlurmNodes(WholeNodes):
         self.nodes.remove(job.node)
         job.end()
 
-    def _take_all(self, prepare: Call) -> None:
+    def _take_all(self, prepare: FunctionCall) -> None:
         for node in list(self.nodes):
             if node.id not in self._jobs:
                 try:
@@ -265,7 +265,7 @@ class SlurmNodes(WholeNodes):
         if ready:
             return [connected[one] for one in ready if one in connected]
         # A machine that loses its power says nothing, and a job may end before it gets here.
-        self._queued = queued(job.handle.job_id for job in self._jobs.values())
+        self._queued = list_queued_jobs(job.handle.job_id for job in self._jobs.values())
         return [job for job in jobs if self._queued is not None and job.handle.job_id not in self._queued]
 
     def _why_waiting(self) -> str:
@@ -291,7 +291,7 @@ class SlurmNodes(WholeNodes):
 
     def _outcome(self, job: _Job, node: Node) -> Any:
         answer = self._answer(job)
-        if isinstance(answer, Lost):
+        if isinstance(answer, LostNodes):
             self.lost.setdefault(str(job), answer.reasons[0])
             self._fruitless[node.id] += 1
             if self._fruitless[node.id] >= MOST_LOSSES:
@@ -316,15 +316,15 @@ class SlurmNodes(WholeNodes):
                 raise EOFError
             kind, value = job.connection.recv()
         except (EOFError, OSError, pickle.UnpicklingError):
-            return Lost((job.why_lost(),))
+            return LostNodes((job.why_lost(),))
         if kind == "ok":
             return value
         if isinstance(value, BaseException):
-            raise raised(value, replace(job.node, name=str(job))) or value
+            raise convert_node_error(value, replace(job.node, name=str(job))) or value
         raise RuntimeError(f"on node {job}:\n{value}")
 
 
-def queued(numbers: Iterable[str]) -> dict[str, str] | None:
+def list_queued_jobs(numbers: Iterable[str]) -> dict[str, str] | None:
     """Those of the jobs with these numbers that have not ended, with Slurm's reason why they wait, "None" for those
     that run; None where Slurm does not say.
     """
@@ -341,7 +341,7 @@ def queued(numbers: Iterable[str]) -> dict[str, str] | None:
     return {number: reason.strip() for number, _, reason in lines}
 
 
-def parse(options: Sequence[str]) -> tuple[int, dict[str, str]]:
+def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
     """How many nodes `options` ask for, and the options of sbatch among them. Raises UsageError for others."""
     given: dict[str, str] = {}
     for option in options:
@@ -381,7 +381,7 @@ def _connection(peer: socket.socket, *, patient: bool) -> Connection:
 # On the nodes ------------------------------------------------------------------------------------------------------
 
 
-def serve(address: tuple[str, int], key: bytes, node: str) -> None:
+def run_node_job(address: tuple[str, int], key: bytes, node: str) -> None:
     """A job: does what the process at `address` asks for, until that is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit passes it by, and scancel would have to wait
     try:
@@ -400,9 +400,9 @@ def serve(address: tuple[str, int], key: bytes, node: str) -> None:
             try:
                 match request:
                     case ("ask", function, args):
-                        answer: Any = resolve(function)(*args)
+                        answer: Any = load_function(function)(*args)
                     case ("prepare", function, *args):
-                        answer, held = None, resolve(function)(*args)
+                        answer, held = None, load_function(function)(*args)
                     case ("call", args):
                         assert held is not None
                         answer = held(*args)

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from latbench.timing import sampling as measure
+from latbench.timing.sampling import Timer, WallClock
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 def _obey(connection: Connection) -> bool:
     """Serve requests until the parent closes the socket (False), or asks for a new process (True)."""
-    prepared: dict[int, measure.Timer] = {}
+    prepared: dict[int, Timer] = {}
     while True:
         try:
             request = pickle.loads(connection.recv_bytes())
@@ -51,7 +51,7 @@ def _obey(connection: Connection) -> bool:
             return False
         try:
             if request[0] == "renew":
-                resolve(request[1])
+                load_function(request[1])
                 return True
             answer = pickle.dumps(("ok", _serve(request, prepared)))
         except BaseException as error:  # noqa: BLE001 - a task may raise anything, and the parent has to hear of it
@@ -95,14 +95,14 @@ def _begin_anew(connection: Connection) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
+def _serve(request: tuple[Any, ...], prepared: dict[int, Timer]) -> Any:
     match request:
         case ("call", function, args):
-            return resolve(function)(*args)
+            return load_function(function)(*args)
         case ("prepare", key, function, args):
-            run = resolve(function)(*args)
+            run = load_function(function)(*args)
             # A GPU's work is timed by the GPU's own events: it comes with a timer.
-            timer = run if hasattr(run, "burst") else measure.WallClock(run)
+            timer = run if hasattr(run, "burst") else WallClock(run)
             prepared[key] = timer
             return timer.inner_loops, timer.facts
         case ("burst", key, seconds):
@@ -117,7 +117,7 @@ def _serve(request: tuple[Any, ...], prepared: dict[int, measure.Timer]) -> Any:
     raise ValueError(f"a worker knows path, renew, call, prepare, burst and drop, not {request[0]!r}")
 
 
-def resolve(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Callable[..., Any]:
     """The function that "package.module:function" or "path/to/file.py:function" names."""
     module, _, attribute = name.rpartition(":")
     if module.endswith(".py"):

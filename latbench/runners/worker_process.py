@@ -59,7 +59,7 @@ class TaskFailed(LatbenchError):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTask:
     """A callable that waits in a worker. `facts` is what the callable carries in its attribute of that name."""
 
     key: int
@@ -116,7 +116,7 @@ class Worker:
         """
         return self._request(("call", function, args), timeout)
 
-    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> Prepared:
+    def prepare(self, function: str, *args: Any, timeout: float = CALL_SECONDS) -> PreparedTask:
         """Call "module:function", which returns a callable without arguments, or a measure.Timer; keep that in the
         worker, ready to time.
 
@@ -124,24 +124,24 @@ class Worker:
         """
         key = next(self._keys)
         inner_loops, facts = self._request(("prepare", key, function, args), timeout)
-        return Prepared(key, self.generation, inner_loops, facts)
+        return PreparedTask(key, self.generation, inner_loops, facts)
 
-    def holds(self, prepared: Prepared) -> bool:
+    def holds(self, prepared: PreparedTask) -> bool:
         """Whether `prepared` still waits in this worker: false once the process died."""
         return prepared.generation == self.generation
 
-    def burst(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
+    def burst(self, prepared: PreparedTask, seconds: float, timeout: float = CALL_SECONDS) -> Burst:
         """Time `prepared` for about `seconds`. Raises as `call` does."""
         if not self.holds(prepared):
             raise WorkerDied("crash", f"the {self.name} worker that had this prepared is gone")
         sampled: Burst = self._request(("burst", prepared.key, seconds), timeout)
         return sampled
 
-    def sample(self, prepared: Prepared, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
+    def sample(self, prepared: PreparedTask, seconds: float, timeout: float = CALL_SECONDS) -> list[float]:
         """The samples of a burst, whatever else ran meanwhile: seconds a call, one value a sample."""
         return self.burst(prepared, seconds, timeout).samples
 
-    def drop(self, prepared: Iterable[Prepared], timeout: float = CALL_SECONDS) -> None:
+    def drop(self, prepared: Iterable[PreparedTask], timeout: float = CALL_SECONDS) -> None:
         """Free what the worker still holds of these. Raises as `call` does."""
         keys = [item.key for item in prepared if self.holds(item)]
         if keys:
@@ -211,7 +211,7 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={**os.environ, **thread_settings(self.threads), **self._environment},
+                env={**os.environ, **build_thread_variables(self.threads), **self._environment},
                 start_new_session=True,  # Ctrl-C is the parent's to handle
             )
         self._connection = Connection(ours.detach())
@@ -243,7 +243,7 @@ def _read(answer: bytes) -> object:
         return None
 
 
-def thread_settings(threads: int) -> dict[str, str]:
+def build_thread_variables(threads: int) -> dict[str, str]:
     """The environment variables that give every engine `threads` threads.
 
     GNU OpenMP's threads spin for milliseconds by default before they sleep. On a core that anything else wants, that

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
+from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
 
-TASK = "latbench.backends.reference:handed_on"
-APART = "cores_apart"  # how a burst's reasons name it
+HANDOVER_TASK = "latbench.backends.reference:handed_on"
+CORES_APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 
 # Fixed work that takes longer than this hangs; a worker that died so often in a row would cost as long again.
@@ -27,15 +27,18 @@ MOST_DEATHS = 2
 
 # How much longer than at best cores take for what another has changed while they are apart: 2.8 times, the least that
 # was seen 2.6. One direction alone takes as long at times (1.9 times, the mean of both), and no layer feels that.
-TIMES = 2.3
-AT_BEST = 0.1  # this quantile of the readings
+APART_RATIO = 2.3
+BEST_QUANTILE = 0.1  # this quantile of the readings
 MOST_READINGS = 100_000  # that are kept: of half an hour
-FEW, SELDOM = 200, 50  # with more readings than that, what they are at best is worked out once in so many
+UPDATE_ALWAYS_UNTIL, UPDATE_EVERY = (
+    200,
+    50,
+)  # with more readings than that, what they are at best is worked out once in so many
 
 Result = TypeVar("Result")
 
 
-class Placement:
+class CorePlacement:
     """Asks `worker` how long its cores take for what another one of so many has changed, and keeps what it said.
 
     What was timed before cores were first seen together counts: how fast they are at best is not known until then.
@@ -44,7 +47,7 @@ class Placement:
     def __init__(self, worker: Worker, threads: int) -> None:
         self._worker, self._threads = worker, threads
         self._known = threads > 1
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedTask | None = None
         self._readings: deque[float] = deque(maxlen=MOST_READINGS)
         self._last = self._at_best = 0.0
         self._count = self._deaths = 0
@@ -59,9 +62,9 @@ class Placement:
         before, self._last = self._last, reading
         self._readings.append(reading)
         self._count += 1
-        if self._count <= FEW or self._count % SELDOM == 0:
-            self._at_best = float(np.quantile(self._readings, AT_BEST, method="lower"))
-        return max(before, reading) > TIMES * self._at_best
+        if self._count <= UPDATE_ALWAYS_UNTIL or self._count % UPDATE_EVERY == 0:
+            self._at_best = float(np.quantile(self._readings, BEST_QUANTILE, method="lower"))
+        return max(before, reading) > APART_RATIO * self._at_best
 
     def together(self, timed: Callable[[], Result], tries: int) -> tuple[Result, bool]:
         """What `timed` returns, called so often at most, until cores are together; and whether they were."""
@@ -75,7 +78,7 @@ class Placement:
         """The seconds that a core takes; None if nothing says so this time."""
         try:
             if self._prepared is None or not self._worker.holds(self._prepared):
-                self._prepared = self._worker.prepare(TASK, self._threads, timeout=PREPARE_SECONDS)
+                self._prepared = self._worker.prepare(HANDOVER_TASK, self._threads, timeout=PREPARE_SECONDS)
             burst = self._worker.burst(self._prepared, READING_SECONDS, timeout=BURST_SECONDS)
             self._deaths = 0
             return float(np.median(burst.samples))

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.sweeping.gpu_machine import SETTINGS
-from latbench.workloads import points as plan
-from latbench.workloads.points import Point
+from latbench.sweeping.gpu_machine import GPU_SETTINGS
+from latbench.workloads.points import Point, estimate_bytes
 from sparse_kernels.shapes import Shape
 
-ASSUMED = "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
+GPU_ESTIMATE_ASSUMPTION = (
+    "no kernel compiled and no roofline measured yet, and nothing else at work on the GPU or its host"
+)
 
 _START_SECONDS = 10.0  # of a process, about: importing torch or CuPy, and starting CUDA
 _CEILINGS_SECONDS = 5.0  # beside the start of their process
@@ -33,7 +34,7 @@ _CHECKED_FLOP_PER_SECOND, _SLOWLY_CHECKED = 5e12, 2.5e11
 _MADE_FOR_FLOAT64 = {"v100", "a100", "a30", "h100", "h200", "gh200", "b200", "gb200"}
 
 
-def seconds(wanted: Iterable[Point]) -> float:
+def estimate_gpu_seconds(wanted: Iterable[Point]) -> float:
     """About how long measuring takes, within a factor of two or so; longer where a GPU gets hot: throttled points get
     other chances. See ASSUMED.
     """
@@ -53,7 +54,7 @@ def seconds(wanted: Iterable[Point]) -> float:
         + _CEILINGS_SECONDS
         + _COMPILE_SECONDS * len(kernels)
         + sum(_preparing(points, processes, rate) for points in by_shape.values())
-        + SETTINGS.max_seconds * len(every)
+        + GPU_SETTINGS.max_seconds * len(every)
     )
 
 
@@ -77,6 +78,6 @@ def _preparing(points: Sequence[Point], processes: Iterable[str], rate: float) -
     return max(sum(on_gpu.values()), alone)
 
 
-def table_bytes(wanted: Iterable[Point]) -> int:
+def estimate_gpu_table_bytes(wanted: Iterable[Point]) -> int:
     """About how much disk the table takes."""
-    return plan.estimated_bytes(wanted, SETTINGS.block_points, _SAMPLES)
+    return estimate_bytes(wanted, GPU_SETTINGS.block_points, _SAMPLES)

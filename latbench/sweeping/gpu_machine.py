@@ -17,15 +17,15 @@ from latbench.backends.gpu_installation import installed
 from latbench.backends.gpu_probe import Probed
 from latbench.backends.gpu_versions import DRIVER, Versions
 from latbench.backends.on_gpu import BACKENDS, MOST_COPIES, UUID
-from latbench.base.environments import env_id
-from latbench.machines import cuda_libraries as libraries
-from latbench.machines import devices, nvml
+from latbench.base.environments import hash_environment
+from latbench.machines.cuda_libraries import find_library_versions
+from latbench.machines.devices import count_cores, read_cpu_times, read_telemetry
 from latbench.machines.gpu_names import Gpu
+from latbench.machines.nvml import describe_gpu_environment, open_observer, summarise_gpu_states
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
-from latbench.sweeping import gpu_points as points
-from latbench.sweeping import gpu_roofline as roofline
-from latbench.sweeping.gpu_roofline import GpuPace
-from latbench.sweeping.sweep import SecondsLeft, Settings
+from latbench.sweeping.gpu_points import build_probe_points
+from latbench.sweeping.gpu_roofline import GpuPace, build_cached_gpu_ceilings
+from latbench.sweeping.settings import SecondsLeft, SweepSettings
 from latbench.timing.gpu_ceilings import GpuCeilings
 from latbench.timing.gpu_events import ROTATED_TIMES_L2
 from latbench.workloads.points import Point
@@ -37,7 +37,7 @@ from sparse_kernels.registry import NoDevice
 if TYPE_CHECKING:
     import pandas as pd
 
-SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
+GPU_SETTINGS = SweepSettings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 """A GPU alone repeats itself within a percent; a burst is a few batches."""
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
@@ -105,7 +105,7 @@ class GpuMachine:
         return refusals
 
     def _fingerprint(self) -> None:
-        if (architecture := architecture_of(nvml.environment(self.gpu)["compute_capability"])) is not None:
+        if (architecture := find_architecture(describe_gpu_environment(self.gpu)["compute_capability"])) is not None:
             for family in FAMILIES:
                 fingerprint.fingerprint_family(family, architecture)
 
@@ -118,7 +118,7 @@ class GpuMachine:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu_probe:probe", points.probes(self.device, backends), timeout=seconds
+                "latbench.backends.gpu_probe:probe", build_probe_points(self.device, backends), timeout=seconds
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
@@ -140,19 +140,19 @@ class GpuMachine:
         """See Machine: with the versions of the libraries that the processes have loaded; all of them, where those of
         torch and of CuPy differ.
         """
-        row = {**nvml.environment(self.gpu), **libraries.versions()}
-        for name in libraries.versions():
+        row = {**describe_gpu_environment(self.gpu), **find_library_versions()}
+        for name in find_library_versions():
             every = {loaded[name]: None for loaded in self._loaded.values() if loaded.get(name) is not None}
             row[name] = " and ".join(map(str, every)) or row[name]
         del row["env_id"]
-        return {"env_id": env_id(row), **row}
+        return {"env_id": hash_environment(row), **row}
 
     @functools.cached_property
     def versions(self) -> Versions:
         """What the times of a row depend on; after `start` as the processes have loaded it."""
-        facts = nvml.environment(self.gpu)
-        architecture = self._architecture or architecture_of(facts["compute_capability"])
-        known = {**libraries.versions(), DRIVER: facts["driver"]}
+        facts = describe_gpu_environment(self.gpu)
+        architecture = self._architecture or find_architecture(facts["compute_capability"])
+        known = {**find_library_versions(), DRIVER: facts["driver"]}
         return Versions(installed(), known, dict(self._loaded), architecture)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
@@ -176,20 +176,20 @@ class GpuMachine:
                 wait([loading])
             return worker
         environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", UUID: self.gpu.uuid}
-        return Worker(threads=devices.cores(), name=process, environment=environment)
+        return Worker(threads=count_cores(), name=process, environment=environment)
 
     def watch(self) -> Callable[[], dict[str, Any]]:
         """The host's load and stolen time; the GPU's state comes with each burst."""
-        before = devices.cpu_times()
+        before = read_cpu_times()
 
         def since() -> dict[str, Any]:
-            return {**devices.telemetry(before), "clock_hertz": None}
+            return {**read_telemetry(before), "clock_hertz": None}
 
         return since
 
     def columns(self, states: Sequence[Any]) -> dict[str, Any]:
         """See Machine."""
-        return nvml.columns(states)
+        return summarise_gpu_states(states)
 
     def pace(self, seconds_left: SecondsLeft) -> GpuPace:
         """A dense product and reads of memory; the ceilings of the GPU, which are measured when there are none.
@@ -207,14 +207,14 @@ class GpuMachine:
         reference = self.worker("reference")
         reference.seconds_left = seconds_left
         try:
-            return GpuPace(reference, roofline.kept(self.environment(), find))
+            return GpuPace(reference, build_cached_gpu_ceilings(self.environment(), find))
         except BaseException:
             reference.close()
             raise
 
     def available_bytes(self) -> float:
         """Half of what is free on the GPU."""
-        with nvml.observing(self.gpu.uuid) as observer:
+        with open_observer(self.gpu.uuid) as observer:
             return _MEMORY_SHARE * observer.free_bytes()
 
     def needed_bytes(self, point: Point) -> float:
@@ -225,7 +225,7 @@ class GpuMachine:
         return float(min(MOST_COPIES[point.launch_mode] * each, 2 * each + ROTATED_TIMES_L2 * _LARGEST_L2))
 
 
-def architecture_of(compute_capability: str | None) -> str | None:
+def find_architecture(compute_capability: str | None) -> str | None:
     """What our kernels are compiled for on a GPU ("9.0"); None where there are none, or where it is not known."""
     if compute_capability is None:
         return None
@@ -236,7 +236,7 @@ def architecture_of(compute_capability: str | None) -> str | None:
         return None
 
 
-def repository_on_path() -> None:
+def add_repository_to_path() -> None:
     """Let workers import from where this process does, though nothing is installed."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

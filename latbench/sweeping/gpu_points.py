@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from latbench.backends.on_gpu import BACKENDS
-from latbench.workloads import workload as workloads
-from latbench.workloads.points import Point, sparsities_of
+from latbench.workloads.points import Point, select_sparsities
+from latbench.workloads.workload import read_workload
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
 MOST_POINTS = 500
 BLOCK_POINTS = 16  # what a block has prepared is lost if time runs out before it is timed
 
-SPARSITIES = (0.5, 0.75, 0.9, 0.95)
+GPU_SPARSITIES = (0.5, 0.75, 0.9, 0.95)
 
 # Kernels by what they multiply: backend, kernel, layout.
 Kernel = tuple[str, str, str]
@@ -73,7 +73,7 @@ class Wish:
     tier: int
     kernels: tuple[Kernel, ...]
     pattern: Pattern
-    sparsities: tuple[float, ...] = SPARSITIES
+    sparsities: tuple[float, ...] = GPU_SPARSITIES
     shapes: tuple[Shape, ...] = ()
 
 
@@ -115,7 +115,9 @@ CONV_WISHES = (
 )
 
 
-def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0) -> Point:
+def build_gpu_point(
+    device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0
+) -> Point:
     """A point in the mode that its backend allows."""
     backend, name, layout = kernel
     launch = "graph" if BACKENDS[backend].captured else "call"
@@ -125,7 +127,7 @@ def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: 
     )  # fmt: skip
 
 
-def wished(
+def list_wished_points(
     device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
 ) -> list[Point]:
     """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
@@ -133,24 +135,24 @@ def wished(
     for wish in wishes:
         if wish.pattern.refuses(shape) is not None:
             continue
-        for sparsity in sparsities_of(wish.pattern, wish.sparsities):
+        for sparsity in select_sparsities(wish.pattern, wish.sparsities):
             for kernel in wish.kernels:
                 if kernel[0] in backends:
-                    found[point(device, shape, wish.pattern, sparsity, kernel, seed=seed)] = None
+                    found[build_gpu_point(device, shape, wish.pattern, sparsity, kernel, seed=seed)] = None
     return list(found)
 
 
-def standard_shapes() -> list[Shape]:
+def list_standard_shapes() -> list[Shape]:
     """The shapes of the standard sweep, most telling first: large ones, linear layers of workloads, convolutions."""
     linear = [
-        layer.shape for name in WORKLOADS for layer in workloads.load(name).layers
+        layer.shape for name in WORKLOADS for layer in read_workload(name).layers
         if layer.shape.m * layer.shape.n <= LARGEST_RESULT
     ]  # fmt: skip
-    resnet = {layer.name: layer.shape for layer in workloads.load("resnet50-batch16").layers}
+    resnet = {layer.name: layer.shape for layer in read_workload("resnet50-batch16").layers}
     return list(dict.fromkeys([*LARGE, *linear, *(resnet[name] for name in CONVOLUTIONS)]))
 
 
-def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
+def build_probe_points(device: str, backends: Collection[str]) -> dict[str, Point]:
     """Return a small point of each of these backends, by backend, that shows whether it works at all."""
     kernels: dict[str, tuple[Kernel, Pattern, float]] = {
         "torch_gpu": (DENSE[0], Dense(), 0.0),
@@ -161,33 +163,33 @@ def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
         "numba_cuda": (NUMBA[0], VectorWise(64), 0.75),
     }
     return {
-        name: point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
+        name: build_gpu_point(device, SMOKE_LINEAR, pattern, sparsity, kernel)
         for name, (kernel, pattern, sparsity) in kernels.items() if name in backends
     }  # fmt: skip
 
 
-def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+def list_smoke_points(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
     """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}
     for shape in (SMOKE_LINEAR, SMOKE_CONV):
-        for each in wished(device, shape, _wishes(shape), backends, seed):
+        for each in list_wished_points(device, shape, _wishes(shape), backends, seed):
             ours = each.pattern if BACKENDS[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
     return list(found.values())
 
 
-def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
-    """The standard sweep: the first MOST_POINTS of `staged` on the standard shapes, without its last tier."""
+def list_standard_blocks(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+    """Return the standard sweep: the first MOST_POINTS of all tiers but the last, on the standard shapes."""
     blocks: list[list[Point]] = []
     left = MOST_POINTS
-    for block in _tiers(standard_shapes(), device, backends, _wishes, seed):
+    for block in _tiers(list_standard_shapes(), device, backends, _wishes, seed):
         if left > 0:
             blocks.append(block[:left])
             left -= len(block)
     return blocks
 
 
-def staged(
+def list_staged_blocks(
     shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
 ) -> list[list[Point]]:  # fmt: skip
@@ -217,7 +219,7 @@ def staged(
     def chosen(shape: Shape) -> list[Wish]:
         wishes = list(_wishes(shape))
         last = max(wish.tier for wish in wishes) + 1
-        given = SPARSITIES if sparsities is None else tuple(sparsities)
+        given = GPU_SPARSITIES if sparsities is None else tuple(sparsities)
         everywhere = [replace(wish, tier=last, sparsities=given, shapes=()) for wish in wishes]
         if sparsities is not None:
             wishes = [replace(wish, sparsities=given) for wish in wishes]
@@ -244,7 +246,7 @@ def _tiers(
     for tier in sorted({wish.tier for of_shape in wishes.values() for wish in of_shape}):
         for shape, of_shape in wishes.items():
             here = [wish for wish in of_shape if wish.tier == tier and shape in (wish.shapes or (shape,))]
-            found = [each for each in wished(device, shape, here, backends, seed) if each not in seen]
+            found = [each for each in list_wished_points(device, shape, here, backends, seed) if each not in seen]
             seen.update(found)
             parts = -(-len(found) // BLOCK_POINTS)
             blocks += [found[len(found) * i // parts : len(found) * (i + 1) // parts] for i in range(parts)]

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latbench.backends.gpu_installation import NEEDED
-from latbench.sweeping.gpu_tests import Outcome
-from latbench.tables import table as tables
+from latbench.sweeping.gpu_tests import TestOutcome
+from latbench.tables.schema import TIMED
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _NAMED = ("backend", "kernel_requested", "pattern", "layout")
-_TIMED = (*tables.TIMED, "throttled", "spike")  # the statuses of rows whose result was right
+_TIMED = (*TIMED, "throttled", "spike")  # the statuses of rows whose result was right
 
 
-def judge(rows: pd.DataFrame | None) -> Outcome:
+def judge_smoke_points(rows: pd.DataFrame | None) -> TestOutcome:
     """Sum up how the smoke points went.
 
     Parameters
@@ -30,7 +30,7 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
         Otherwise a refusal is no failure. Its output has a line for each point that was not timed, with the reason.
     """
     if rows is None or rows.empty:
-        return Outcome("failed", "smoke: no point was tried", "")
+        return TestOutcome("failed", "smoke: no point was tried", "")
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     timed = latest["status"].isin(_TIMED)
     refused = latest["status"] == "unsupported"
@@ -44,5 +44,5 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
     ]
     counts = f"{int(timed.sum())} of {len(latest)} points timed, {int(refused.sum())} refused, {len(failed)} failed"
     if len(needed) or without or not timed.any():
-        return Outcome("failed", f"smoke: FAILED: {counts}", "\n".join(lines))
-    return Outcome("passed", f"smoke: passed: {counts}", "\n".join(lines))
+        return TestOutcome("failed", f"smoke: FAILED: {counts}", "\n".join(lines))
+    return TestOutcome("passed", f"smoke: passed: {counts}", "\n".join(lines))

@@ -14,38 +14,41 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.tables import table as tables
+from latbench.tables.schema import TIMED
+from latbench.tables.table import select_timed
 
-OURS = ("cupy", "numba_cuda")
+OUR_ENGINES = ("cupy", "numba_cuda")
 THROTTLED = "throttled"
 LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
 
-SHAPE = [
+SHAPE_COLUMNS = [
     "op", "m", "k", "n", "batch", "c_in", "h", "w", "kh", "kw", "stride_h", "stride_w",
     "c_out", "padding_h", "padding_w", "dilation_h", "dilation_w", "dtype_w", "epilogue", "cache_mode",
 ]  # fmt: skip
-_WORK = [*SHAPE, "pattern", "sparsity_target"]
+_WORK = [*SHAPE_COLUMNS, "pattern", "sparsity_target"]
 
 
-def compared(frame: pd.DataFrame) -> pd.DataFrame:
+def compare_kernels(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows that hold a time, the throttled ones of points that have no other among them, with the time of the
     fastest dense kernel (dense_seconds) and of the fastest peer that does the same sparse work (peer_seconds,
     peer_kernel); missing where there is none.
     """
     frame = frame.reset_index(drop=True)
-    rows = frame.loc[[*tables.timed(frame).index, *_throttled(frame).index]]
-    sizes = rows[SHAPE].select_dtypes("number").columns
+    rows = frame.loc[[*select_timed(frame).index, *_throttled(frame).index]]
+    sizes = rows[SHAPE_COLUMNS].select_dtypes("number").columns
     # A linear layer has no filters; groups of missing values would be left out.
     rows[sizes] = rows[sizes].fillna(-1)
     quiet = rows[rows["status"] != THROTTLED]
     dense = quiet[quiet["pattern"] == "dense"]
-    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OURS)]
-    return rows.join(_fastest(dense, SHAPE, "dense"), on=SHAPE).join(_fastest(peers, _WORK, "peer"), on=_WORK)
+    peers = quiet[(quiet["pattern"] != "dense") & ~quiet["backend"].isin(OUR_ENGINES)]
+    return rows.join(_fastest(dense, SHAPE_COLUMNS, "dense"), on=SHAPE_COLUMNS).join(
+        _fastest(peers, _WORK, "peer"), on=_WORK
+    )
 
 
 def _throttled(frame: pd.DataFrame) -> pd.DataFrame:
     """The latest throttled row of each point that has no time of its own."""
-    known = set(tables.timed(frame)["point_id"])
+    known = set(select_timed(frame)["point_id"])
     rows = frame[(frame["status"] == THROTTLED) & ~frame["point_id"].isin(known)]
     return rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
 
@@ -55,7 +58,7 @@ def _fastest(rows: pd.DataFrame, key: list[str], name: str) -> pd.DataFrame:
     return first.rename(columns={"median_seconds": f"{name}_seconds", "kernel_used": f"{name}_kernel"})
 
 
-def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
+def format_gpu_summary(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]) -> str:
     """The whole summary: the device, what was measured, medians of ratios, every time, and what failed."""
     lines = [
         f"{environment.get('device')}: driver {environment.get('driver')}, CUDA {environment.get('cuda_driver')}, "
@@ -65,10 +68,10 @@ def text(frame: pd.DataFrame, environment: Mapping[str, Any], remarks: list[str]
         *remarks,
         "rows: " + ", ".join(f"{count} {status}" for status, count in frame["status"].value_counts().items()),
     ]
-    rows = compared(frame)
+    rows = compare_kernels(frame)
     lines += ["", "median over shapes of the speedup over the fastest dense kernel, and over the fastest peer:"]
     lines += list(_medians(rows))
-    for _, of_shape in rows.groupby(SHAPE, sort=False):
+    for _, of_shape in rows.groupby(SHAPE_COLUMNS, sort=False):
         lines += ["", *_of_shape(of_shape)]
     failures = list(_failures(frame))
     lines += ["", "not timed:", *failures] if failures else []
@@ -83,7 +86,7 @@ def _medians(rows: pd.DataFrame) -> Iterator[str]:
         over_peer = group["peer_seconds"] / group["median_seconds"]
         yield (
             f"  {op:6} {pattern:13} {sparsity:4.0%} {backend:12} {kernel:10} {_ratio(over_dense)} dense"
-            f"  {_ratio(over_peer) if backend in OURS else '':6}{' peer' if backend in OURS else ''}"
+            f"  {_ratio(over_peer) if backend in OUR_ENGINES else '':6}{' peer' if backend in OUR_ENGINES else ''}"
             f"  {len(group)} shapes"
         )
 
@@ -136,7 +139,7 @@ def _ratio(values: Any) -> str:
 
 def _failures(frame: pd.DataFrame) -> Iterator[str]:
     tried = frame.sort_values("started_at").drop_duplicates("point_id", keep="last")
-    failed = tried[~tried["status"].isin((*tables.TIMED, THROTTLED))]
+    failed = tried[~tried["status"].isin((*TIMED, THROTTLED))]
     named = failed.assign(error=failed["error"].fillna(""))
     for (status, backend, kernel, error), rows in named.groupby(["status", "backend", "kernel_requested", "error"]):
         yield f"  {len(rows)} {status}: {backend} {kernel}: {error}"

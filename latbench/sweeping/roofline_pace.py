@@ -18,22 +18,22 @@ from typing import ClassVar, Generic
 
 import numpy as np
 
-from latbench.machines.ceilings import AnyCeilings, AnyWithPace, Ceilings, Kept
-from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
-from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, Placement
+from latbench.machines.ceilings import AnyCeilings, AnyCeilingsWithPace, CachedCeilings, Ceilings
+from latbench.runners.worker_process import PreparedTask, TaskFailed, Worker, WorkerDied
+from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, CorePlacement
 from latbench.timing.sampling import Clock
 from latbench.workloads.points import Point
 
-EVERY = 10  # bursts of 15 ms: a sixth of the time goes into the reference
+READ_EVERY_BURSTS = 10  # bursts of 15 ms: a sixth of the time goes into the reference
 READING_SECONDS = 0.008
-NEAREST = 9  # readings around a moment that tell the pace then: one alone is off by several percent
+NEAREST_READINGS = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
-KERNELS = ("product", "total")
+REFERENCE_KERNELS = ("product", "total")
 
 
 @dataclass(frozen=True)
-class Reading:
+class PaceReading:
     """The seconds a call of each reference kernel at a time of `perf_counter`."""
 
     at: float
@@ -43,7 +43,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceTimes:
     """How long the reference kernels took at some moments, weighed as some work is bound by what they show, and how
     long they usually take; whether most of these moments lie in a slow spell of this sweep.
     """
@@ -53,10 +53,10 @@ class Reference:
     slow_spell: bool
 
 
-class Roofline(ABC, Generic[AnyCeilings]):
+class SweepRoofline(ABC, Generic[AnyCeilings]):
     """What a device can do at most, beside which a sweep judges its times; a device may also have a pace."""
 
-    def __init__(self, kept: Kept[AnyCeilings]) -> None:
+    def __init__(self, kept: CachedCeilings[AnyCeilings]) -> None:
         self.ceilings = kept.get()
         self._kept, self._doubted = kept, False
 
@@ -78,7 +78,7 @@ class Roofline(ABC, Generic[AnyCeilings]):
     def turn(self) -> None:
         """Called before every burst of others: times fixed work, if there is any and it is its turn."""
 
-    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
+    def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes | None:
         """What fixed work took around these times of the clock, for work of so many operations on so many bytes. None
         while that is not known.
         """
@@ -92,7 +92,7 @@ class Roofline(ABC, Generic[AnyCeilings]):
         """End what was started."""
 
 
-class Pace(Roofline[AnyWithPace]):
+class ReferencePace(SweepRoofline[AnyCeilingsWithPace]):
     """Keeps a reference worker and what it said so far; `ceilings` hold what is usual.
 
     The worker prepares KERNELS of `module`.
@@ -100,11 +100,13 @@ class Pace(Roofline[AnyWithPace]):
 
     module: ClassVar[str]
 
-    def __init__(self, worker: Worker, kept: Kept[AnyWithPace], clock: Clock = perf_counter) -> None:
+    def __init__(
+        self, worker: Worker, kept: CachedCeilings[AnyCeilingsWithPace], clock: Clock = perf_counter
+    ) -> None:
         super().__init__(kept)
-        self.readings: list[Reading] = []
+        self.readings: list[PaceReading] = []
         self._worker, self._clock = worker, clock
-        self._prepared: list[Prepared] = []
+        self._prepared: list[PreparedTask] = []
         self._bursts = self._deaths = 0
 
     @property
@@ -116,7 +118,7 @@ class Pace(Roofline[AnyWithPace]):
 
     def turn(self) -> None:
         """Times the reference kernels if it is their turn."""
-        if self._bursts % EVERY == 0 and not self.given_up:
+        if self._bursts % READ_EVERY_BURSTS == 0 and not self.given_up:
             self._read()
         self._bursts += 1
 
@@ -125,7 +127,8 @@ class Pace(Roofline[AnyWithPace]):
         try:
             if not self._prepared or not self._worker.holds(self._prepared[0]):
                 self._prepared = [
-                    self._worker.prepare(f"{self.module}:{name}", timeout=PREPARE_SECONDS) for name in KERNELS
+                    self._worker.prepare(f"{self.module}:{name}", timeout=PREPARE_SECONDS)
+                    for name in REFERENCE_KERNELS
                 ]
             product, total = (
                 self._worker.burst(kernel, READING_SECONDS, timeout=BURST_SECONDS) for kernel in self._prepared
@@ -137,39 +140,41 @@ class Pace(Roofline[AnyWithPace]):
             return
         self._deaths = 0
         seconds = [float(np.median(burst.samples)) for burst in (product, total)]
-        self.readings.append(Reading(at, seconds[0], seconds[1], product.preempted or total.preempted))
+        self.readings.append(PaceReading(at, seconds[0], seconds[1], product.preempted or total.preempted))
 
-    def reference(self, at: Sequence[float], flop: float, size: float) -> Reference | None:
+    def reference(self, at: Sequence[float], flop: float, size: float) -> ReferenceTimes | None:
         """See Roofline. None while there is no reading, and once the reference worker is given up."""
         if not self.readings or self.given_up:
             return None
 
-        def typical(readings: list[Reading]) -> float:
+        def typical(readings: list[PaceReading]) -> float:
             return self.ceilings.reference_seconds(*_typical(readings), flop, size)
 
         def around(moment: float) -> float:
             after = bisect(self.readings, moment, key=lambda reading: reading.at)
-            near = self.readings[max(0, after - NEAREST) : after + NEAREST]
-            return typical(sorted(near, key=lambda reading: abs(reading.at - moment))[:NEAREST])
+            near = self.readings[max(0, after - NEAREST_READINGS) : after + NEAREST_READINGS]
+            return typical(sorted(near, key=lambda reading: abs(reading.at - moment))[:NEAREST_READINGS])
 
         seconds = [around(moment) for moment in at]
         slow_spell = bool(np.median(seconds) > SLOW_SPELL * typical(self.readings))
         usual = self.ceilings.reference_seconds(self.ceilings.product_seconds, self.ceilings.sum_seconds, flop, size)
-        return Reference(seconds, usual, slow_spell)
+        return ReferenceTimes(seconds, usual, slow_spell)
 
     def close(self) -> None:
         """End the worker."""
         self._worker.close()
 
 
-class CpuPace(Pace[Ceilings]):
+class CpuPace(ReferencePace[Ceilings]):
     """Of a CPU, on which others run so many threads."""
 
     module = "latbench.backends.reference"
 
-    def __init__(self, worker: Worker, kept: Kept[Ceilings], threads: int, clock: Clock = perf_counter) -> None:
+    def __init__(
+        self, worker: Worker, kept: CachedCeilings[Ceilings], threads: int, clock: Clock = perf_counter
+    ) -> None:
         super().__init__(worker, kept, clock)
-        self._placement = Placement(worker, threads)
+        self._placement = CorePlacement(worker, threads)
 
     def apart(self) -> bool:
         """See Roofline."""
@@ -180,6 +185,6 @@ class CpuPace(Pace[Ceilings]):
         return self.ceilings.roofline_seconds(flop, size, point.dtype_a)
 
 
-def _typical(readings: list[Reading]) -> tuple[float, float]:
+def _typical(readings: list[PaceReading]) -> tuple[float, float]:
     counted = [reading for reading in readings if not reading.preempted] or readings
     return float(np.median([r.product for r in counted])), float(np.median([r.total for r in counted]))

@@ -26,7 +26,7 @@ VARIANTS = (MULTIPLY_ADDS, READ_PIECES)
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedWork:
     """A launch that does so many operations, or reads so many bytes (`done`), and leaves `result` in each of
     `threads` elements of OUT, of type `dtype`; reads have words that are all 1 for X.
     """
@@ -38,21 +38,23 @@ class Fixed:
     result: float
 
 
-def multiply_adds(multiprocessors: int, steps: int = STEPS) -> Fixed:
+def build_multiply_adds(multiprocessors: int, steps: int = STEPS) -> FixedWork:
     """Chains of float32 multiply-adds on every ordinary core; so many `steps`, 32 or more, end at 1."""
     threads = THREADS * BLOCKS * multiprocessors
     arguments = (Operand.OUT, np.int32(steps), np.float32(FACTOR))
     done = 2.0 * CHAINS * steps * threads
-    return Fixed(_launch(MULTIPLY_ADDS, multiprocessors, arguments), done, threads, "float32", float(CHAINS))
+    return FixedWork(_launch(MULTIPLY_ADDS, multiprocessors, arguments), done, threads, "float32", float(CHAINS))
 
 
-def reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> Fixed:
+def build_reads(size: int, multiprocessors: int, least: int = READ_BYTES) -> FixedWork:
     """Reads of the first `size` bytes of X, a power of two, again and again until `least` bytes are read."""
     threads = THREADS * BLOCKS * multiprocessors
     count = -(-max(least, size) // (PIECE_BYTES * threads))
     arguments = (Operand.X, Operand.OUT, np.uint32(size // PIECE_BYTES - 1), np.int32(count))
     done = float(PIECE_BYTES * threads * count)
-    return Fixed(_launch(READ_PIECES, multiprocessors, arguments), done, threads, "uint32", PIECE_BYTES / 4 * count)
+    return FixedWork(
+        _launch(READ_PIECES, multiprocessors, arguments), done, threads, "uint32", PIECE_BYTES / 4 * count
+    )
 
 
 def _launch(variant: Variant, multiprocessors: int, arguments: tuple[Operand | np.generic, ...]) -> Launch:

@@ -19,9 +19,13 @@ from typing import Protocol
 
 import numpy as np
 
-from latbench.machines.ceilings import higher, memory_seconds, never_rising, weighed
-from latbench.timing import gpu_events as timing
-from latbench.timing.gpu_events import Call, Driver, EventTimer, Mode
+from latbench.machines.ceilings import (
+    bound_memory_seconds,
+    make_non_increasing,
+    take_higher_rates,
+    weigh_reference_seconds,
+)
+from latbench.timing.gpu_events import Call, Driver, EventTimer, TimingMode, build_event_timer
 from latbench.timing.sampling import Clock
 
 ORDINARY = "ordinary"  # units of a kernel that uses no tensor cores
@@ -55,26 +59,28 @@ class GpuCeilings:
         may multiply, or ORDINARY.
         """
         rate = max(self.ordinary_flop_per_second, self.tensor_flop_per_second.get(units, 0.0))
-        return max(flop / rate, memory_seconds(self.read_bytes_per_second, size))
+        return max(flop / rate, bound_memory_seconds(self.read_bytes_per_second, size))
 
     def reference_seconds(self, product_seconds: float, sum_seconds: float, flop: float, size: float) -> float:
         """See WithPace. All units have one clock: so work on the ordinary ones is weighed as work on tensor cores."""
         compute = flop / max(self.ordinary_flop_per_second, *self.tensor_flop_per_second.values())
-        return weighed(product_seconds, sum_seconds, compute, memory_seconds(self.read_bytes_per_second, size))
+        return weigh_reference_seconds(
+            product_seconds, sum_seconds, compute, bound_memory_seconds(self.read_bytes_per_second, size)
+        )
 
     def or_higher(self, other: GpuCeilings) -> GpuCeilings:
         """The higher of two ceilings, rate by rate."""
         return GpuCeilings(
-            higher(self.tensor_flop_per_second, other.tensor_flop_per_second),
+            take_higher_rates(self.tensor_flop_per_second, other.tensor_flop_per_second),
             max(self.ordinary_flop_per_second, other.ordinary_flop_per_second),
-            higher(self.read_bytes_per_second, other.read_bytes_per_second),
+            take_higher_rates(self.read_bytes_per_second, other.read_bytes_per_second),
             min(self.product_seconds, other.product_seconds),
             min(self.sum_seconds, other.sum_seconds),
         )
 
 
 @dataclass(frozen=True)
-class Work:
+class CeilingWork:
     """A call that does so many operations, or reads so many bytes (`done`), and what times it."""
 
     done: float
@@ -82,23 +88,23 @@ class Work:
     driver: Driver
 
 
-class Works(Protocol):
+class CeilingWorks(Protocol):
     """The pieces of work that find the ceilings of a GPU."""
 
-    def products(self, dtype: str) -> Iterable[Work]:
+    def products(self, dtype: str) -> Iterable[CeilingWork]:
         """Large dense products by a library; none where the tensor cores do not know the element type."""
 
-    def pace_product(self) -> Work:
+    def pace_product(self) -> CeilingWork:
         """A dense product of float16 matrices of PACE_SIZE rows and columns."""
 
-    def multiply_adds(self) -> Work:
+    def multiply_adds(self) -> CeilingWork:
         """Float32 multiply-adds on the ordinary cores."""
 
-    def reads(self, size: int) -> Work:
+    def reads(self, size: int) -> CeilingWork:
         """Reads of a working set of `size` bytes."""
 
 
-def find(works: Works, clock: Clock = perf_counter) -> GpuCeilings:
+def measure_gpu_ceilings(works: CeilingWorks, clock: Clock = perf_counter) -> GpuCeilings:
     """Measure the ceilings of the GPU that does `works`; takes about two seconds. Raises what its libraries raise."""
     ordinary = works.multiply_adds()
     end = clock() + WARM_UP_SECONDS
@@ -109,21 +115,21 @@ def find(works: Works, clock: Clock = perf_counter) -> GpuCeilings:
     return GpuCeilings(
         {dtype: max(rates) for dtype, rates in products.items() if rates},
         _rate(ordinary, clock),
-        never_rising({size: _rate(works.reads(size), clock) for size in WORKING_SETS}),
+        make_non_increasing({size: _rate(works.reads(size), clock) for size in WORKING_SETS}),
         _usual(works.pace_product(), clock),
         _usual(works.reads(PACE_BYTES), clock),
     )
 
 
-def timer(work: Work, clock: Clock = perf_counter) -> EventTimer:
+def build_call_timer(work: CeilingWork, clock: Clock = perf_counter) -> EventTimer:
     """What times the work, launched as a library does."""
-    return timing.prepare([work.call], work.driver, Mode("warm", "call"), clock=clock)
+    return build_event_timer([work.call], work.driver, TimingMode("warm", "call"), clock=clock)
 
 
-def _usual(work: Work, clock: Clock) -> float:
-    return float(np.median(timer(work, clock).burst(_SECONDS).samples))
+def _usual(work: CeilingWork, clock: Clock) -> float:
+    return float(np.median(build_call_timer(work, clock).burst(_SECONDS).samples))
 
 
-def _rate(work: Work, clock: Clock) -> float:
+def _rate(work: CeilingWork, clock: Clock) -> float:
     """The highest rate at which `work` is done, a second."""
-    return work.done / min(timer(work, clock).burst(_SECONDS).samples)
+    return work.done / min(build_call_timer(work, clock).burst(_SECONDS).samples)

@@ -131,30 +131,30 @@ class CupyDriver:
         self._stream.synchronize()
 
 
-STARTED: list[Driver] = []
+OPEN_DRIVERS: list[Driver] = []
 """The drivers that this process has: while one can wait, the CUDA context works."""
 
 
 @functools.cache
 def _torch_driver() -> TorchDriver:
-    STARTED.append(driver := TorchDriver())
+    OPEN_DRIVERS.append(driver := TorchDriver())
     return driver
 
 
 @functools.cache
 def _cupy_driver(capturable: bool) -> CupyDriver:
-    STARTED.append(driver := CupyDriver(capturable))
+    OPEN_DRIVERS.append(driver := CupyDriver(capturable))
     return driver
 
 
-def torch_driver() -> TorchDriver:
+def open_torch_driver() -> TorchDriver:
     """This process's driver through torch, with its stream the current one."""
     driver = _torch_driver()
     driver.use()
     return driver
 
 
-def cupy_driver(capturable: bool = True) -> CupyDriver:
+def open_cupy_driver(capturable: bool = True) -> CupyDriver:
     """This process's driver through CuPy, with its stream the current one."""
     driver = _cupy_driver(capturable)
     driver.use()

@@ -56,7 +56,7 @@ class NotCaptured(Exception):
     """These launches cannot become a CUDA graph; the message is the library's."""
 
 
-class State(Protocol):
+class DeviceState(Protocol):
     """The device's state at one moment, as far as timing asks."""
 
     @property
@@ -64,7 +64,7 @@ class State(Protocol):
         """Whether heat or the power supply slows the device down."""
 
 
-Watch = Callable[[], State | None]
+StateReader = Callable[[], DeviceState | None]
 """Reads the device's state; None where nobody can tell."""
 
 
@@ -95,7 +95,7 @@ class Driver(Protocol):
 
 
 @dataclass(frozen=True)
-class Mode:
+class TimingMode:
     """How a point is timed."""
 
     cache: str
@@ -108,8 +108,27 @@ class Mode:
             raise ValueError("a flush between the calls of a graph would be timed with them: cold calls are launched")
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a batch of samples is taken.
+
+    Parameters
+    ----------
+    inner_loops
+        Calls per sample.
+    samples
+        Samples per batch.
+    flushes
+        Cache flushes that keep the device busy while the host queues the batch.
+    """
+
+    inner_loops: int
+    samples: int
+    flushes: int
+
+
 class EventTimer:
-    """Work ready to be sampled; a measure.Timer. `inner_loops` calls are one sample.
+    """Work ready to be sampled; a measure.Timer. `choose_inner_loops` calls are one sample.
 
     It holds on to the calls that are `needed`: a graph knows the addresses of their arrays only.
     """
@@ -118,16 +137,14 @@ class EventTimer:
         self,
         work: Call,
         driver: Driver,
-        mode: Mode,
+        mode: TimingMode,
+        batch: BatchPlan,
         *,
-        inner_loops: int,
-        samples: int,
-        flushes: int,
         needed: Sequence[Call] = (),
-        watch: Watch = lambda: None,
+        watch: StateReader = lambda: None,
         clock: Clock = perf_counter,
     ) -> None:
-        self.inner_loops, self.samples, self.flushes = inner_loops, samples, flushes
+        self.inner_loops, self.samples, self.flushes = batch.inner_loops, batch.samples, batch.flushes
         self.facts: dict[str, Any] = {
             "timer": "cuda_event",
             "l2_flush_bytes": FLUSH_TIMES_L2 * driver.l2_bytes if mode.cache == "cold" else None,
@@ -169,19 +186,19 @@ class EventTimer:
 @dataclass(frozen=True)
 class _Batch:
     samples: list[float]
-    state: State | None
+    state: DeviceState | None
 
     @property
     def throttled(self) -> bool:
         return self.state is not None and self.state.throttled
 
 
-def prepare(
+def build_event_timer(
     calls: Sequence[Call],
     driver: Driver,
-    mode: Mode,
+    mode: TimingMode,
     *,
-    watch: Watch = lambda: None,
+    watch: StateReader = lambda: None,
     clock: Clock = perf_counter,
 ) -> EventTimer:
     """Find out how often to repeat `calls` and how far the host must run ahead; captures the graph.
@@ -201,7 +218,7 @@ def prepare(
     most = MOST_LOOPS
     if mode.launch == "call":
         most = min(MOST_QUEUED, int(room * len(used) / _queueing_seconds(driver, turn, clock)))
-    loops = inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
+    loops = choose_inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
     work = _repeated(used, loops)
     if mode.launch == "graph":
         try:
@@ -210,19 +227,23 @@ def prepare(
             raise NotCaptured(str(error)) from error
         _wait_for(driver, work)
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
-    samples = batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
+    samples = choose_batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
     return EventTimer(
-        work, driver, mode,
-        inner_loops=loops,
-        samples=samples,
-        flushes=head_start(queueing=(samples + 1) * queueing, gained=gained),
+        work,
+        driver,
+        mode,
+        BatchPlan(
+            inner_loops=loops,
+            samples=samples,
+            flushes=choose_flushes(queueing=(samples + 1) * queueing, gained=gained),
+        ),
         needed=used,
         watch=watch,
         clock=clock,
-    )  # fmt: skip
+    )
 
 
-def inner_loops(mode: Mode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
+def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:
     """How many calls of `once` seconds make a sample; whole turns of `copies`, so that all weigh the same."""
     if mode.cache == "cold":
         return 1
@@ -230,26 +251,26 @@ def inner_loops(mode: Mode, *, once: float, copies: int, most: int = MOST_LOOPS)
     return copies * max(1, min(turns, most // copies))
 
 
-def batch_size(*, seconds: float, queueing: float, room: float) -> int:
+def choose_batch_size(*, seconds: float, queueing: float, room: float) -> int:
     """How many samples make a batch, if each takes the device `seconds` and the host `queueing`, and the device can
     be kept busy for `room` seconds meanwhile.
     """
     return max(1, min(MOST_SAMPLES_A_BATCH, int(BATCH_SECONDS / seconds), int(room / max(queueing, 1e-9))))
 
 
-def head_start(*, queueing: float, gained: float) -> int:
+def choose_flushes(*, queueing: float, gained: float) -> int:
     """How many flushes keep the device busy while the host queues a batch, if it gains so much by each."""
     return max(1, min(MOST_FLUSHES, math.ceil(HEAD_START * queueing / gained)))
 
 
-def copies_for(bytes_each: int, l2_bytes: int, most: int) -> int:
+def choose_copies(bytes_each: int, l2_bytes: int, most: int) -> int:
     """How many copies that touch `bytes_each` are to be used in turn, `most` at most: so many that the others touch
     ROTATED_TIMES_L2 times what the L2 holds before it is a copy's turn again.
     """
     return min(most, 1 + -(-ROTATED_TIMES_L2 * l2_bytes // max(1, bytes_each)))
 
 
-def displaced(bytes_each: int, l2_bytes: int, copies: int) -> bool:
+def displaces_cache(bytes_each: int, l2_bytes: int, copies: int) -> bool:
     """Whether the others of so many copies displace what a copy left in the L2."""
     return (copies - 1) * bytes_each >= LEAST_TIMES_L2 * l2_bytes
 
@@ -266,7 +287,7 @@ def _all(calls: Sequence[Call]) -> None:
         call()
 
 
-def _sample(driver: Driver, mode: Mode, work: Call) -> tuple[Any, Any]:
+def _sample(driver: Driver, mode: TimingMode, work: Call) -> tuple[Any, Any]:
     if mode.cache == "cold":
         driver.flush()
     start = driver.mark()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sparse_kernels.shapes import Conv2dShape, Shape
 
 
-def inside_share(shape: Shape) -> float:
+def compute_inside_share(shape: Shape) -> float:
     """The share of all (output position, tap) pairs that do not fall on padding; 1 of a linear layer."""
     if not isinstance(shape, Conv2dShape):
         return 1.0
@@ -21,7 +21,7 @@ def inside_share(shape: Shape) -> float:
     return inside[0] * inside[1] * shape.batch / (rows * columns * shape.n)
 
 
-def inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
+def count_inputs_read(shape: Shape, kept: NDArray[np.bool_]) -> int:
     """How many elements of the activations the kept weights, bool (m, k), reach."""
     used = kept.any(axis=0)
     if not isinstance(shape, Conv2dShape):

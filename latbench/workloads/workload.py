@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from latbench.base import strict_yaml
-from latbench.base.bundled_data import folder
+from latbench.base.bundled_data import find_dataset_folder
 from latbench.base.files import write_text_atomically
+from latbench.base.strict_yaml import read_yaml
 from latbench.errors import BadData, UsageError
 from sparse_kernels.shapes import Conv2dShape, LinearShape, Shape
 
@@ -50,33 +50,35 @@ class Workload:
     layers: tuple[Layer, ...]
 
 
-def bundled() -> list[str]:
+def list_workloads() -> list[str]:
     """The names of the workloads that come with latbench, sorted."""
-    return sorted(path.stem for path in folder("workloads").glob("*.yaml"))
+    return sorted(path.stem for path in find_dataset_folder("workloads").glob("*.yaml"))
 
 
-def load(name_or_path: str | Path) -> Workload:
+def read_workload(name_or_path: str | Path) -> Workload:
     """Read a workload: a bundled one by its name, or any YAML file by its path.
 
     Raises UsageError for a name that is neither, BadData (with file and layer) for a file that is no workload.
     """
-    return _read(find(name_or_path))
+    return _read(find_workload_file(name_or_path))
 
 
-def find(name_or_path: str | Path) -> Path:
-    """The file of a workload, a bundled one or any other; raises as `load` does where there is none."""
+def find_workload_file(name_or_path: str | Path) -> Path:
+    """The file of a workload, a bundled one or any other; raises as `read_workload` does where there is none."""
     path = Path(name_or_path)
-    if str(name_or_path) in bundled():
-        return folder("workloads") / f"{name_or_path}.yaml"
+    if str(name_or_path) in list_workloads():
+        return find_dataset_folder("workloads") / f"{name_or_path}.yaml"
     if path.is_file():
         return path
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         raise BadData(f"{path}: no such workload file")
-    raise UsageError(f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(bundled())}")
+    raise UsageError(
+        f"unknown workload {str(name_or_path)!r}: give a YAML file or one of {', '.join(list_workloads())}"
+    )
 
 
-def save(workload: Workload, path: Path) -> None:
-    """Write `workload` to `path`, whole or not at all; `load` gives it back.
+def write_workload(workload: Workload, path: Path) -> None:
+    """Write `workload` to `path`, whole or not at all; `read_workload` gives it back.
 
     Raises EnvironmentUnusable when the file cannot be written.
     """
@@ -89,7 +91,7 @@ def save(workload: Workload, path: Path) -> None:
     write_text_atomically(path, "\n".join([head + "layers:", *lines]) + "\n")
 
 
-def trace(
+def trace_model(
     model: torch.nn.Module, inputs: Sequence[Any], name: str | None = None
 ) -> tuple[Workload, list[tuple[str, str]]]:
     """Run `model(*inputs)` once, in eval mode and without gradients, and note the shape of every layer it calls.
@@ -176,7 +178,7 @@ def _traced_shape(module: torch.nn.Module, name: str, inputs: list[torch.Size]) 
 
 
 def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
-    """Raises ValueError, in the words of `trace`, for a convolution that latbench does not prune."""
+    """Raises ValueError, in the words of `trace_model`, for a convolution that latbench does not prune."""
     if module.groups > 1:
         kind = "depthwise" if module.groups == module.in_channels else "grouped"
         raise ValueError(f"{kind} convolution ({module.groups} groups)")
@@ -214,7 +216,7 @@ _OPS: dict[str, tuple[Callable[..., Shape], set[str], set[str]]] = {
 
 def _read(path: Path) -> Workload:
     try:
-        return _workload(strict_yaml.read(path))
+        return _workload(read_yaml(path))
     except _Malformed as error:
         raise BadData(f"{path}: {error}") from error
 

@@ -24,10 +24,8 @@ import numpy as np
 from scipy import optimize, sparse
 
 from latbench.importers.text_formats import read_spdy
-from search import Infeasible, Solution
-from search.knapsack import one_budget as solve
-from search.knapsack import pareto as frontier
-from search.spdy import quadratic_prior
+from search import Infeasible, Solution, frontier, solve
+from search.problem.priors import quadratic_prior
 
 DATA = Path(os.environ.get("LATBENCH_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

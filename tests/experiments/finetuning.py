@@ -42,12 +42,13 @@ from runs import Row
 from torch import nn
 
 from latbench.errors import PromiseMissed
-from latbench.machines import devices
-from latbench.tables import storage as places
-from search import job, profile
+from latbench.machines.devices import count_cores, name_cpu
+from latbench.tables.storage import parse_place
 from search import task as tasks
-from search.database import Database
-from search.profile import Profile
+from search.artifacts import profile
+from search.artifacts.layer_database import Database
+from search.artifacts.profile import Profile
+from search.pipeline import search_job as job
 from search.pruning.one_shot.batchnorm import tune_batchnorm
 from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS, build_database
 from search.pruning.one_shot.global_adaprune import global_adaprune
@@ -95,7 +96,7 @@ def recipe(method: str, seed: int, steps: int) -> Recipe:
 def read_inputs(arguments: argparse.Namespace) -> job.Inputs:
     task = tasks.load(str(RESNET20))
     return job.read_inputs(
-        task, places.at(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
+        task, parse_place(arguments.table), arguments.model, arguments.database, method=DATABASE_METHOD
     )
 
 
@@ -233,7 +234,7 @@ def train_all(results: Path, hours: float, steps: int) -> None:
         row = {
             **key, "pattern": pattern_of(chosen), "speedup": chosen.speedup[0], "speedup_low": low,
             "speedup_high": high, "accuracy": task.score(model), "dense_accuracy": dense,
-            "cpu_seconds": time.process_time() - started, "timed_on": chosen.device, "cpu": devices.cpu_device(),
+            "cpu_seconds": time.process_time() - started, "timed_on": chosen.device, "cpu": name_cpu(),
             "threads": torch.get_num_threads(), "torch": torch.__version__, **facts,
         }  # fmt: skip
         print(
@@ -328,7 +329,7 @@ def main() -> None:
             command.add_argument("--table", required=True)
             command.add_argument("--model", type=Path, required=True)
             command.add_argument("--database", type=Path, required=True)
-            command.add_argument("--threads", type=int, default=devices.cores(), help="of the table")
+            command.add_argument("--threads", type=int, default=count_cores(), help="of the table")
     commands.choices["time"].add_argument("--minutes", type=float, default=60.0)
     commands.choices["time"].add_argument("--evaluations", type=int, default=60)
     commands.choices["time"].add_argument("--risk", type=float, default=0.9, help="as of `latbench search`")

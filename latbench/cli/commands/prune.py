@@ -10,7 +10,7 @@ import typer
 from latbench import MOST_SEED
 
 if TYPE_CHECKING:
-    from search.profile import Profile
+    from search.artifacts.profile import Profile
     from search.task import Task
 
 
@@ -56,10 +56,10 @@ def prune(
     from rich.console import Console
     from rich.progress import Progress
 
-    from latbench.base.files import left_behind, sha256
-    from search import profile as profiles
+    from latbench.base.files import hash_file, is_left_behind
     from search import task as tasks
-    from search.database import Database
+    from search.artifacts import profile as profiles
+    from search.artifacts.layer_database import Database
     from search.pruning import pipeline
     from search.pruning.storage import model_folder as folder
     from search.pruning.storage.packed_file import write_packed
@@ -73,7 +73,7 @@ def prune(
     settings = {
         "task_reference": loaded.reference,
         "task_source": loaded.source,
-        "profile_sha256": sha256(profile),
+        "profile_sha256": hash_file(profile),
         "model_hash": searched.model_hash,
         "one_shot": layers.made_by,
         "global": joint,
@@ -108,7 +108,7 @@ def prune(
         }
         folder.save_pruned(output, result.model, result.masks, searched, facts)
         for left in folder.beside(output, r"[0-9a-f]{16}\.training(\.\d+\.\w+\.tmp)?"):  # of earlier recipes, too
-            if left.suffix != ".tmp" or left_behind(left):
+            if left.suffix != ".tmp" or is_left_behind(left):
                 left.unlink(missing_ok=True)
         last_line = f"{output} is written"
         del result
@@ -122,7 +122,7 @@ def prune(
 
 def _export(task: Task, pruned: Path, onnx: Path) -> None:
     """The pruned model in that folder as an ONNX file, for the task's example inputs."""
-    from search.onnx_export import export
+    from search.artifacts.onnx_export import export
     from search.pruning.storage.model_folder import load_pruned
 
     model, _ = load_pruned(pruned, task.model())

@@ -10,7 +10,7 @@ import typer
 from latbench import MOST_SEED
 
 if TYPE_CHECKING:
-    from search.profile import Profile
+    from search.artifacts.profile import Profile
 
 MOST_PROCESSES = 8  # unless asked for: each holds the model and the calibration data
 
@@ -47,7 +47,8 @@ def search(
         ),
     ] = None,
     limits: Annotated[
-        Path | None, typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/limits.py.")
+        Path | None,
+        typer.Option(help="YAML: layers that are tied, fixed, excluded, ...; see search/problem/limits.py."),
     ] = None,
     errors: Annotated[
         str,
@@ -128,31 +129,31 @@ def search(
     from latbench.cli.commands.progress import live
     from latbench.cli.commands.sweep import parse_duration
     from latbench.errors import UsageError
-    from latbench.machines import devices
-    from latbench.tables import storage as places
-    from latbench.workloads import points as plan
-    from latbench.workloads.points import parse_patterns
-    from search import job, layer_errors
-    from search import limits as limiting
+    from latbench.machines.devices import count_cores
+    from latbench.tables.storage import parse_place
+    from latbench.workloads.points import parse_patterns, parse_wanted_sparsities
     from search import task as tasks
+    from search.inputs import layer_errors
+    from search.pipeline import search_job as job
+    from search.problem.limits import Limits, read_limits
 
     _check(strategy, backend, method, judges, model, patterns, sparsities, most_bytes)
     if errors not in layer_errors.KINDS and not Path(errors).is_file():
         raise UsageError(f"--errors is {', '.join(layer_errors.KINDS)} or a file, and there is no file {errors}")
     chosen = tuple(str(pattern) for pattern in parse_patterns(patterns)) if patterns else None
-    threads = threads or devices.cores()
+    threads = threads or count_cores()
     settings = job.Settings(
         target, threads, chosen, seed, evaluations, batches, risk, strategy, backend,
-        sparsities=plan.wanted_sparsities(sparsities), errors=errors,
+        sparsities=parse_wanted_sparsities(sparsities), errors=errors,
         time_budget=None if time_budget is None else parse_duration(time_budget),
         processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
-    stated = limiting.read(limits) if limits is not None else limiting.Limits()
+    stated = read_limits(limits) if limits is not None else Limits()
     with live() as tell:
         tell("reading the task", None, None)
         loaded = tasks.load(task)
         loaded = replace(loaded, limits=loaded.limits + stated)
-        inputs = job.read_inputs(loaded, places.at(table), model, database, method)
+        inputs = job.read_inputs(loaded, parse_place(table), model, database, method)
         if refine is not None:
             met = None if remeasure else inputs.met(refine, settings)
             if met is not None and _finished(output, inputs.digest(settings)) is not None:
@@ -183,11 +184,11 @@ def _check(
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends import deepsparse_environment
     from latbench.errors import UsageError
-    from search.engines import BACKENDS
+    from search.backends import OWN
     from search.loss.pools import PLACES
-    from search.options import OWN
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
-    from search.strategies import STRATEGIES
+    from search.strategies.run_strategy import STRATEGIES
+    from search.whole_model.model_engines import BACKENDS
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
@@ -214,7 +215,7 @@ def _check(
 def _finished(path: Path, digest: str) -> Profile | None:
     """The profile at `path` if it is what these inputs and settings give."""
     from latbench.errors import BadData
-    from search import profile
+    from search.artifacts import profile
 
     try:
         found = profile.load(path)
@@ -228,7 +229,7 @@ def _show(found: Profile, last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.base.number_format import ratio, seconds
+    from latbench.base.number_format import format_ratio, format_seconds
 
     table = Table(box=None, pad_edge=False)
     table.add_column("layer")
@@ -236,15 +237,18 @@ def _show(found: Profile, last_line: str) -> None:
     for heading in ("sparsity", "time", "error"):
         table.add_column(heading, justify="right")
     for name, choice in found.layers.items():
-        table.add_row(name, choice.pattern, f"{choice.sparsity:.0%}", seconds(choice.seconds), f"{choice.error:.3g}")
+        table.add_row(
+            name, choice.pattern, f"{choice.sparsity:.0%}", format_seconds(choice.seconds), f"{choice.error:.3g}"
+        )
     value, low, high = found.speedup
     weights = f"{found.weights.sentence()}; " if found.weights else ""
     console = Console()
     console.print(table)
     console.print(
-        f"\n{ratio(value, low, high)} promised over {found.dense_engine}: "
-        f"{seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
-        f"{seconds(found.dense_seconds)}; {ratio(found.target)} was asked for; calibration loss {found.loss:.4f} "
+        f"\n{format_ratio(value, low, high)} promised over {found.dense_engine}: "
+        f"{format_seconds(found.predicted_seconds, found.predicted_low, found.predicted_high)} instead of "
+        f"{format_seconds(found.dense_seconds)}; {format_ratio(found.target)} was asked for; calibration loss "
+        f"{found.loss:.4f} "
         f"({found.strategy}); {weights}{last_line}",
         highlight=False,
         soft_wrap=True,

@@ -61,13 +61,13 @@ class _Cache(FunctionCache):
     """Numba's `cache=True` with files of our own, for disks that may refuse to write."""
 
     def __init__(self, function: Callable[..., Any], suffix: str) -> None:
-        super().__init__(function)
+        super().__init__(function)  # type: ignore[no-untyped-call]
         name = ".".join(filter(None, [self._impl.filename_base, suffix]))
         self._cache_file = _KernelFiles(Path(self._cache_path), name)  # type: ignore[assignment]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
-            super().save_overload(sig, data)
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except OSError as error:
             _warn(error)
 

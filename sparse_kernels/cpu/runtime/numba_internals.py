@@ -1,8 +1,8 @@
 """Everything that the CPU kernels use of Numba beyond its public interface, in one place.
 
 Numba may change any of it in any release. All of it is known to hold from Numba 0.62 to 0.68.1, and
-`tests/sparse_kernels/test_numba_internals.py` says in a sentence what broke when it no longer does. To take a new
-Numba, run that test, then raise the upper bounds of `numba` and `llvmlite` in pyproject.toml.
+`tests/sparse_kernels/cpu/runtime/test_numba_internals.py` says in a sentence what broke when it no longer does. To
+take a new Numba, run that test, then raise the upper bounds of `numba` and `llvmlite` in pyproject.toml.
 
 cgutils              LLVM code: stack slots, fields of structures, loops, declarations (`numba.core.cgutils`)
 read_compile_target  processor and features that Numba generates code for (`numba.core.registry.cpu_target`)

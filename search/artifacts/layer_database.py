@@ -1,0 +1,172 @@
+"""The layer database: each layer pruned in each way, computed once and read when it is needed.
+
+    <folder>/database.json                          version, and what the entries come from: model_hash, and made_by,
+                                                    the method with a hash of the calibration data
+    <folder>/<layer>/<pattern>@<sparsity>.safetensors
+        values (nnz,) float32     the kept weights, row after row of the matrix (m, k)
+        mask   (bytes,) uint8     numpy.packbits of the mask (m, k), True = kept; zeros in weights cannot rebuild it
+        metadata                  shape "m,k"; error |dy|^2 / |y|^2 of the layer's outputs on the calibration data
+
+Every file is whole or absent. Opening a folder that was built from other weights, or another way, is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from latbench.base.files import remove_left_behind, write_atomically, write_text_atomically
+from latbench.errors import BadData, EnvironmentUnusable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VERSION = 3
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layer pruned in one way: weight (m, k) float32 with exact zeros, mask (m, k), relative output error."""
+
+    weight: Tensor
+    mask: Tensor
+    error: float
+
+
+class Database:
+    """The entries in `folder`, all computed from the model with this `model_hash`, `made_by` one method on one data.
+
+    A reader who takes the entries as they were made leaves `made_by` out, and finds in it how that was. Raises
+    BadData when the folder holds entries of another model or made otherwise, or of another version of latbench.
+    """
+
+    def __init__(self, folder: Path, model_hash: str, made_by: str = "") -> None:
+        self.folder = Path(folder)
+        self.model_hash = model_hash
+        self.made_by = made_by
+        if (path := self.folder / "database.json").exists():
+            self.made_by = _check(path, model_hash, made_by)
+
+    def has(self, layer: str, pattern: str, sparsity: float) -> bool:
+        """Whether there is such an entry."""
+        return self._path(layer, pattern, sparsity).exists()
+
+    def error(self, layer: str, pattern: str, sparsity: float) -> float:
+        """The entry's error alone, without reading its weights. Raises BadData as `get` does."""
+        return _error(self._path(layer, pattern, sparsity), self._metadata(layer, pattern, sparsity))
+
+    def get(self, layer: str, pattern: str, sparsity: float) -> Entry:
+        """The entry. Raises BadData when it is missing or damaged."""
+        path = self._path(layer, pattern, sparsity)
+        metadata = self._metadata(layer, pattern, sparsity)
+        try:
+            with safe_open(path, "pt") as file:
+                values, bits = file.get_tensor("values"), file.get_tensor("mask")
+            m, k = map(int, metadata["shape"].split(","))
+            mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=m * k).astype(bool)).view(m, k)
+            weight = torch.zeros(m, k)
+            weight[mask] = values
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+            raise _damaged(path) from error
+        return Entry(weight, mask, _error(path, metadata))
+
+    def put(self, layer: str, pattern: str, sparsity: float, weight: Tensor, mask: Tensor, error: float) -> None:
+        """Store an entry: weight (m, k) float32, mask (m, k) bool. Raises EnvironmentUnusable if the disk refuses."""
+        if weight.shape != mask.shape or mask.dtype != torch.bool or weight.dtype != torch.float32:
+            raise TypeError(
+                "an entry is a float32 weight and a bool mask of one shape, "
+                f"not {weight.dtype} {tuple(weight.shape)} and {mask.dtype} {tuple(mask.shape)}"
+            )
+        index = self.folder / "database.json"
+        if not index.exists():
+            content = {"version": VERSION, "model_hash": self.model_hash, "made_by": self.made_by}
+            write_text_atomically(index, json.dumps(content) + "\n")
+        tensors = {
+            "values": weight.detach()[mask].contiguous(),
+            "mask": torch.from_numpy(np.packbits(mask.numpy())),
+        }
+        metadata = {"shape": ",".join(map(str, mask.shape)), "error": repr(float(error))}
+        path = self._path(layer, pattern, sparsity)
+        try:
+            write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+        except SafetensorError as error:
+            raise EnvironmentUnusable(f"cannot write {path}: {error}") from error
+
+    def tidy(self) -> None:
+        """Remove what builds on this machine left when they were killed; not while one in this process goes on."""
+        for folder in (self.folder, *self.folder.glob("*/")):
+            remove_left_behind(folder)
+
+    def _path(self, layer: str, pattern: str, sparsity: float) -> Path:
+        # Quoted: whatever a layer is called, it is one folder; colons of a pattern are no file name everywhere.
+        return self.folder / quote(layer, safe="") / f"{pattern.replace(':', '-')}@{sparsity:.6g}.safetensors"
+
+    def _metadata(self, layer: str, pattern: str, sparsity: float) -> Mapping[str, str]:
+        path = self._path(layer, pattern, sparsity)
+        if not path.exists():
+            raise BadData(
+                f"{self.folder}: no layer {layer} pruned to {pattern} at {sparsity:g}; `latbench search` builds it"
+            )
+        try:
+            with safe_open(path, "pt") as file:
+                return file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path) from error
+
+
+def model_hash(model: nn.Module) -> str:
+    """A hash of every parameter and buffer, 16 hexadecimal digits."""
+    return tensors_hash(sorted(model.state_dict().items()))[:16]
+
+
+def tensors_hash(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The SHA-256 of tensors on any device, with their names and kinds, in this order."""
+    digest = hashlib.sha256()
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check(path: Path, model: str, made_by: str) -> str:
+    """What made the entries, as the index at `path` says: of this model and, if that is given, `made_by` this."""
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        version = index["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadData(f"{path}: not the index of a layer database") from error
+    advice = "give another --database, or remove the folder to build it anew"
+    if version != VERSION:
+        raise BadData(f"{path}: layer database version {version}, this latbench reads {VERSION}; {advice}")
+    if (found := index.get("model_hash")) != model:
+        raise BadData(
+            f"{path.parent}: built from a model with other weights ({found}, this one is {model}); {advice}"
+        )
+    built = str(index.get("made_by", ""))
+    if made_by and built != made_by:
+        raise BadData(
+            f"{path.parent}: built by another method, on other calibration data or by another version of latbench "
+            f"({built or 'nothing is said'}, this is {made_by}); {advice}"
+        )
+    return built
+
+
+def _error(path: Path, metadata: Mapping[str, str]) -> float:
+    try:
+        return float(metadata["error"])
+    except (KeyError, ValueError) as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> BadData:
+    return BadData(f"{path}: damaged; delete it, and the next `latbench search` builds it again")
