@@ -68,7 +68,7 @@ def convert(
     backend: str = "numba",
     tune: bool = False,
 ) -> nn.Module:
-    """A copy of `model` for inference in which every named layer runs its sparse kernel.
+    """Return a copy of `model` for inference in which every named layer runs its sparse kernel.
 
     Parts that can be traced become `torch.fx.GraphModule`s: their `forward` is all that is left of their class, as it
     computed on these inputs, and later changes of plain attributes do nothing. Modules with hooks stay what they are.
@@ -201,7 +201,7 @@ class _Conversion:
 
 
 def _loses_hooks(part: nn.Module) -> bool:
-    """Whether tracing would open modules that somebody looks at: the part, or any below that is not torch's own."""
+    """Return whether tracing would open a module with hooks: the part, or any below it that is not torch's own."""
     tracer = fx.Tracer()
     below = (module for name, module in part.named_modules() if not (name and tracer.is_leaf_module(module, name)))
     return any(hooked(module) for module in below)
@@ -234,7 +234,7 @@ def _prove(converted: nn.Module, example_inputs: tuple[Any, ...], expected: Any)
 
 
 def _run(model: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any] = {}) -> Any:
-    """The model's result, without leaving a trace: not in the inputs, the model's buffers or the random numbers."""
+    """Return the model's result; leave inputs, buffers and random numbers as they were."""
     kept = [
         (buffer, buffer.clone())
         for module in model.modules()
@@ -263,7 +263,7 @@ class _Call:
 
 
 def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str, _Call]:
-    """The first call of each module that has children, in a run on the example inputs."""
+    """Return the first call of each module that has children, in a run on the example inputs."""
     calls: dict[str, _Call] = {}
     handles = []
     for name, module in model.named_modules(remove_duplicate=False):
@@ -284,7 +284,7 @@ def _record_calls(model: nn.Module, example_inputs: tuple[Any, ...]) -> dict[str
 
 
 def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
-    """The part as a graph with its norms folded, as far as that is the same function; None if none is."""
+    """Return the part as a graph with its norms folded, as far as that is the same function; None if none is."""
     for fold in (True, False):
         try:
             traced = fx.symbolic_trace(copy.deepcopy(part))
@@ -298,7 +298,10 @@ def _trace(part: nn.Module, call: _Call) -> fx.GraphModule | None:
 
 
 def _same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether results agree but for roundings: `tolerance` of each number, a tenth of it of the largest beside it."""
+    """Return whether results agree but for roundings.
+
+    tolerance: relative to each number; a tenth of it counts relative to the largest number of the tensor.
+    """
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False

@@ -43,7 +43,7 @@ from sparse_kernels import prepare, prepare_conv2d
 from sparse_kernels.cpu.layouts.padded_images import Framed, Places
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
-from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, plain
+from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, unframe
 from sparse_kernels.patterns import Pattern
 from sparse_kernels.shapes import Conv2dShape
 from sparse_kernels.torch_tiles import TokenTiles, tiles_shape, worthwhile
@@ -70,7 +70,7 @@ _COMPUTING = ("__call__", "forward", "_conv_forward")
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
-    """The layer's weight as the matrix that is pruned and multiplied, (m, k).
+    """Return the layer's weight as the matrix that is pruned and multiplied, (m, k).
 
     A convolution's is (c_out, kh*kw*c_in) with column (r*kw + s)*c_in + c. Shares memory only where torch can.
     """
@@ -87,7 +87,7 @@ def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
 
 
 def as_matrix(weight: Tensor) -> Tensor:
-    """A weight, or what has its shape, as the matrix (m, k) of `weight_matrix`."""
+    """Return a weight, or what has its shape, as the matrix (m, k) of `weight_matrix`."""
     return weight if weight.ndim == 2 else weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1)
 
 
@@ -122,7 +122,7 @@ def refuses(module: nn.Module) -> str | None:
 
 
 def machine_of(device: torch.device) -> CudaMachine:
-    """The GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
+    """Return the GPU that tensors on `device` lie on. Raises TypeError for a CPU, MissingLibrary or NoDevice."""
     if device.type != "cuda":
         raise TypeError(f"backend 'cupy' runs on CUDA tensors, not on {device}: x.cuda(), or backend='numba'")
     return _machine(device)
@@ -145,7 +145,7 @@ class _Ready:
     _y_places: dict[tuple[Places, int | None], Places] = field(default_factory=dict)
 
     def y_places(self, x: Places, margin: int | None) -> Places:
-        """Where a convolution's result lies: one object for all calls, as it remembers what it works out."""
+        """Return where a convolution's result lies: one object for all calls, as it remembers what it works out."""
         known = self._y_places.get((x, margin))
         if known is None:
             if len(self._y_places) >= KEPT_PLACES:
@@ -254,7 +254,7 @@ class _Sparse(nn.Module):
         return x
 
     def _product(self, x: Tensor, y_shape: Sequence[int]) -> Tensor:
-        """The kernel's result for x as it lies in memory."""
+        """Return the kernel's result for x as it lies in memory."""
         if torch.compiler.is_compiling():
             result: Tensor = multiply(x, list(y_shape), self._number)
             return result
@@ -296,11 +296,11 @@ class _Sparse(nn.Module):
         raise NotImplementedError
 
     def _key(self, x: Tensor, y_shape: Sequence[int]) -> object:
-        """What a plan is for: another input with the same key runs on the same plan."""
+        """Return what a plan is for: another input with the same key runs on the same plan."""
         raise NotImplementedError
 
     def _plan(self, x: Tensor, y_shape: Sequence[int]) -> Any:
-        """A new plan for inputs like x."""
+        """Return a new plan for inputs like x."""
         raise NotImplementedError
 
     @contextmanager
@@ -339,7 +339,7 @@ class _Sparse(nn.Module):
         unexpected: Any,
         errors: list[str],
     ) -> None:
-        """As torch does, but what does not fit together is refused as a whole: kernels follow its indices."""
+        """Load as torch does, but refuse a weight whose arrays contradict each other: kernels follow its indices."""
         self._forget_plan()
         before = {name: buffer.clone() for name, buffer in self._buffers.items() if buffer is not None}
         known = len(errors)
@@ -368,7 +368,7 @@ _numbers = itertools.count()
 
 @torch.library.custom_op("sparse_kernels::multiply", mutates_args=())
 def multiply(x: Tensor, y_shape: list[int], layer: int) -> Tensor:
-    """What a layer's kernel makes of x, which lies as the kernel reads it: an operator, opaque to `torch.compile`."""
+    """Return the result of a layer's kernel for x in its layout: an operator that `torch.compile` does not open."""
     if layer not in _layers:
         raise RuntimeError("the sparse layer that this was compiled for is gone: compile the model again")
     return _layers[layer]._multiply(x, y_shape)
@@ -501,7 +501,7 @@ class SparseLinear(_Sparse):
     def _by_address(
         self, x: Tensor, tiles: TokenTiles | None, n: int, y_shape: Sequence[int], into_tiles: bool
     ) -> Tensor:
-        """The kernel's result for n tokens, past everything that checks them again or makes arrays of tensors."""
+        """Return the kernel's result for n tokens by address, without further checks and without arrays of NumPy."""
         threads.use(torch.get_num_threads())  # before a plan is made, which may be for as many
         x, y = x.resolve_neg().contiguous(), x.new_empty(y_shape)
         ready = self._plans.get(self._about(n, tiles is not None, into_tiles))
@@ -529,7 +529,7 @@ class SparseLinear(_Sparse):
         return self._about(x.shape[0], x.ndim == 3, len(y_shape) == 3)
 
     def _about(self, n: int, from_tiles: bool, into_tiles: bool) -> object:
-        """What a plan on a CPU is for: another input with the same answer runs on it."""
+        """Return what a plan on a CPU is for: another input with the same answer runs on it."""
         if from_tiles:
             return True, into_tiles, None
         return False, into_tiles, n.bit_length() if self._by_size else n <= FEW_TOKENS
@@ -544,7 +544,7 @@ class SparseLinear(_Sparse):
             from sparse_kernels.cuda import cuda_plan
 
             dtype = str(x.dtype).removeprefix("torch.")
-            return cuda_plan.prepare_linear(
+            return cuda_plan.prepare_cuda_linear(
                 self.packed, cuda_plan.LINEAR_LAYOUT, x.shape[1], dtype, machine_of(x.device)
             )
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
@@ -623,9 +623,9 @@ class SparseConv2d(_Sparse):
         """
         if isinstance(x, Framed) and self.backend == "numba":
             return self._over_frames(x, x.places, margin, added, then)
-        x = self._accepted(plain(x))
+        x = self._accepted(unframe(x))
         if x.ndim == 3:
-            return finished(plain(self.forward(x[None]))[0], added, then)
+            return finished(unframe(self.forward(x[None]))[0], added, then)
         if x.ndim != 4:
             raise ValueError(f"this layer takes (batch, c_in, h, w) or (c_in, h, w), not {tuple(x.shape)}")
         shape = self._shape(*x.shape)
@@ -646,7 +646,7 @@ class SparseConv2d(_Sparse):
         added: Tensor | Framed | None,
         then: str | None,
     ) -> Tensor | Framed:
-        """The result for contiguous x at these places: in frames of this margin, or as torch has it."""
+        """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
         threads.use(torch.get_num_threads())
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
         if ready is None:
@@ -696,12 +696,12 @@ class SparseConv2d(_Sparse):
 
 
 def _conv2d_key(device: torch.device, dtype: torch.dtype, shape: Sequence[int]) -> object:
-    """A plan takes any batch; which kernel is best depends on about how many images there are."""
+    """Return a plan takes any batch; which kernel is best depends on about how many images there are."""
     return device, dtype, shape[1:], shape[0].bit_length()
 
 
 def symmetric_padding(conv: nn.Conv2d) -> tuple[int, int]:
-    """The convolution's zero padding (rows, columns), its words 'valid' and 'same' resolved."""
+    """Return the convolution's zero padding (rows, columns), its words 'valid' and 'same' resolved."""
     if conv.padding == "valid":
         return (0, 0)
     if conv.padding == "same":

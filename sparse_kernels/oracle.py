@@ -72,14 +72,14 @@ def check_conv2d(
     activation: str | None = None,
     roundoff: float = 0.0,
 ) -> float:
-    """The same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
+    """Return the same for a convolution: x (batch, c_in, h, w), y (batch, c_out, out_h, out_w)."""
     _check_shape(y, (len(x), shape.c_out, shape.out_h, shape.out_w))
     columns = y.swapaxes(0, 1).reshape(shape.c_out, len(x) * shape.out_h * shape.out_w)
     return _compare(columns, *_expected(packed, patches(x, shape), bias, activation, roundoff))
 
 
 def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """A weight (m, k) and x (k, n), float32, whose product float32 holds exactly whatever the order of the sums.
+    """Return a weight (m, k) and x (k, n), float32, whose product float32 holds exactly in any order of the sums.
 
     Small whole numbers, with weights of 12 significant bits, one more than float16 and TF32 keep: a kernel that
     drops, repeats or rounds anything is off by whole units, where its errors do not cancel. ValueError for k above
@@ -96,7 +96,7 @@ def exact_operands(rng: np.random.Generator, m: int, k: int, n: int) -> tuple[np
 def _expected(
     packed: Packed, x: np.ndarray, bias: np.ndarray | None, activation: str | None, roundoff: float = 0.0
 ) -> tuple[Result, Result, Result]:
-    """What y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
+    """Return what y (m, n) must be, how far from it y may be, and the scale of its rounding errors."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
     weight = unpack(packed).astype(np.float64)
@@ -116,7 +116,7 @@ def _expected(
 
 
 def _kept(packed: Packed, weight: Result) -> int:
-    """The most weights that are stored for a row: zeros among them take part in sums."""
+    """Return the most weights that are stored for a row: zeros among them take part in sums."""
     match packed:
         case DenseWeight():
             return packed.shape[1]

@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x,
 
 
 def framable(x: Images) -> bool:
-    """Whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
+    """Return whether images can be laid into frames: float32 on a CPU, not empty, not while torch compiles."""
     if (
         not isinstance(x, Tensor)
         or type(x) not in PLAIN
@@ -38,7 +38,7 @@ def framable(x: Images) -> bool:
 
 
 def address_of(x: Tensor) -> int:
-    """The address of a tensor's numbers; TypeError where it has none, as what stands for one inside of torch."""
+    """Return the address of a tensor's numbers; raise TypeError for a fake or wrapped tensor, which has none."""
     address = x.data_ptr() if type(x) in PLAIN else 0
     if not address:
         raise TypeError(
@@ -48,7 +48,7 @@ def address_of(x: Tensor) -> int:
 
 
 def frame(x: Images, margin: int) -> Images:
-    """The images in frames of this margin, where they can be."""
+    """Return the images in frames of this margin, where they can be."""
     if isinstance(x, Framed) or not framable(x):
         return x
     batch, channels, h, w = x.shape
@@ -59,8 +59,8 @@ def frame(x: Images, margin: int) -> Images:
     return framed
 
 
-def plain(x: Images) -> Tensor:
-    """The images as torch has them, in memory of their own if they were in frames."""
+def unframe(x: Images) -> Tensor:
+    """Return the images as torch has them, in memory of their own if they were in frames."""
     if isinstance(x, Tensor):
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
@@ -70,10 +70,10 @@ def plain(x: Images) -> Tensor:
 
 
 def finished(y: Images, added: Images | float | None, then: str | None) -> Images:
-    """The activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
+    """Return the activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
     if added is None:
         return y
-    total = plain(y) + (plain(added) if isinstance(added, Framed) else added)
+    total = unframe(y) + (unframe(added) if isinstance(added, Framed) else added)
     return _ACTIVATIONS[then](total)
 
 
@@ -85,7 +85,7 @@ class OnFrames(nn.Module):
         self.function, self.args, self.kwargs = function, args, kwargs
 
     def forward(self, x: Images) -> Images:
-        """The function of x, in the form that x has."""
+        """Return the function of x, in the form that x has."""
         if isinstance(x, Tensor):
             return self.function(x, *self.args, **self.kwargs)
         values = torch.from_numpy(x.array)

@@ -32,14 +32,14 @@ class Dense:
         return "dense"
 
     def mask(self, scores: Scores, sparsity: float = 0.0) -> Mask:
-        """All True (m, k); ValueError for any sparsity but 0."""
+        """Return all True (m, k); ValueError for any sparsity but 0."""
         _check(scores, sparsity)
         if sparsity != 0:
             raise ValueError(f"a dense layer drops nothing: its sparsity is 0, not {sparsity}")
         return np.ones(scores.shape, bool)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: any layer can be dense."""
+        """Return None: any layer can be dense."""
         return None
 
 
@@ -53,12 +53,12 @@ class Unstructured:
         return "unstructured"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
+        """Return the top (1 - sparsity) * m * k scores, rounded to the nearest whole number."""
         _check(scores, sparsity)
         return top(scores.ravel(), math.floor(_wanted(scores, sparsity) + 0.5)).reshape(scores.shape)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: any layer can be unstructured."""
+        """Return None: any layer can be unstructured."""
         return None
 
 
@@ -93,11 +93,11 @@ class NM:
         return 1 - self.keep / self.of
 
     def keeps_of(self, length: int) -> int:
-        """How many of a group of `length` <= `of` columns are kept at most."""
+        """Return how many of a group of `length` <= `of` columns are kept at most."""
         return -(-self.keep * length // self.of)
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
+        """Return the top scores of every group; ValueError for a sparsity other than 1 - keep/of."""
         _check(scores, sparsity)
         _check_only(self, sparsity)
         m, k = scores.shape
@@ -114,7 +114,7 @@ class NM:
         return mask.reshape(m, -1)[:, :k].copy()
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where groups would cross from one tap of a convolution to the next."""
+        """Return a sentence where groups would cross from one tap of a convolution to the next."""
         return _crosses_taps(self, self.of, shape)
 
 
@@ -135,7 +135,7 @@ class BlockWise:
         return f"block:{self.rows}x{self.cols}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The blocks of most score in the whole layer."""
+        """Return the blocks of most score in the whole layer."""
         _check(scores, sparsity)
         m, k = scores.shape
         top_rows, left_columns = np.arange(0, m, self.rows), np.arange(0, k, self.cols)
@@ -147,7 +147,7 @@ class BlockWise:
         return kept.reshape(totals.shape).repeat(heights, axis=0).repeat(widths, axis=1)
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where a single block covers the whole layer."""
+        """Return a sentence where a single block covers the whole layer."""
         if self.rows >= shape.m and self.cols >= shape.k:
             return f"one block of {self} covers the whole {shape.m}x{shape.k} layer and could only be kept or dropped"
         return None
@@ -172,13 +172,13 @@ class VectorWise:
         return f"vector:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score in the whole layer."""
+        """Return the vectors of most score in the whole layer."""
         _check(scores, sparsity)
         kept, _, heights = top_vectors(scores, self.v, sparsity)
         return kept.repeat(heights, axis=0)
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: a layer with fewer than v rows is one short group."""
+        """Return None: a layer with fewer than v rows is one short group."""
         return None
 
 
@@ -206,7 +206,7 @@ class VectorNM(VectorWise):
         return 1 - self.keep / self.of
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score in every group of `of`; ValueError for a sparsity other than 1 - keep/of."""
+        """Return the best vectors in every group of `of`; raise ValueError for a sparsity other than 1 - keep/of."""
         _check(scores, sparsity)
         _check_only(self, sparsity)
         m = scores.shape[0]
@@ -214,7 +214,7 @@ class VectorNM(VectorWise):
         return NM(self.keep, self.of).mask(totals, self.sparsity).repeat(self.v, axis=0)[:m]
 
     def refuses(self, shape: Shape) -> str | None:
-        """A sentence where groups would cross from one tap of a convolution to the next."""
+        """Return a sentence where groups would cross from one tap of a convolution to the next."""
         return _crosses_taps(self, self.of, shape)
 
 
@@ -237,7 +237,7 @@ class ShflBW:
         return f"shflbw:{self.v}"
 
     def mask(self, scores: Scores, sparsity: float) -> Mask:
-        """The vectors of most score among the row groups that `shuffle.group_rows` finds.
+        """Return the vectors of most score among the row groups that `shuffle.group_rows` finds.
 
         Consecutive rows are among the groupings it compares, so this never retains less score than VectorWise(v). The
         same scores give the same mask every time on one machine; the rounding of another's BLAS may lead to another.
@@ -250,7 +250,7 @@ class ShflBW:
         return mask
 
     def refuses(self, shape: Shape) -> str | None:
-        """None: a layer with fewer than v rows is one short group."""
+        """Return None: a layer with fewer than v rows is one short group."""
         return None
 
 
@@ -268,7 +268,7 @@ _FORMS = (
 
 
 def parse(text: str) -> Pattern:
-    """The pattern that str() wrote as `text`; ValueError lists what is known."""
+    """Return the pattern that str() wrote as `text`; ValueError lists what is known."""
     for form, pattern in _FORMS:
         if found := form.fullmatch(text):
             return pattern(*map(int, found.groups()))

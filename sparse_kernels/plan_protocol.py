@@ -46,7 +46,7 @@ class Plan(Protocol):
         """activation(w @ x + bias) in the plan's layout; bias (m,); written to `out` where given, and returned."""
 
     def copy(self) -> Self:
-        """A plan with weights of its own at another address."""
+        """Return a plan with weights of its own at another address."""
 
 
 def check_call(
@@ -94,7 +94,7 @@ def _check_float32(name: str, array: Array) -> None:
 
 
 def _filled(shape: tuple[int | None, ...], free: int | None) -> tuple[int | None, ...]:
-    """The shape with its free length written in."""
+    """Return the shape with its free length written in."""
     if None not in shape:
         return shape
     at = shape.index(None)

@@ -33,7 +33,7 @@ def prepare(
         raise ValueError(f"layout {layout} is for backend numba, not {backend}")
     if not isinstance(n, int | np.integer) or n < 0:
         raise ValueError(f"n is a number of columns, not {n}")
-    function = registry.find(packed.pattern.format, "linear", backend)
+    function = registry.find_kernel(packed.pattern.format, "linear", backend)
     if backend != "numba":
         if tune or precision != "float32":
             said = "tune=True" if tune else f"precision={precision!r}"
@@ -57,7 +57,7 @@ def prepare_conv2d(
         raise ValueError(f"unknown layout {layout!r} of a convolution: known are {', '.join(CONV2D_LAYOUTS)}")
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
-    function = registry.find(packed.pattern.format, "conv2d", backend)
+    function = registry.find_kernel(packed.pattern.format, "conv2d", backend)
     if layout != own:
         raise ValueError(f"backend {backend} takes convolutions in layout {own}, not {layout}")
     if backend == "numba":

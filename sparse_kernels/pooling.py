@@ -44,7 +44,7 @@ def channels_last(x: Tensor) -> Tensor:
 
 
 def _is_pool(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node is a max pooling of images, and gives nothing but them."""
+    """Return whether a node is a max pooling of images, and gives nothing but them."""
     if not node.args or not isinstance(node.args[0], fx.Node):
         return False
     if node.op == "call_module":

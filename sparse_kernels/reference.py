@@ -89,7 +89,7 @@ class ReferenceConv2d:
         return ReferenceConv2d(copied(self.packed), self.shape, self.layout)
 
 
-def prepare_linear(packed: Packed, layout: str, n: int) -> ReferenceLinear:
+def prepare_reference_linear(packed: Packed, layout: str, n: int) -> ReferenceLinear:
     """Return the plan of a linear layer; n changes nothing."""
     return ReferenceLinear(packed, layout)
 

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from sparse_kernels.plan_protocol import Plan
 
 KERNELS = {
-    ("dense", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
-    ("unstructured", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
-    ("nm", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
-    ("block", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
-    ("vector", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
-    ("shflbw", "linear", "reference"): "sparse_kernels.reference:prepare_linear",
+    ("dense", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("unstructured", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("nm", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("block", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("vector", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
+    ("shflbw", "linear", "reference"): "sparse_kernels.reference:prepare_reference_linear",
     ("dense", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("unstructured", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
     ("nm", "conv2d", "reference"): "sparse_kernels.reference:prepare_conv2d",
@@ -34,22 +34,22 @@ KERNELS = {
     ("block", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
     ("vector", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
     ("shflbw", "conv2d", "numba"): "sparse_kernels.cpu.plans.conv2d:prepare_conv2d",
-    ("dense", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
-    ("unstructured", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
-    ("nm", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
-    ("block", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
-    ("vector", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
-    ("shflbw", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_linear",
+    ("dense", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("unstructured", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("nm", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("block", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("vector", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
+    ("shflbw", "linear", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_cuda_linear",
     ("dense", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
     ("block", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
     ("vector", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
     ("shflbw", "conv2d", "cupy"): "sparse_kernels.cuda.cuda_plan:prepare_conv2d",
-    ("dense", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
-    ("unstructured", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
-    ("nm", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
-    ("block", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
-    ("vector", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
-    ("shflbw", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_linear",
+    ("dense", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("unstructured", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("nm", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("block", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("vector", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
+    ("shflbw", "linear", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_numba_cuda_linear",
     ("dense", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
     ("unstructured", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
     ("nm", "conv2d", "numba_cuda"): "sparse_kernels.numba_cuda.numba_cuda_plan:prepare_conv2d",
@@ -71,8 +71,8 @@ class NoDevice(RuntimeError):
     """There is no GPU that a backend's kernels run on."""
 
 
-def find(format: str, op: str, backend: str) -> Callable[..., Plan]:
-    """The function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
+def find_kernel(format: str, op: str, backend: str) -> Callable[..., Plan]:
+    """Return the function that prepares a plan for `format` (of a pattern), `op` (linear, conv2d) and `backend`.
 
     Raises UnknownKernel, which lists what is known, and MissingLibrary, which says what to install.
     """

@@ -30,7 +30,7 @@ BATCH = 128  # groups that lend rows to each other at a time: the cost of an ass
 
 
 def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator) -> Order:
-    """An order (m,) of the rows of scores (m, k): the first v are one group, and so on; the last may be smaller.
+    """Return an order (m,) of the rows of scores (m, k): each v rows are one group; the last group may be smaller.
 
     Never worse than the order they have: of all groupings tried, consecutive rows among them, the one whose best
     vectors (`selection.top_vectors`) retain the most score. The same scores and generator state give the same order.
@@ -61,7 +61,7 @@ def group_rows(scores: Scores, v: int, sparsity: float, rng: np.random.Generator
 
 
 def cluster(rows: NDArray[np.float32], v: int, rng: np.random.Generator, rounds: int = 8) -> Order:
-    """An order of rows float32 (m, k) in which like ones are together: balanced k-means with clusters of v rows.
+    """Return an order of rows float32 (m, k) that puts like rows together: balanced k-means, clusters of v rows.
 
     The last cluster has m mod v rows where m is no multiple of v. Centres start as rows drawn by rng, far from one
     another (k-means++: Arthur and Vassilvitskii, SODA 2007).
@@ -143,7 +143,7 @@ def _spread(rows: NDArray[np.float32], count: int, rng: np.random.Generator) -> 
 
 
 def _assign(value: NDArray[np.float32], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The group (m,) of each row, `sizes` rows in each, for much of value (m, groups) in sum; greedy.
+    """Return the group (m,) of each row, `sizes` rows in each, for much of value (m, groups) in sum; greedy.
 
     In rounds: every row left asks for its best group with room, and a group that too many ask for takes those of most
     value to it.

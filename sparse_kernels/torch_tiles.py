@@ -38,18 +38,18 @@ class OnTiles(nn.Module):
         self.function, self.args, self.kwargs = function, args, kwargs
 
     def forward(self, x: Tensor | TokenTiles) -> Tensor | TokenTiles:
-        """The function of x, in the form that x has."""
+        """Return the function of x, in the form that x has."""
         if isinstance(x, TokenTiles):
             return TokenTiles(self.function(x.values, *self.args, **self.kwargs), x.lead)
         return self.function(x, *self.args, **self.kwargs)
 
 
 def tiles_shape(n: int, features: int) -> tuple[int, int, int]:
-    """The shape of tiles that hold n tokens."""
+    """Return the shape of tiles that hold n tokens."""
     tokens = count_tile_tokens()
     return -(-n // tokens), features, tokens
 
 
 def worthwhile(n: int) -> bool:
-    """Whether n tokens are so many that kernels lay them out block by block, with as many threads as torch uses."""
+    """Return whether n tokens are so many that kernels lay them out block by block with torch's threads."""
     return token_blocks.fills_threads(n, host().lanes, torch.get_num_threads())

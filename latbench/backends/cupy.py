@@ -41,7 +41,7 @@ def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:
     shape = point.shape
     if isinstance(shape, Conv2dShape):
         return plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
-    return plans.prepare_linear(layer.packed, point.layout, shape.n, point.dtype)
+    return plans.prepare_cuda_linear(layer.packed, point.layout, shape.n, point.dtype)
 
 
 def _call(point: Point, plan: plans.CudaPlan, x: cupy.ndarray) -> Call:

@@ -27,7 +27,7 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     if isinstance(shape, Conv2dShape):
         plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
     else:
-        plan = plans.prepare_linear(layer.packed, point.layout, shape.n, point.dtype)
+        plan = plans.prepare_numba_cuda_linear(layer.packed, point.layout, shape.n, point.dtype)
     number = copies(point, layer, plan.nbytes, driver)
     turned = point.layout == "token_major"
     x = np.ascontiguousarray(layer.x.T if turned else layer.x, point.dtype)

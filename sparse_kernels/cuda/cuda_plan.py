@@ -170,7 +170,7 @@ class CudaPlan:
         return np.uint64(view.address)
 
 
-def prepare_linear(
+def prepare_cuda_linear(
     packed: Packed, layout: str, n: int, dtype: str = "float16", machine: CudaMachine | None = None
 ) -> CudaPlan:
     """Return the plan of a linear layer for about n columns.
@@ -194,7 +194,7 @@ def prepare_linear(
 def prepare_conv2d(
     packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float16", machine: CudaMachine | None = None
 ) -> CudaPlan:
-    """Return the plan of a convolution for about shape.batch images; as `prepare_linear`."""
+    """Return the plan of a convolution for about shape.batch images; as `prepare_cuda_linear`."""
     if layout != CONV2D_LAYOUT:
         raise NotSupported(f"the CUDA kernels of a convolution take layout {CONV2D_LAYOUT}, not {layout!r}")
     _check_dtype(dtype)

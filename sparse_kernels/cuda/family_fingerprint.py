@@ -92,7 +92,7 @@ def code(source: str) -> str:
 
 
 def _constants(family: str) -> Iterator[str]:
-    """The numbers, and tuples of numbers, that a family's modules name in capitals."""
+    """Yield the numbers, and tuples of numbers, that a family's modules name in capitals."""
     for name in (family, *_CHOOSERS.get(family, ())):
         module = importlib.import_module(f"{__package__}.{name}")
         for key, value in sorted(vars(module).items()):
@@ -179,7 +179,7 @@ def _of_argument(argument: Argument) -> Iterator[str | bytes]:
 
 
 def _packed(pattern: Pattern, m: int, k: int) -> Packed:
-    """A weight of the pattern, a quarter of it kept; the same every time."""
+    """Return a weight of the pattern, a quarter of it kept; the same every time."""
     rng = np.random.default_rng([m, k])
     weight = rng.standard_normal((m, k), np.float32)
     return pack(weight, None if isinstance(pattern, Dense) else _mask(rng, pattern, m, k), pattern)

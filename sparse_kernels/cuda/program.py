@@ -63,7 +63,7 @@ Dim3 = tuple[int, int, int]
 
 
 def activation_code(activation: str | None) -> np.int32:
-    """The argument `activation` of every kernel: a number, so that one cubin serves all. ValueError if unknown."""
+    """Return the code of an activation, an argument so that one cubin serves all. Raises ValueError if unknown."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}: known are None, relu, gelu")
     return np.int32(ACTIVATIONS.index(activation))
@@ -93,7 +93,7 @@ class Program(Protocol):
         """Bytes of the constant arrays."""
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What multiplies x (k, n) to out (m, n), feature-major, in order; empty where m or n is 0.
+        """Return what multiplies x (k, n) to out (m, n), feature-major, in order; empty where m or n is 0.
 
         Bias is added where the BIAS pointer is not null. x and out are contiguous. For a convolution n is the batch,
         x is (c_in, h, w, batch) and out (c_out, out_h, out_w, batch).

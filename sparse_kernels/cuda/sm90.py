@@ -74,7 +74,7 @@ class HopperKernel:
         return TILE_CLOCKS + self.rows * self.width / RESULTS_A_CLOCK
 
     def variant(self, dtype: str, align: int) -> Variant:
-        """The kernel as it is compiled."""
+        """Return the kernel as it is compiled."""
         settings = {
             **self.defines,
             "STAGES": self.stages,
@@ -85,12 +85,12 @@ class HopperKernel:
 
 
 def finish(dtype: str) -> Variant:
-    """What adds up the sums of a split product."""
+    """Return what adds up the sums of a split product."""
     return Variant("finish_sm90.cu", "finish_sm90", {"BF16": DTYPES.index(dtype)}, (ARCHITECTURE,))
 
 
 def variants(kernels: list[HopperKernel]) -> Iterator[Variant]:
-    """All that launches may ask for."""
+    """Yield all that launches may ask for."""
     for kernel in kernels:
         for dtype in DTYPES:
             for align in (16, 8, 2):
@@ -142,14 +142,14 @@ class HopperProgram:
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """The product, and where it is split the addition of its parts; empty where n is 0."""
+        """Return the product, and where it is split the addition of its parts; empty where n is 0."""
         if n == 0:
             return []
         kernel, splits = self.choose(n)
         return self.launches_of(kernel, splits, n, activation)
 
     def launches_of(self, kernel: HopperKernel, splits: int, n: int, activation: str | None) -> list[Launch]:
-        """The launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
+        """Return the launches with one of `kernels` and every group's stages shared out among `splits` blocks."""
         groups = self.counts.size
         tiles = groups * splits * -(-n // kernel.width)
         width = -(-n // kernel.width) * kernel.width
@@ -184,7 +184,7 @@ class HopperProgram:
         return [first, second]
 
     def choose(self, n: int) -> tuple[HopperKernel, int]:
-        """The tile and the number of splits with the shortest expected time."""
+        """Return the tile and the number of splits with the shortest expected time."""
         splits = {kernel: best_splits(kernel, self.counts, n, self.multiprocessors) for kernel in self.kernels}
         return min(splits.items(), key=lambda it: clocks(it[0], self.counts, it[1], n, self.multiprocessors))
 
@@ -198,7 +198,7 @@ def best_splits(kernel: HopperKernel, counts: NDArray[np.int64], n: int, multipr
 
 
 def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int, multiprocessors: int) -> float:
-    """What groups with so many stages each are expected to take, times n columns, in clocks.
+    """Return what groups with so many stages each are expected to take, times n columns, in clocks.
 
     There is a block for each multiprocessor. Tiles are sorted by falling work and blocks take them in rounds, every
     other one backwards. Left out: what blocks that read the same rows of x save each other, and changes of the clock.
@@ -217,7 +217,7 @@ def clocks(kernel: HopperKernel, counts: NDArray[np.int64], splits: int, n: int,
     return total
 
 
-def check(dtype: str, architecture: str) -> None:
+def check_target(dtype: str, architecture: str) -> None:
     """NotSupported for an element type or machine that no kernel here is for."""
     if architecture != ARCHITECTURE:
         raise NotSupported(f"this kernel is for {ARCHITECTURE}, not {architecture}")

@@ -86,7 +86,7 @@ INSTRUCTIONS = {16: "HMMA.16816.F32", 8: "HMMA.1688.F32", 4: "HMMA.884.F32"}
 def program(
     packed: Packed, dtype: str, architecture: str, n: int, multiprocessors: int | None = None
 ) -> LinearProgram:
-    """A linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
+    """Return a linear layer's weight (m, k); `n` does not matter. NotSupported says what does not run."""
     machine = _machine(dtype, architecture)
     tiles = tiles_of(packed, dtype, volta=machine.mma_k == 4)
     return LinearProgram(tiles, dtype, architecture, multiprocessors or TARGETS[architecture].multiprocessors)
@@ -95,7 +95,7 @@ def program(
 def conv2d_program(
     packed: Packed, shape: Conv2dShape, dtype: str, architecture: str, multiprocessors: int | None = None
 ) -> Conv2dProgram:
-    """A convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
+    """Return a convolution's weight (c_out, kh*kw*c_in) for any number of images; NotSupported as above."""
     if packed.shape != (shape.m, shape.k):
         raise ValueError(f"the packed weight is {packed.shape}, and {shape} needs {(shape.m, shape.k)}")
     machine = _machine(dtype, architecture)
@@ -106,7 +106,7 @@ def conv2d_program(
 
 
 def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
-    """The BN with which the busiest multiprocessor brings in least: its blocks times V + BN elements a kept column.
+    """Return the BN with which the busiest multiprocessor reads least: its blocks times V + BN elements a kept column.
 
     A wide tile reads the weights less often; a narrow one makes more blocks and wastes less past the last column.
     Left out: that groups differ, that blocks share a multiprocessor, and what is under 2 % either way.
@@ -120,7 +120,7 @@ def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], mu
 
 
 def variant(height: int, width: int, aligned: bool, conv: bool, dtype: str, arch: str) -> Variant:
-    """The kernel of a tile for one architecture; `aligned` where rows of x are."""
+    """Return the kernel of a tile for one architecture; `aligned` where rows of x are."""
     machine = MACHINES[arch]
     warps_m, warps_n = WARPS[height, width]
     cp_async = aligned and machine.has_cp_async
@@ -165,7 +165,7 @@ class LinearProgram:
         return self.tiles.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What multiplies x (k, n) to out (m, n); x and out are aligned to 16 bytes where n is a multiple of 8."""
+        """Return the launch that multiplies x (k, n) to out (m, n), both aligned to 16 bytes if n is a multiple of 8."""
         if n == 0:
             return []
         tiles = self.tiles
@@ -194,7 +194,7 @@ class Conv2dProgram:
         return self.tiles.nbytes - self.tiles.columns.nbytes + self.offsets.nbytes + self.taps.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """What convolves x (c_in, h, w, n) to out (c_out, out_h, out_w, n), for n images; aligned as above."""
+        """Return what convolves x (c_in, h, w, n) to out (c_out, out_h, out_w, n), for n images; aligned as above."""
         if n == 0:
             return []
         tiles, shape = self.tiles, self.shape
@@ -210,7 +210,7 @@ OPERANDS = (Operand.X, Operand.OUT, Operand.BIAS)
 
 
 def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: bool) -> Variant:
-    """The variant for so many columns of the product: the weight is packed the same for all widths."""
+    """Return the variant for so many columns of the product: the weight is packed the same for all widths."""
     height, groups = program.tiles.height, program.tiles.groups
     widths = MACHINES[program.architecture].widths
     width = program.width or widest_that_pays(height, groups, columns, widths, program.multiprocessors)
@@ -219,7 +219,7 @@ def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: 
 
 
 def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
+    """Return where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
 
     offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation, or -1 where
     the column is padding. taps: (r * dilation << 16) + s * dilation, from which the kernel sees what lies outside.
@@ -246,7 +246,7 @@ def _machine(dtype: str, architecture: str) -> TensorCoreFeatures:
 
 
 def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, ...]) -> Launch:
-    """A block for every group and BN columns of the product."""
+    """Return a block for every group and BN columns of the product."""
     width = one.defines["BN"]
     blocks = groups * -(-columns // width)
     if max(blocks, columns + width) >= 2**31:
@@ -256,7 +256,7 @@ def _launch(one: Variant, groups: int, columns: int, arguments: tuple[Argument, 
 
 
 def _variants() -> tuple[Variant, ...]:
-    """Every tile. Variants that several architectures share are one, for all of them."""
+    """Return every tile. Variants that several architectures share are one, for all of them."""
     architectures: dict[tuple[tuple[str, int], ...], list[str]] = {}
     merged: dict[tuple[tuple[str, int], ...], Variant] = {}
     for arch, machine in MACHINES.items():

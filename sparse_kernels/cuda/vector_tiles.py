@@ -108,7 +108,7 @@ def tiles_of(packed: Packed, dtype: str, *, volta: bool) -> VectorTiles:
 
 
 def vectors_of(packed: Packed) -> RowVectors:
-    """The groups of a weight; NotSupported where it has none."""
+    """Return the groups of a weight; NotSupported where it has none."""
     match packed:
         case VectorWeight():
             return RowVectors(packed.pattern.v, packed.indptr, packed.indices, packed.values, packed.row_ids)
@@ -132,7 +132,7 @@ def mma_fragments(tiles: Bits) -> Bits:
 
 
 def volta_fragments(tiles: Bits) -> Bits:
-    """The same in the order of m8n8k4's first operand: half the columns of all 16 rows, then the other half.
+    """Return the same in the order of m8n8k4's first operand: half the columns of all 16 rows, then the other half.
 
     Quad pairs 0 and 2 take rows 0 to 7, pairs 1 and 3 rows 8 to 15, and of each 8 rows lanes below 16 take the first
     4: rows 0-3, 8-11, 4-7, 12-15 are the order in which lanes 0-7 and 16-23 read them, 16 bytes each.
@@ -174,7 +174,7 @@ def _of_blocks(packed: BlockWeight) -> RowVectors:
 
 
 def _of_dense(packed: DenseWeight) -> RowVectors:
-    """A dense weight is vectors of as many rows as a tile has, all kept: what sparsity is compared with."""
+    """Return a dense weight is vectors of as many rows as a tile has, all kept: what sparsity is compared with."""
     m, k = packed.shape
     v = next((height for height in HEIGHTS if m <= height), HEIGHTS[-1])
     groups = -(-m // v)
@@ -188,7 +188,7 @@ def _of_dense(packed: DenseWeight) -> RowVectors:
 
 
 def _of_any_height(vectors: RowVectors) -> RowVectors:
-    """The same weight in groups of at most 128 rows: higher ones are split into groups with equal columns."""
+    """Return the same weight in groups of at most 128 rows: higher ones are split into groups with equal columns."""
     most = HEIGHTS[-1]
     if vectors.v <= most:
         return vectors

@@ -57,7 +57,7 @@ def pack(weight: Weight, mask: Mask | None, pattern: Pattern) -> Packed:
 
 
 def unpack(packed: Packed) -> Weight:
-    """The weight, float32 (m, k), zero where dropped; the caller's own."""
+    """Return the weight, float32 (m, k), zero where dropped; the caller's own."""
     match packed:
         case DenseWeight():
             return dense.unpack(packed)
@@ -89,14 +89,14 @@ def check(packed: Packed) -> None:
 
 
 def copied(packed: Packed) -> Packed:
-    """The same packed weight in arrays of its own, at other addresses."""
+    """Return the same packed weight in arrays of its own, at other addresses."""
     fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
     own: dict[str, Any] = {name: frozen(it.copy()) for name, it in fields.items() if isinstance(it, np.ndarray)}
     return dataclasses.replace(packed, **own)
 
 
 def rounded(packed: Packed) -> Packed:
-    """The same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
+    """Return the same packed weight with every value rounded to the nearest bfloat16 (ties to even), held in float32.
 
     ValueError where a value is too large for bfloat16.
     """

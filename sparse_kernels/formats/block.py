@@ -62,7 +62,7 @@ def pack(weight: Weight, mask: Mask, pattern: BlockWise) -> BlockWeight:
 
 
 def unpack(packed: BlockWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     m, k = packed.shape
     _, rows, cols = packed.values.shape
     blocks = np.zeros((packed.indptr.size - 1, -(-k // cols), rows, cols), np.float32)

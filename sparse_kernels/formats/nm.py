@@ -67,7 +67,7 @@ def pack(weight: Weight, mask: Mask, pattern: NM) -> NMWeight:
 
 
 def unpack(packed: NMWeight) -> Weight:
-    """The weight, float32 (m, k), zero where dropped."""
+    """Return the weight, float32 (m, k), zero where dropped."""
     weight = np.zeros(packed.shape, np.float32)
     m, groups, keep = packed.values.shape
     rows = np.arange(m)[:, None]

@@ -163,7 +163,7 @@ class NumbaCudaConv2dPlan:
         return replace(self, weight=self.weight.copy())
 
 
-def prepare_linear(
+def prepare_numba_cuda_linear(
     packed: Packed, layout: str, n: int, dtype: str = "float32", tile: ThreadBlockTile | None = None
 ) -> NumbaCudaLinearPlan:
     """Return the plan of a linear layer for about n columns. `tile` replaces the one that fits the format.
@@ -179,7 +179,7 @@ def prepare_linear(
 def prepare_conv2d(
     packed: Packed, shape: Conv2dShape, layout: str, dtype: str = "float32", tile: ThreadBlockTile | None = None
 ) -> NumbaCudaConv2dPlan:
-    """Return the plan of a convolution; otherwise as `prepare_linear`."""
+    """Return the plan of a convolution; otherwise as `prepare_numba_cuda_linear`."""
     element = _dtype(dtype)
     require_device()
     weight = _weight(packed, shape.n, element, tile)
@@ -212,7 +212,7 @@ def _dtype(dtype: str) -> np.dtype:
 
 
 def _zeros(packed: Packed) -> Any:
-    """The bias (m,) of a call without one."""
+    """Return the bias (m,) of a call without one."""
     return cuda.to_device(np.zeros(packed.shape[0], np.float32))
 
 
@@ -223,7 +223,7 @@ def _copied(array: Any) -> Any:
 
 
 def _result(x: Any, out: Any, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    """Where y goes: `out` as numba.cuda sees it, or a new array."""
+    """Return where y goes: `out` as numba.cuda sees it, or a new array."""
     if out is None:
         return cuda.device_array(shape, dtype)
     y = view_on_gpu("out", out, dtype, shape)

@@ -57,7 +57,7 @@ def _is_no_code(node: ast.stmt) -> bool:
 
 
 def _imported(module: str) -> Iterator[str]:
-    """The files of this folder that a file imports, and those that they import."""
+    """Yield the files of this folder that a file imports, and those that they import."""
     for node in ast.walk(ast.parse((FOLDER / f"{module}.py").read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(__package__ or ""):
             inside = (node.module or "").removeprefix(__package__ or "").removeprefix(".")

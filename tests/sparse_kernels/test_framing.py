@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sparse_kernels.convert import LayerPattern, convert
 from sparse_kernels.cpu.layouts import padded_images as frames
 from sparse_kernels.nn import SparseConv2d, set_weight_matrix, weight_matrix
-from sparse_kernels.padded_conv import frame, plain
+from sparse_kernels.padded_conv import frame, unframe
 from sparse_kernels.patterns import Pattern, Unstructured, VectorWise
 
 
@@ -189,7 +189,7 @@ def test_a_layer_takes_frames_and_gives_them_only_where_asked(rng: np.random.Gen
             for added in (other, frame(other, 1), frame(other, 2)):
                 for margin in (None, 1, 2):
                     y = each(images, margin=margin, added=added, then="relu")
-                    torch.testing.assert_close(plain(y), expected, rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(unframe(y), expected, rtol=1e-4, atol=1e-5)
                     assert margin is not None or isinstance(y, Tensor)
     assert isinstance(sparse(frame(x, 1), margin=1, added=frame(other, 1)), frames.Framed)
     with pytest.raises(ValueError, match="4 channels, not 6"):
@@ -203,7 +203,7 @@ def test_images_come_out_of_a_frame_as_they_went_in(rng: np.random.Generator) ->
         for margin in (0, 1, 3):
             y = frame(x, margin)
             assert isinstance(y, frames.Framed)
-            assert torch.equal(plain(y), x)
+            assert torch.equal(unframe(y), x)
             assert np.count_nonzero(y.array) == x.numel()  # all else is zero
             assert y.array.ctypes.data % 64 == 0
 
@@ -213,7 +213,7 @@ def test_copies_of_a_frame_are_images_of_their_own() -> None:
     copies = copy.deepcopy(y), pickle.loads(pickle.dumps(y))
     y.array[:] = 7
     for each in copies:
-        assert torch.equal(plain(each), torch.ones(2, 3, 5, 7))
+        assert torch.equal(unframe(each), torch.ones(2, 3, 5, 7))
         assert each.array.ctypes.data == each.address
 
 
@@ -299,8 +299,8 @@ def test_a_frame_that_is_not_zero_is_seen(rng: np.random.Generator, spare: frame
     layer = conv(4, 6)
     sparse = SparseConv2d.from_dense(layer, Unstructured(), np.ones((6, 36), bool))
     x = frame(torch.randn(2, 4, 5, 6), 1)
-    right = plain(sparse(x))
+    right = unframe(sparse(x))
     x.array[x.places.first + 6] = 1.0  # behind the first row
-    assert not torch.equal(plain(sparse(x)), right)
+    assert not torch.equal(unframe(sparse(x)), right)
     x.array[x.places.first + 6] = 0.0
-    assert torch.equal(plain(sparse(x)), right)
+    assert torch.equal(unframe(sparse(x)), right)

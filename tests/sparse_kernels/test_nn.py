@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sparse_kernels import prepare
 from sparse_kernels.nn import SparseConv2d, SparseLinear, attention, refuses, set_weight_matrix, weight_matrix
-from sparse_kernels.padded_conv import plain
+from sparse_kernels.padded_conv import unframe
 from sparse_kernels.patterns import Dense, VectorWise, parse
 from sparse_kernels.torch_tiles import TokenTiles
 
@@ -179,7 +179,7 @@ def test_views_that_are_negated_or_strided_are_what_they_say(strided: bool) -> N
     assert all(each.is_neg() for each in negated)
     assert torch.equal(layer(negated[0]), expected[0])
     assert torch.equal(sparse_conv(negated[1]), expected[1])
-    assert torch.equal(plain(sparse_conv(negated[1], margin=1)), expected[1])
+    assert torch.equal(unframe(sparse_conv(negated[1], margin=1)), expected[1])
     q = torch._neg_view(torch.randn(1, 2, 5, 8))
     torch.testing.assert_close(attention(q, q, q), F.scaled_dot_product_attention(q, q, q))
 
@@ -203,7 +203,7 @@ def test_tensors_without_numbers_are_refused() -> None:
     q = torch.randn(1, 2, 5, 8)
     with pytest.raises((RuntimeError, TypeError)):
         torch.func.functionalize(layer)(x)
-    for call in (lambda: layer(x), lambda: attention(q, q, q), lambda: conv(framed), lambda: plain(framed)):
+    for call in (lambda: layer(x), lambda: attention(q, q, q), lambda: conv(framed), lambda: unframe(framed)):
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises((RuntimeError, TypeError)):
             call()
     with pytest.raises(ValueError, match="do not hold 1000 tokens"):

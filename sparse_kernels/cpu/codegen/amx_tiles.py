@@ -62,7 +62,7 @@ I8 = ir.IntType(8)
 
 @cache
 def available() -> bool:
-    """Whether code for the target of this process may use the tiles: asks the kernel for them, once a process."""
+    """Return whether code of this process may use the tiles; asks the operating system for them, once a process."""
     triple, _, has = read_compile_target()
     if not ({"amx-tile", "amx-bf16", "avx512bw"} <= has and "linux" in triple and platform.machine() == "x86_64"):
         return False
@@ -79,7 +79,7 @@ class AmxTileRegisters:
         binding.initialize_native_asmparser()
 
     def zero(self, tile: int) -> None:
-        """tile = 0."""
+        """Set tile = 0."""
         self._assembly(f"tilezero %tmm{tile}", [])
 
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
@@ -91,7 +91,7 @@ class AmxTileRegisters:
         self._assembly(f"tilestored %tmm{tile}, ($0,$1,1)", [address, stride])
 
     def multiply(self, c: int, a: int, b: int) -> None:
-        """c += a b, as above."""
+        """Add: c += a b, as above."""
         self._assembly(f"tdpbf16ps %tmm{b}, %tmm{a}, %tmm{c}", [])
 
     def begin(self, saved: ir.Value) -> None:
@@ -127,22 +127,22 @@ class EmulatedTileRegisters(AmxTileRegisters):
         self.places = [builder.ptrtoint(cgutils.alloca_once(builder, kind), I64) for _ in range(8)]
 
     def zero(self, tile: int) -> None:
-        """As of `AmxTileRegisters`."""
+        """Set tile = 0."""
         for row in range(ROWS):
             self.emit.store(self.emit.zeros(1)[0], self._row(tile, row), 0)
 
     def load(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `AmxTileRegisters`."""
+        """Read a tile from an integer address."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._far(address, stride, row), 0), self._row(tile, row), 0)
 
     def store(self, tile: int, address: ir.Value, stride: ir.Value) -> None:
-        """As of `AmxTileRegisters`."""
+        """Write a tile to an integer address."""
         for row in range(ROWS):
             self.emit.store(self.emit.load(self._row(tile, row), 0), self._far(address, stride, row), 0)
 
     def multiply(self, c: int, a: int, b: int) -> None:
-        """As of `AmxTileRegisters`."""
+        """Add: c += a b."""
         emit, builder = self.emit, self.emit.builder
         wide = ir.VectorType(I32, emit.lanes)
         shift, upper = ir.Constant(wide, [16] * emit.lanes), ir.Constant(wide, [UPPER] * emit.lanes)
@@ -167,10 +167,10 @@ class EmulatedTileRegisters(AmxTileRegisters):
         emit.loop(emit.integer(ROWS), [], row)
 
     def begin(self, saved: ir.Value) -> None:
-        """Nothing to do."""
+        """Do nothing: vectors need no configuration."""
 
     def end(self, saved: ir.Value) -> None:
-        """Nothing to do."""
+        """Do nothing: vectors need no configuration."""
 
     def _row(self, tile: int, row: int) -> ir.Value:
         return self.emit.pointer(self.emit.builder.add(self.places[tile], self.emit.integer(row * ROW_BYTES)))
@@ -218,7 +218,7 @@ class Splitter:
         self.wide, self.narrow = ir.VectorType(I32, ROWS), ir.VectorType(I16, 2 * ROWS)
 
     def constant(self, value: int) -> ir.Constant:
-        """A vector of one int32."""
+        """Return a vector of one int32."""
         return ir.Constant(self.wide, [value] * ROWS)
 
     def thirds(self, x: ir.Value) -> list[ir.Value]:
@@ -232,7 +232,7 @@ class Splitter:
         return [*out, builder.lshr(builder.bitcast(x, self.wide), shift)]
 
     def write(self, first: ir.Value, second: ir.Value, places: Sequence[ir.Value], order: Sequence[int]) -> None:
-        """The thirds of two vectors, 32 words each, to three pointers to floats; order: which of 32 goes where."""
+        """Write the thirds of two vectors, 32 words each, to three pointers to floats; order: of the words."""
         emit, builder = self.emit, self.emit.builder
         words = ir.Constant(ir.VectorType(I32, 2 * ROWS), [2 * word for word in order])
         for a, b, place in zip(self.thirds(first), self.thirds(second), places, strict=True):
@@ -241,7 +241,7 @@ class Splitter:
             emit.store(builder.bitcast(packed, emit.vector), place, 0)
 
     def write_feature(self, first: ir.Value, second: ir.Value, at: ir.Value) -> None:
-        """The thirds of one feature of 32 tokens, to a pointer to floats, as above."""
+        """Write the thirds of one feature of 32 tokens to a pointer to floats, as above."""
         places = [self.emit.builder.gep(at, [self.emit.integer(third * ROWS)]) for third in range(3)]
         order = [half * ROWS + 4 * q + j for q in range(4) for half in (0, 1) for j in range(4)]
         self.write(first, second, places, order)
@@ -264,7 +264,7 @@ def emit_blocks(emit: Emitter, length: ir.Value, block: Callable[[ir.Value], Non
 def split_tokens(
     builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, tokens: ir.Value, features: ir.Value, target: ir.Value
 ) -> None:
-    """Thirds of token-major float32 x (tokens, features), rows `stride` elements apart, of up to 32 of them (>= 1).
+    """Split token-major float32 x (tokens, features) into thirds, up to 32 rows (>= 1) `stride` elements apart.
 
     Tokens beyond are the last one again. features: at least 16. target: see above. What has no thirds (infinity, NaN,
     the largest numbers) becomes thirds of which at least one is infinity or NaN.
@@ -291,7 +291,7 @@ def split_tokens(
 def split_features(
     builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, tokens: ir.Value, features: ir.Value, target: ir.Value
 ) -> None:
-    """As `split_tokens`, of feature-major x (features, tokens): rows `stride` apart; tokens beyond are 0."""
+    """Split feature-major x (features, tokens) as `split_tokens` does: rows `stride` apart; tokens beyond are 0."""
     emit = Emitter(builder, ROWS, True)
     split = Splitter(emit)
     masks = [emit.mask(tokens), emit.mask(builder.sub(tokens, emit.integer(ROWS)))]
@@ -310,7 +310,7 @@ def split_features(
 def split_run(
     builder: ir.IRBuilder, source: ir.Value, vectors: ir.Value, left: ir.Value, target: ir.Value, distance: ir.Value
 ) -> None:
-    """Thirds of float32 in their order: high at `target`, middle and low each `distance` bytes further.
+    """Split float32 into thirds in their order: high at `target`, middle and low each `distance` bytes further.
 
     As many times 32 as `vectors` says; beyond `left` (>= 0) elements nothing is read, and zeros are written.
     """
@@ -527,7 +527,7 @@ def matrix_tile(
 
 
 class Finite:
-    """Whether all sums were finite. If one was not, thirds may have made it so: y is to be computed by vectors."""
+    """Whether all sums were finite. If one was not, thirds may have caused it: y is to be computed by vectors."""
 
     def __init__(self, emit: Emitter) -> None:
         self.emit = emit

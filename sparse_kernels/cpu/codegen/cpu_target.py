@@ -46,7 +46,7 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 @cache
 def rotated_bytes() -> int:
-    """How many bytes of weights must be read before the same ones come from memory again, as in a large model.
+    """Return how many bytes of weights must be read before the same ones come from memory again, as in a large model.
 
     Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that throws out any
     line, not the oldest one, still holds 6% of them then; of one and a half times its size it would hold 42%.
@@ -57,7 +57,7 @@ def rotated_bytes() -> int:
 
 @cache
 def host() -> CpuTarget:
-    """The vector unit of this process.
+    """Return the vector unit of this process.
 
     A fused multiply-add that the target lacks would become one library call a lane, a hundred times slower: then
     kernels multiply and add. AArch64 always has one, and 32 registers of 128 bits.

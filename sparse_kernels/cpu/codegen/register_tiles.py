@@ -75,7 +75,7 @@ PACE_BITS = 32
 
 @with_literals
 def floats_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to float32 from an address, as `numba.carray` takes it."""
+    """Return a pointer to float32 from an address, as `numba.carray` takes it."""
     signature = types.CPointer(types.float32)(types.intp)
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
@@ -281,7 +281,7 @@ def row_tile(
             return [emit.multiply_pairs(w, e, s, kind) for (w, e), s in zip(pairs, sums, strict=True)]
 
         def alone(c: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
-            """The last of an odd number of columns, beside zeros, so that infinity stays what it is."""
+            """Add the last of an odd number of columns, beside zeros, so that infinity stays what it is."""
             offset = builder.sext(builder.load(builder.gep(offsets, [builder.add(c, c)])), I64)
             elements = [emit.paired(element(at, offset), ir.Constant(emit.vector, None)) for at in inputs]
             return multiplied(builder.gep(values, [builder.mul(c, emit.integer(n_rows))]), elements, sums)

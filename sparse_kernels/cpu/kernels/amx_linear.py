@@ -94,12 +94,12 @@ class MatrixPanels:
         return sum(array.nbytes for array in (*self.arrays, self.row_ids, self.positions))
 
     def copy(self) -> MatrixPanels:
-        """The same panels in memory of their own."""
+        """Return the same panels in memory of their own."""
         others = {name: getattr(self, name).copy() for name in ("columns", "table", "row_ids", "positions")}
         return replace(self, values=at_cache_line(self.values), **others)
 
     def placed(self, offsets: NDArray[np.int32]) -> MatrixPanels:
-        """The same panels with offsets[c] in place of each column c."""
+        """Return the same panels with offsets[c] in place of each column c."""
         return replace(self, columns=offsets[self.columns])
 
 
@@ -248,7 +248,7 @@ class MatrixPlan(CpuLinearPlan):
         return self.by_vectors()
 
     def copy(self) -> MatrixPlan:
-        """The same plan with weights of its own."""
+        """Return the same plan with weights of its own."""
         return replace(self, panels=self.panels.copy())
 
 

@@ -83,7 +83,7 @@ def _place(array: Array) -> Place:
 
 
 def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale: float | None) -> None:
-    """The same for arrays at these places; nothing is checked. sizes: batch, heads, n, d, keys, e, all positive."""
+    """Do the same for arrays at these places; nothing is checked. sizes: those of `AttentionSizes`."""
     scale = 1 / math.sqrt(sizes[3]) if scale is None else float(scale)
     steps = Steps(*q[1:]), Steps(*k[1:]), Steps(*v[1:]), Steps(*out[1:])
     attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count())

@@ -84,7 +84,7 @@ def _taps(taps: int, dilation: int, stride: int) -> list[tuple[int, int]]:
 
 
 def _pitch(length: int, padding: int, stride: int, phases: set[int]) -> int:
-    """The least distance from one row (image) to the next at which only zeros meet zeros, in all `phases`."""
+    """Return the least distance from one row (image) to the next at which only zeros meet zeros, in all `phases`."""
     pitch = 1
     for phase in phases:
         positions = range(phase, length + 2 * padding, stride)

@@ -98,13 +98,13 @@ class SingleRows:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> SingleRows:
-        """The same rows in memory of their own, in one piece, as `Panels.copy` does it."""
+        """Return the same rows in memory of their own, in one piece, as `Panels.copy` does it."""
         work, table, bounds, stream = in_one_piece(self.work, self.table, self.bounds, self.stream)
         return replace(self, stream=stream, table=table, work=work, bounds=bounds)
 
 
 def build_single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
-    """The rows of groups of height 1 with columns below k, for packed x whose columns are `stride` elements apart.
+    """Return groups of height 1 with columns below k as single rows, for packed x of columns `stride` elements apart.
 
     In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
     outweigh fetching and storing the sums; at least in as many as places can tell. together: of how many positions x
@@ -139,7 +139,7 @@ def _sizes(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _words(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Where in a stream the rows with these counts have their heads (rows), weights and places (columns).
+    """Return where in a stream the rows with these counts have their heads (rows), weights and places (columns).
 
     Heads and weights in words, places in halves of words.
     """

@@ -40,7 +40,10 @@ _HEAD = 4  # words of a record before its stages
 def record(
     frame: NDArray[np.int64], noted: int, stages: Sequence[tuple[int, int]], varying: Sequence[int]
 ) -> NDArray[np.int64]:
-    """The record of a frame, one word of which is `noted`; stages: (address of the part, parts); varying: words."""
+    """Return the record of a frame.
+
+    noted: word in which parts note what they return. stages: (address of the part, parts). varying: words that vary.
+    """
     words = [frame.size, noted, len(stages), len(varying), *np.ravel(stages), *varying]
     found = aligned(len(words) + frame.size, np.int64)
     found[: len(words)], found[len(words) :] = words, frame
@@ -49,7 +52,7 @@ def record(
 
 @cache
 def runner(count: int) -> Callable[..., bool]:
-    """What runs any record of so many words that vary, compiled: called with its address and these words.
+    """Return the compiled function that runs any record with `count` words that vary, given its address and these words.
 
     Returns whether all parts returned 0; RuntimeError if one raised, TypeError for what are no int.
     """
@@ -62,7 +65,7 @@ def runner(count: int) -> Callable[..., bool]:
 def compiled_runner(
     name: str, parameters: str, body: str, names: dict[str, Any], signature: tuple[Any, ...]
 ) -> Callable[..., Any]:
-    """A function of this text, compiled for this signature alone: it runs records by `run_record(launch, ...)`.
+    """Return a function of this text, compiled for one signature; it runs records by `run_record(launch, ...)`.
 
     A text, so that it has as many parameters as it needs: over a tuple Numba takes twice as long.
     """
@@ -101,7 +104,7 @@ def run_record(launch, at, words):  # type: ignore[no-untyped-def]
 
 @with_literals
 def _room(typing_context: Any) -> Any:
-    """The address of room for a frame, which lasts until the function that asks for it returns."""
+    """Return the address of room for a frame, which lasts until the function that asks for it returns."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         with builder.goto_entry_block():
@@ -113,7 +116,7 @@ def _room(typing_context: Any) -> Any:
 
 @with_literals
 def integers_at(typing_context: Any, address: Any) -> Any:
-    """A pointer to int64 from an address, as `numba.carray` takes it."""
+    """Return a pointer to int64 from an address, as `numba.carray` takes it."""
 
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, args: Sequence[ir.Value]) -> ir.Value:
         return builder.inttoptr(args[0], I64.as_pointer())
@@ -164,7 +167,7 @@ def _share(typing_context: Any, function: Any, arguments: Any, parts: Any) -> An
 
 
 def _asked(builder: ir.IRBuilder, name: str) -> ir.Value:
-    """What a function of C answers, an int of no arguments."""
+    """Return what a function of C answers, an int of no arguments."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), name)
     return builder.zext(builder.call(function, []), I64)
 

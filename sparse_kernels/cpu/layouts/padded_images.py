@@ -67,7 +67,7 @@ class Places:
         return self.first + self.batch * self.image + behind
 
     def of_batch(self, batch: int) -> Places:
-        """The same for another number of images."""
+        """Return the same for another number of images."""
         return self if batch == self.batch else replace(self, batch=batch)
 
 

@@ -80,7 +80,7 @@ class Panels:
         return len(self.table) // (len(self.work) - 1)
 
     def density(self, k: int) -> float:
-        """The share of k columns that is kept, in the mean of all rows."""
+        """Return the share of k columns that is kept, in the mean of all rows."""
         return self.values.size / (self.row_ids.size * k)
 
     @cached_property
@@ -92,7 +92,7 @@ class Panels:
         return found
 
     def positions_in_fours(self, lanes: int) -> NDArray[np.uint32]:
-        """The same where fours of tokens lie as `token_tile` leaves them, by vectors of so many lanes.
+        """Return the same where fours of tokens lie as `token_tile` leaves them, by vectors of so many lanes.
 
         Of a vector every fourth row from the first on, then from the second, the third and the fourth on.
         """
@@ -101,7 +101,7 @@ class Panels:
         return positions
 
     def used(self, stride: int) -> NDArray[np.int64]:
-        """Where the columns start that any panel has, `stride` elements apart; rising."""
+        """Return where the columns start that any panel has, `stride` elements apart; rising."""
         return np.unique(self.columns).astype(np.int64) * stride
 
     @property
@@ -110,7 +110,7 @@ class Panels:
         return sum(array.nbytes for array in self.arrays)
 
     def copy(self) -> Panels:
-        """The same panels in memory of their own, in one piece.
+        """Return the same panels in memory of their own, in one piece.
 
         In a model all of it comes from memory at each call, and each page of it has to be found first.
         """
@@ -120,11 +120,11 @@ class Panels:
         return Panels(self.width, values, columns, table, work, row_ids)
 
     def narrowed(self) -> Panels:
-        """The same panels with the nearest bfloat16 of each float32."""
+        """Return the same panels with the nearest bfloat16 of each float32."""
         return replace(self, values=at_cache_line(bfloat16.bits(self.values)))
 
     def paired(self) -> Panels:
-        """The same panels with the nearest bfloat16 of each float32, of two columns in the place of one float32.
+        """Return the same panels as bfloat16, two columns in the place of one float32.
 
         The earlier column's is the lower half; where a panel has an odd number of columns, the last upper half is 0.
         """
@@ -141,7 +141,7 @@ class Panels:
         return replace(self, values=values, table=table)
 
     def in_stages(self, stages: int, k: int) -> Panels:
-        """The same panels with the k columns in so many stages, in whose order the values lie, too."""
+        """Return the same panels with the k columns in so many stages, in whose order the values lie, too."""
         if stages == 1:
             return self
         panels = len(self.table)
@@ -160,7 +160,7 @@ class Panels:
         return replace(self, values=values, table=table.reshape(-1, 3))
 
     def placed(self, offsets: NDArray[np.int32]) -> Panels:
-        """The same panels with offsets[c] in place of each column c."""
+        """Return the same panels with offsets[c] in place of each column c."""
         return replace(self, columns=offsets[self.columns])
 
 

@@ -37,7 +37,7 @@ class VectorGrid:
 
 
 def tiles(total: int, vectors: int) -> NDArray[np.int64]:
-    """The first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
+    """Return the first vector of each tile, and the end: `total` vectors in even tiles of at most `vectors`."""
     count = -(-total // vectors)
     return total * np.arange(count + 1) // count
 
@@ -54,7 +54,7 @@ def as_it_lies(n: int, lanes: int) -> VectorGrid:
 
 @lru_cache(maxsize=64)
 def columns(k: int, stride: int) -> NDArray[np.int32]:
-    """The offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
+    """Return the offsets of k columns that are `stride` elements apart; k * stride is below 2**31."""
     return np.arange(k, dtype=np.int32) * np.int32(stride)
 
 

@@ -145,15 +145,15 @@ class CpuConv2dPlan:
         return y
 
     def x_places(self, batch: int, margin: int | None = None) -> Places:
-        """Where such a batch's x lies, in frames of this margin or as torch has it."""
+        """Return the places of x of a batch, in frames of this margin or as torch has it."""
         return Places(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
 
     def y_places(self, batch: int, margin: int | None = None) -> Places:
-        """Where its y lies."""
+        """Return the places of y of a batch, in frames of this margin or as torch has it."""
         return Places(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
 
     def adds(self, x: Places, y: Places) -> bool:
-        """Whether `framed` can add something to y on the way: where it writes y, which is in frames, directly.
+        """Return whether `framed` can add something to y on the way: where it writes y, which is in frames, directly.
 
         So must the plan that computes y again where sums are not finite, whose vectors are shorter.
         """
@@ -199,11 +199,11 @@ class CpuConv2dPlan:
                 self._vectors.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
 
     def copy(self) -> CpuConv2dPlan:
-        """The same plan with weights of its own."""
+        """Return the same plan with weights of its own."""
         return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
 
     def _prepared(self, x_at: Places, y_at: Places, threads: int) -> list[tuple[range, Product]]:
-        """Which images that lie so are run together by so many threads, and how.
+        """Return which images at these places are run together by so many threads, and how.
 
         Products know nothing of the plan: one that knew it would keep it, and gigabytes with it, until Python looks
         for circles.
@@ -215,7 +215,7 @@ class CpuConv2dPlan:
         return [(some, products[len(some)]) for some in together]
 
     def _at_a_time(self, x_at: Places, y_at: Places, threads: int) -> int:
-        """A few images, so that what one step writes is in the cache when the next one reads it."""
+        """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
         by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
         if read or (by_matrix and stays_in_place(self.shape, self._wide, x_at, y_at)):
@@ -277,7 +277,7 @@ class CpuConv2dPlan:
         return call
 
     def _copies(self, placed: Placed, threads: int) -> int:
-        """How many of the threads lay out images for themselves: all, or one for all."""
+        """Return how many of the threads lay out images for themselves: all, or one for all."""
         where, weights = placed.where, placed.weights
         if where is None or where.size * threads > MOST_COPIED or not isinstance(weights, Panels):
             return 1
@@ -467,7 +467,10 @@ class ColumnPlaces:
 
 
 def locate_columns(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places, always: bool = False) -> ColumnPlaces:
-    """For vectors of this target, x and y of shape.batch images lying there; always: x is laid out anyway."""
+    """Return where the columns lie for vectors of this target, and x and y of shape.batch images at these places.
+
+    always: x is laid out anyway.
+    """
     channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
     if not always and reads_frames(shape, x.margin):
         return ColumnPlaces(None, locate_columns_in_frames(shape, x), channels, x.channel)

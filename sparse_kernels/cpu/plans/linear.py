@@ -109,7 +109,7 @@ class LinearLayer(NamedTuple):
         return self.layout in BLOCKED_LAYOUTS
 
     def fills_threads(self, lanes: int) -> bool:
-        """Whether the tokens give every thread some, in nearly equal shares of whole vectors."""
+        """Return whether the tokens give every thread some, in nearly equal shares of whole vectors."""
         return token_blocks.fills_threads(self.n, lanes, self.threads)
 
 

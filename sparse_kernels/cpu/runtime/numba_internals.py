@@ -27,8 +27,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba
-from numba.core import cgutils
-from numba.core.caching import FunctionCache
+from numba.core import caching
+from numba.core import cgutils as numba_cgutils
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
@@ -42,6 +42,10 @@ __all__ = [
     "read_compile_target",
     "serialize",
 ]
+
+
+cgutils = numba_cgutils
+FunctionCache = caching.FunctionCache
 
 
 class CompileTarget(NamedTuple):

@@ -90,7 +90,7 @@ addresses = compile_cached(_addresses)
 
 
 def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
-    """A C-contiguous copy that starts at a cache line: else vectors lie in two each, and take two loads or stores.
+    """Return a C-contiguous copy that starts at a cache line, so that no vector needs two loads or stores.
 
     Frameworks place their tensors so; NumPy places large arrays 16 bytes behind one.
     """

@@ -34,7 +34,7 @@ _ask: Callable[[], int] | None = None
 
 
 def count() -> int:
-    """How many threads kernels use now.
+    """Return how many threads kernels use now.
 
     Numba's own function takes two locks at each call, half a microsecond, to see whether its threads have started.
     """
@@ -89,7 +89,7 @@ def _refuse_threads() -> None:
 
 
 def taking_turns(kernel: Callable[..., T]) -> Callable[..., T]:
-    """The kernel, which two callers never run at once where Numba's threads must not be used by two."""
+    """Return the kernel, which two callers never run at once where Numba's threads must not be used by two."""
     if numba.threading_layer() != "workqueue":
         return kernel
 

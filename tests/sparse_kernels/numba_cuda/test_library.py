@@ -26,7 +26,7 @@ def test_a_machine_without_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(library, "cuda", SimpleNamespace(is_available=lambda: False))
     packed = pack(np.ones((8, 4), np.float32), None, VectorWise(8))
     with pytest.raises(library.NoDevice, match="no NVIDIA GPU"):
-        plan.prepare_linear(packed, "feature_major", 4)
+        plan.prepare_numba_cuda_linear(packed, "feature_major", 4)
 
 
 def test_kernels_compile_where_numpy_has_no_row_stack():

@@ -1,6 +1,7 @@
 """What the CPU kernels rely on beyond Numba's public interface: each test names what broke when a new Numba comes.
 
-Until all pass, keep the upper bound of numba in pyproject.toml, and mend `sparse_kernels.cpu.runtime.numba_internals`.
+Until all pass, keep the upper bound of numba in pyproject.toml, and mend
+`sparse_kernels.cpu.runtime.numba_internals`.
 """
 
 import pickle
