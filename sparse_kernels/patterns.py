@@ -1,11 +1,11 @@
 """The sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
 
 A pattern is a frozen value. Its text form (`nm:2:4`, `block:32x32`, `vector:32`, `shflbw:32`) is what tables,
-profiles and the command line write; `parse` reads it back. A mask is bool (m, k), True = kept. Scores are floats
-(m, k), not negative: the larger, the more a weight matters (w**2, say). Sparsity is the share of elements dropped;
-every mask keeps as close to (1 - sparsity) * m * k elements as its pattern allows, and among such masks it is the one
-with the most score (Shfl-BW: for the row groups that were found). Edge units, smaller because m or k is no multiple,
-are chosen as `selection.top_units` says.
+profiles and the command line write; `parse` reads it back. A mask is bool (m, k), True = kept. Scores are floats (m,
+k), not negative: the larger, the more a weight matters (w**2, say). Sparsity is the share of elements dropped. Every
+mask keeps as close to (1 - sparsity) * m * k elements as its pattern allows. Among such masks it is the one with the
+most score (Shfl-BW: for the row groups that were found). Edge units, smaller because m or k is no multiple, are
+chosen as `top_units.top_units` says.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Unstructured:
 class NM:
     """At most `keep` of every `of` consecutive columns of a row (Mishra et al. 2021).
 
-    Where k is no multiple of `of`, the last group of a row has `length` < `of` columns and keeps at most
-    ceil(keep * length / of). A convolution's groups run along its input channels and must not cross from one tap to
-    the next, so one larger than 1x1 is refused unless its channels are a multiple of `of`.
+    Where k is no multiple of `of`, the last group of a row has `length` < `of` columns. It keeps at most ceil(keep *
+    length / of) of them. A convolution's groups run along its input channels and must not cross from one tap to the
+    next. So one larger than 1x1 is refused unless its channels are a multiple of `of`.
     """
 
     keep: int

@@ -52,8 +52,8 @@ def top_units(totals: Scores, sizes: NDArray[np.int64], wanted: float) -> Mask:
     """Return the units to keep: as close to `wanted` elements as possible, and among such choices the most score.
 
     Whole units are all of one size; those at the edges of a matrix are smaller, of at most three other sizes. For
-    every possible number of edge units the number of whole ones follows, so that the best combination is found
-    exactly, and no edge unit is favoured or held back by its size.
+    every possible number of edge units the number of whole ones follows. So the best combination is found exactly,
+    and no edge unit is favoured or held back by its size.
 
     totals: float64 (units,), the score of each unit. sizes: int64 (units,), the elements of each.
     """

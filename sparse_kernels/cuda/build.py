@@ -1,8 +1,9 @@
 """Kernels compiled by NVRTC to cubins, kept on disk.
 
-NVRTC needs no GPU and no driver, so tests and GPU machines compile the same way. It is found in NVIDIA's wheels
-(nvidia-cuda-nvrtc for CUDA 13, nvidia-cuda-nvrtc-cu12 for CUDA 12, the last that knows Volta), in a conda or system
-CUDA, or by LD_LIBRARY_PATH. A cubin's file name says what it was made from: source, headers, options, compiler.
+NVRTC needs no GPU and no driver, so tests and GPU machines compile the same way. It is found in NVIDIA's wheels, in a
+conda or system CUDA, or by LD_LIBRARY_PATH. The wheels are nvidia-cuda-nvrtc for CUDA 13, and nvidia-cuda-nvrtc-cu12
+for CUDA 12, the last that knows Volta. A cubin's file name says what it was made from: source, headers, options,
+compiler.
 """
 
 from __future__ import annotations

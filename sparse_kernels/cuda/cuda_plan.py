@@ -57,7 +57,7 @@ class CudaPlan:
     """A program on a machine, for x of x_shape and out of y_shape; None stands for the free length n, in both.
     `families` are the kernel families that were asked, of which the last one runs it.
 
-    What the first call for a number of columns compiles, uploads and allocates stays, so a call may be captured into
+    What the first call for a number of columns compiles, uploads and allocates stays. So a call may be captured into
     a CUDA graph after one like it has run on that stream.
     """
 

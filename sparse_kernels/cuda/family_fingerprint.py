@@ -1,7 +1,7 @@
 """Eight digits that stand for what a family of kernels is: they change with what is compiled or launched.
 
 A measured time is of one version of a kernel. A comment, a new name or another layout of the Python code does not
-change that version; an instruction, a compile option, a tile, a packed array or a launch does. So the fingerprint is
+change that version. An instruction, a compile option, a tile, a packed array or a launch does. So the fingerprint is
 made of what comes out, not of how it is written:
 
 - compiled: the CUDA source of every variant for the architecture, with its headers and without comments, its macros

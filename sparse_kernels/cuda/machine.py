@@ -75,7 +75,7 @@ class CudaMachine(Protocol):
         """Return what the array is; None if it is no array of this GPU."""
 
     def scratch(self, count: int) -> Array:
-        """Return so many bytes of scratch memory, which nothing else on the stream uses before the next launch ends."""
+        """Return so many bytes of scratch memory, unused by others until the next launch ends."""
 
     def kernel(self, variant: Variant, shared_bytes: int) -> LoadedKernel:
         """Return a variant, compiled and loaded, that may use so much dynamic shared memory."""
@@ -126,7 +126,7 @@ class CupyMachine:
         return View(it.data.ptr, dtype, it.shape, it.flags.c_contiguous, it.nbytes)
 
     def scratch(self, count: int) -> Array:
-        """Return so many bytes of scratch memory of the current stream, on which only one thread may launch at a time.
+        """Return so many bytes of scratch memory of the current stream, on which one thread may launch at a time.
 
         What is outgrown stays: a CUDA graph that was captured from a call goes on using it.
         """

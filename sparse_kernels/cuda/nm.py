@@ -215,7 +215,7 @@ def ordinary_shared_bytes(columns: int, depth: int, slots: int) -> int:
 
 
 def tile_depth(pattern: NM) -> int:
-    """Return how many columns of w nm.cu takes at once: about 32, or 64 if little is kept; whole groups if they fit."""
+    """Return how many columns of w nm.cu takes at once: about 32, or 64 if little is kept."""
     about = 32 if pattern.of <= 16 else 64
     return about // pattern.of * pattern.of if pattern.of <= about else about
 
@@ -274,8 +274,8 @@ def fragments(bits: NDArray[np.uint16]) -> Words:
     """Kept elements (m', k' / 2) in the order in which blocks copy them and the lanes of a warp hold them.
 
     uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 32 lanes, 4 words). A tile and step is an instruction: 16 rows, 32
-    columns, of which 16 are kept. Word r of lane 4 g + t holds its row g + 8 (r % 2), kept columns 2 t + 8 (r // 2)
-    (lower half) and the next.
+    columns, of which 16 are kept. Word r of lane 4 g + t is of row g + 8 (r % 2). Its lower half is kept column 2 t +
+    8 (r // 2), its upper half the next.
     """
     groups, stages = bits.shape[0] // 32, bits.shape[1] // 32
     # Axes: group, tile, r % 2, g; stage, step, r // 2, t, half.
@@ -288,7 +288,7 @@ def fragments(bits: NDArray[np.uint16]) -> Words:
 def metadata(places: NDArray[np.uint8]) -> Words:
     """Places (m', k' / 2), 0 to 3, of the kept elements, as the instruction reads them.
 
-    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): word 2 g + h is for lane 4 g + h and holds 2 bits a place,
+    uint32 (m' / 32, k' / 64, 2 tiles, 2 steps, 16 words): Word 2 g + h is for lane 4 g + h. It holds 2 bits a place,
     of columns 16 h to 16 h + 15 of the step: those of row g in the lower half, of row g + 8 in the upper.
     """
     groups, stages = places.shape[0] // 32, places.shape[1] // 32
@@ -304,7 +304,8 @@ def entries(weight: NDArray[np.float32], depth: int, dtype: str) -> Words:
 
     uint32 (blocks of 64 rows, tiles of `depth` columns, 64, slots): bits of the value in the lower half, column
     within the tile in the upper. slots is even and enough for any row and tile. Empty ones are 0 times the last
-    column that the row keeps in that tile, whose infinities reach the result anyway; column 0 where it keeps none.
+    column that the row keeps in that tile, whose infinities reach the result anyway. Where the row keeps none, it is
+    column 0.
     """
     m, k = weight.shape
     blocks, tiles = -(-m // BLOCK_ROWS), -(-k // depth)

@@ -1,7 +1,7 @@
 """What a CUDA kernel is to Python: a source with its settings, and one launch of it, as plain values.
 
-A launch is described, not done. CuPy runs the description on a GPU (`cuda_plan`); the emulator of the tests runs it
-on a CPU; the compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
+A launch is described, not done. CuPy runs the description on a GPU (`cuda_plan`), and the emulator of the tests runs
+it on a CPU. The compile gate goes through the same variants. Packing and launch geometry are NumPy and integer
 arithmetic, so tests need no GPU.
 """
 

@@ -1,7 +1,7 @@
 """What the kernels for Hopper share on the host: the shared-memory image of a weight, the schedule, the launches.
 
 The other side is sm90.cuh. A weight is cut into groups of `rows` packed rows and each group into stages of 64 stored
-columns. The image of a stage is what the kernel's tensor cores read, so one bulk copy of it is all that the device
+columns. The image of a stage is what the kernel's tensor cores read. So one bulk copy of it is all that the device
 does to a weight.
 """
 

@@ -1,8 +1,8 @@
 """The GPU architectures that kernels are compiled for, and the properties of each that kernels depend on.
 
-Sources: CUDA C++ Programming Guide, "Compute Capabilities", and NVIDIA CCCL, cuda/__device/arch_traits.h, for shared
-memory; CUDA Features Archive, "CUDA Compiler", for the NVRTC versions (12.9 added sm_103 and sm_121; 13.0 dropped
-sm_70 and renamed sm_101, Jetson Thor, to sm_110).
+Sources for shared memory: CUDA C++ Programming Guide, "Compute Capabilities", and NVIDIA CCCL,
+cuda/__device/arch_traits.h. Source for the NVRTC versions: CUDA Features Archive, "CUDA Compiler". 12.9 added sm_103
+and sm_121; 13.0 dropped sm_70 and renamed sm_101, Jetson Thor, to sm_110.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Vector-wise, Shfl-BW and block-wise weights on tensor cores by mma.sync: which tile of vector.cu runs, and how.
 
-A block of the kernel brings V rows of weights and BN columns of x, BK deep, from the second-level cache and does
-V * BN * BK multiply-adds with them. Bringing them limits all but the largest tiles (TUNING.md has the arithmetic), so
-the tile is chosen by what a multiprocessor has to bring in: see `widest_that_pays`.
+A block of the kernel brings V rows of weights and BN columns of x, BK deep, from the second-level cache. It does V *
+BN * BK multiply-adds with them. Bringing them limits all but the largest tiles (TUNING.md has the arithmetic), so the
+tile is chosen by what a multiprocessor has to bring in: see `widest_that_pays`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def conv2d_program(
 
 
 def widest_that_pays(height: int, groups: int, n: int, widths: Sequence[int], multiprocessors: int) -> int:
-    """Return the BN with which the busiest multiprocessor reads least: its blocks times V + BN elements a kept column.
+    """Return the BN with which the busiest multiprocessor reads least: blocks times V + BN elements a kept column.
 
     A wide tile reads the weights less often; a narrow one makes more blocks and wastes less past the last column.
     Left out: that groups differ, that blocks share a multiprocessor, and what is under 2 % either way.
@@ -165,7 +165,7 @@ class LinearProgram:
         return self.tiles.nbytes
 
     def launches(self, n: int, activation: str | None) -> list[Launch]:
-        """Return the launch that multiplies x (k, n) to out (m, n), both aligned to 16 bytes if n is a multiple of 8."""
+        """Return the launch that multiplies x (k, n) to out (m, n), both 16-byte aligned if n is a multiple of 8."""
         if n == 0:
             return []
         tiles = self.tiles
@@ -221,8 +221,9 @@ def _variant_for(program: LinearProgram | Conv2dProgram, columns: int, aligned: 
 def places(columns: NDArray[np.int32], shape: Conv2dShape) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return where kept columns (r * kw + s) * c_in + c lie in an image (c_in, h, w), both as `columns` is shaped.
 
-    offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation, or -1 where
-    the column is padding. taps: (r * dilation << 16) + s * dilation, from which the kernel sees what lies outside.
+    offsets: the pixel relative to the first tap of channel 0, (c * h + r * dilation) * w + s * dilation. It is -1
+    where the column is padding. taps: (r * dilation << 16) + s * dilation, from which the kernel sees what lies
+    outside.
     """
     reach = ((shape.kh - 1) * shape.dilation[0], (shape.kw - 1) * shape.dilation[1])
     if max(reach) >= 2**15 or shape.c_in * shape.h * shape.w + reach[0] * shape.w + reach[1] >= 2**31:

@@ -4,9 +4,9 @@ Vector-wise, Shfl-BW and block-wise weights all come to the same: groups of rows
 group is cut into tiles of BK kept columns; the last is filled up with columns -1, for which the kernel takes zeros.
 Groups with most tiles come first: blocks start in that order, so that the last to finish are short.
 
-Within a tile, 16 rows x 16 kept columns are 256 elements in the order in which the lanes of a warp hold them as an
-operand of a tensor-core product (PTX ISA, "Matrix fragments for mma.m16n8k16" and "mma.m8n8k4"): each lane reads its
-own 16 bytes.
+Within a tile, 16 rows x 16 kept columns are 256 elements. They lie as the lanes of a warp hold an operand of a
+tensor-core product, so each lane reads its own 16 bytes (PTX ISA, "Matrix fragments for mma.m16n8k16" and
+"mma.m8n8k4").
 """
 
 from __future__ import annotations

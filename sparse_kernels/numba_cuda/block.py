@@ -1,6 +1,6 @@
 """Block-wise: a row of blocks is a group of rows that keeps its columns in runs.
 
-The kept columns of all blocks in a row are one long list, number t of it being column t % cols of block t // cols.
+The kept columns of all blocks in a row are one long list. Entry t of it is column t % cols of block t // cols.
 Cut into stages, that list is the same work as in `vector`, whatever the size of the blocks.
 """
 

@@ -1,10 +1,10 @@
-"""How x and y lie, as far as kernels must know: two layouts, three small device functions each.
+"""Layouts of x and y, as far as kernels must know them: two, with three small device functions each.
 
 A kernel computes y (m, n) = w (m, k) @ x (k, n) and asks its layout for all else:
 
-place(source, y, column)       where column `column` of the product is; asked once by each thread
-read(source, feature, place)   the element of x that this feature and place mean, as float32
-write(y, row, place, value)    put an element of y
+- place(source, y, column): where a column of the product is; each thread asks once
+- read(source, feature, place): the element of x that this feature and place mean, as float32
+- write(y, row, place, value): write an element of y
 
 `source` is a tuple, x first. The functions are inlined into the kernel: nothing is called when it runs.
 """

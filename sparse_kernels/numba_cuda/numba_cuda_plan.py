@@ -1,8 +1,8 @@
 """Plans of backend numba_cuda: a packed weight on the GPU and its launches, float32 or float16.
 
 x, out: arrays on the GPU of any library (`operands`), of the plan's dtype. bias: float32. Sums are float32 always. A
-call returns when its kernels are queued on the default stream, not when they are done; what is returned without `out`
-is an array of numba.cuda.
+call returns when its kernels are queued on the default stream, not when they are done. Without `out` it returns an
+array of numba.cuda.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def view_on_gpu(name: str, array: Any, dtype: np.dtype, shape: tuple[int | None,
     """Return `array` as an array of numba.cuda, without a copy; None in `shape` stands for any length.
 
     Accepts what has __cuda_array_interface__ (CuPy, torch, Numba). Where another library says which stream it works
-    on, as CuPy does, Numba first waits for that stream; torch does not, so a tensor must be ready, or be computed on
+    on, as CuPy does, Numba first waits for that stream. Torch does not, so a tensor must be ready, or be computed on
     the default stream. Raises TypeError or ValueError, with `name` in the sentence.
     """
     if not getattr(array, "__cuda_ndarray__", False):  # Numba's own need no view

@@ -1,8 +1,8 @@
 """What one block of threads computes: a tile of y, `height` rows by `width` columns.
 
 Threads lie in a block as columns lie in y: the threads (lanes) of a warp take neighbouring columns of the same rows.
-So a warp reads and writes neighbouring elements of x and y, which memory serves in one piece (coalesced), and a
-weight is the same for all threads of a warp, which shared memory serves once (a broadcast).
+So a warp reads and writes neighbouring elements of x and y, which memory serves in one piece (coalesced). A weight is
+the same for all threads of a warp, which shared memory serves once (a broadcast).
 
 Every element of x and w in a tile is needed by many threads of the block. They fetch it from global memory once,
 together, into shared memory, `depth` columns of w at a time, and then all compute from there.
@@ -58,9 +58,9 @@ class ThreadBlockTile:
 def fit_tile(height: int, n: int) -> ThreadBlockTile:
     """Return the tile for groups of `height` rows that share their columns, and n columns of x.
 
-    With r rows and c columns a thread loads r + c numbers from shared memory for r * c products, and loading is what
-    takes longer: 12 loads for 32 products is three times as good as 9 for 8. Yet more sums would take registers that
-    keep further warps from running while some wait for memory.
+    With r rows and c columns a thread loads r + c numbers from shared memory for r * c products. Loading takes longer
+    than multiplying: 12 loads for 32 products is three times as good as 9 for 8. Yet more sums would take registers
+    that keep further warps from running while some wait for memory.
     """
     rows = 8 if height >= 4 * 8 else 4 if height >= 4 else 1
     return ThreadBlockTile(WARP, min(MOST_WARPS, -(-height // rows)), rows, fit_columns(n), DEPTH)
@@ -103,8 +103,8 @@ def add_products(sums, weights, x, count, first, lane, lanes):  # type: ignore[n
 def store_sums(staged, sums, first, lane, lanes):  # type: ignore[no-untyped-def]
     """Set staged[first + r, lane + c * lanes] = sums[r, c]: from registers into shared memory, where x has been.
 
-    What comes next, bias, activation and where the row goes, is too long to be unrolled, and a loop that stays a loop
-    cannot run over registers. A thread reads back only what it wrote itself, so no barrier is needed.
+    What comes next (bias, activation, the row's target) is too long to be unrolled. A loop that stays a loop cannot
+    run over registers. A thread reads back only what it wrote itself, so no barrier is needed.
     """
     for r in range(sums.shape[0]):
         for c in range(sums.shape[1]):

@@ -5,9 +5,9 @@ There are eight tiles of 16 rows of 64 bytes. A multiplication of bfloat16 (TDPB
     c[i, j] += sum over p of a[i, p, 0] * b[p, j, 0] + a[i, p, 1] * b[p, j, 1]      c float32 (16, 16)
                                                                                   a, b bfloat16 (16, 16, 2)
 
-which is 16 times what the vector unit multiplies and adds in float32, and so 2.7 times as fast even where a product
-of float32 takes six of bfloat16 (`thirds`); in practice twice, as the clock falls by a quarter where the numbers are
-not all 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
+which is 16 times what the vector unit multiplies and adds in float32. A product of float32 takes six of bfloat16
+(`bf16_split`), so the unit is 2.7 times as fast. In practice it is twice as fast: the clock falls by a quarter unless
+all numbers are 0 (Granite Rapids). Sums are float32, rounded as always; numbers below 2**-126 count as 0.
 
 The tiles of a thread have to be configured before they are used, and a process has to ask the kernel for them. From
 then on a signal's alternative stack must be large enough to hold them, in all of the process.
@@ -443,13 +443,13 @@ def matrix_tile(
 ) -> None:
     """y[r, t] = sum over c of w[r, c] * x[columns[c], t], 16 or 32 rows and tokens.
 
-    values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32), then, if all_steps is
-    one more, (3, row_tiles, 16, 16, 2) for a narrow step of 16 columns: the pairs (high, high), (middle, middle),
+    values: thirds of w, a tile of 16 rows and 32 columns each, (steps, 3, row_tiles, 16, 32). If all_steps is one
+    more, a narrow step of 16 columns follows, (3, row_tiles, 16, 16, 2): the pairs (high, high), (middle, middle),
     (high, low). columns: int32 (all_steps, 32), see `Gatherer`.
 
     Columns are gathered while the step before multiplies: `following` says what the tile after this one begins with.
-    What this tile begins with lies in the buffer that `gathered` names; behind this tile, the other buffer holds what
-    the next one begins with, if all_steps is odd.
+    What this tile begins with lies in the buffer that `gathered` names. If all_steps is odd, the next tile begins
+    with the other buffer.
 
     A narrow step pairs thirds of one column instead of two columns: so few columns need few zeros to fill a step up.
     """
@@ -641,9 +641,9 @@ def finish_positions(
     sums: float32 (rows, 32), what `matrix_tile` made of x that was not interleaved: in each 16 bytes four positions
     of the first half, or as far behind of the second.
 
-    Framed: zero is written to positions whose bits in keep are not set; 16 of them of which none is set are not
-    touched, as they may lie in another channel, or behind the array. Else keep and added are not looked at. flag: as
-    of `finish_tokens`.
+    Framed: zero is written to positions whose bits in keep are not set. Halves of 16 without any set bit are not
+    touched: they may lie in another channel, or behind the array. Else keep and added are not looked at. flag: as of
+    `finish_tokens`.
     """
     frames = form.framed
     emit = Emitter(builder, ROWS, True)

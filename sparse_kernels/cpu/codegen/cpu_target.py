@@ -48,8 +48,8 @@ _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 def rotated_bytes() -> int:
     """Return how many bytes of weights must be read before the same ones come from memory again, as in a large model.
 
-    Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that throws out any
-    line, not the oldest one, still holds 6% of them then; of one and a half times its size it would hold 42%.
+    Three times the third-level cache of a core; 64 MiB where the system does not tell. A cache that evicts a random
+    line still holds 6% of them then. With one and a half times its size it would hold 42%.
     """
     text = _LAST_CACHE.read_text().strip() if _LAST_CACHE.exists() else ""
     return int(text[:-1]) * 2**10 * 3 if text.endswith("K") and text[:-1].isdigit() else 64 * 2**20

@@ -25,8 +25,8 @@ def with_literals(function: Callable[..., Any]) -> Any:
 def vector_code(form: Any = None) -> Callable[[Callable[..., None]], Any]:
     """Return a decorator that makes an emitter an intrinsic, a function of kernels that returns nothing.
 
-    form: the NamedTuple of the emitter's form, None if it has none. The emitter is called with the builder, the form,
-    and the operands as int64 or float32 values, or as the NamedTuples of such values that the kernel gave.
+    form: the NamedTuple of the emitter's form, None if it has none. The emitter gets the builder, the form, and the
+    operands. Operands are int64 or float32 values, or NamedTuples of them, as the kernel gave them.
     """
 
     def decorate(emit_code: Callable[..., None]) -> Any:

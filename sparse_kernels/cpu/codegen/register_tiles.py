@@ -1,7 +1,7 @@
 """The innermost loops, emitted as LLVM vector code: register tiles of multiply-adds, and copies, float32.
 
-Why emitted: the sums of a tile must stay in vector registers over the whole loop, and the tile must be as large as
-the registers allow, or each multiply-add waits for a load. A compiler does neither for loops over sparse columns.
+Why emitted: the sums of a tile must stay in vector registers over the whole loop. The tile must be as large as the
+registers allow, or each multiply-add waits for a load. A compiler does neither for loops over sparse columns.
 
 Two tiles cover every pattern whose rows share columns (w: packed weights, c: kept column, c < count):
 
@@ -9,8 +9,8 @@ Two tiles cover every pattern whose rows share columns (w: packed weights, c: ke
     row_tile     y[r, p] += w[c, r] * x[offset[c] + p]       `rows` rows of y     x  `vectors` vectors of positions
 
 token_tile reads x token-major; the rows of a group that share their columns lie along the vector. row_tile reads x
-feature-major, or any other way in which an element offset stands for a column (a tap of a convolution); tokens or
-image positions lie along the vector, so groups of a few rows will do. Rows that share no columns: see `single`.
+feature-major, or any other way in which an element offset stands for a column (a tap of a convolution). Tokens or
+image positions lie along the vector, so groups of a few rows are enough. Rows that share no columns: see `single`.
 
 Registers: a tile holds tokens*vectors (rows*vectors) sums, the `vectors` vectors loaded for a column, and one
 broadcast. With 32 registers (AVX-512, NEON) that is 8 x 2 sums; with 16 (AVX2, SSE) 4 x 2. It needs at least
@@ -123,8 +123,8 @@ def token_tile(
     values: (count, vectors*lanes), float32 or bits of bfloat16.
 
     ROWS and FOURS leave sums as they are, all outputs of the tile, without bias and activation. FOURS: four tokens of
-    an output lie side by side, y[t // 4, place, t % 4], outputs of a vector in the order that
-    `Panels.positions_in_fours` knows, also for tokens that are not left.
+    an output lie side by side, y[t // 4, position, t % 4], also for tokens that are not left.
+    `Panels.positions_in_fours` gives the order of the outputs of a vector.
     """
     n_lanes, n_vectors, n_tokens = form.lanes, form.vectors, form.tokens
     emit = Emitter(builder, n_lanes, bool(form.fused))
@@ -239,8 +239,8 @@ def row_tile(
     there are, `vectors` of the form or 1. values: float32 (count, rows).
 
     With pairs of bfloat16 two columns are multiplied at once. Then x holds each element as bfloat16 twice
-    (`Emitter.doubled`), values two columns' weights in each 32 bits, the last column's alone where count is odd
-    (`Panels.paired`), and the pace is by pairs.
+    (`Emitter.doubled`), and the pace is by pairs. Values hold two columns' weights in each 32 bits, the last column's
+    alone if count is odd (`Panels.paired`).
     """
     n_rows, n_lanes, kind, frames = form.rows, form.lanes, form.numbers, form.framed
     emit = Emitter(builder, n_lanes, bool(form.fused))

@@ -49,9 +49,9 @@ def multiply_stream(
     width: how many vectors there are, 1 to `vectors`. x, y: addresses of packed columns and rows of `vectors`
     vectors.
 
-    The stream is fetched ahead: from memory 128 tokens have 1.2 to 1.3 times the speed, deep convolutions of single
-    images 1.15 to 1.2 times, and nothing loses more than 2% where it is near (512 to 3072 columns, 75% and 90%
-    sparsity, Zen 5).
+    The stream is fetched ahead. From memory 128 tokens have 1.2 to 1.3 times the speed, and deep convolutions of
+    single images 1.15 to 1.2 times. Nothing loses more than 2% where the stream is near (512 to 3072 columns, 75% and
+    90% sparsity, Zen 5).
     """
     most, n_lanes, halved = form.vectors, form.lanes, form.halvings
     emit = Emitter(builder, n_lanes, bool(form.fused))

@@ -1,8 +1,8 @@
 """Linear layers by the matrix unit (`amx`), a block of tokens at a time; threads share tokens.
 
-A thread splits a block's x into thirds, with tokens along the vector, passes the panels over it, and puts its y in
-its place, permuted rows (Shfl-BW) at no cost. The x of a block stays in the second-level cache, weights pass by, 6
-bytes each; a panel meets all tokens of the block before the next.
+A thread splits a block's x into thirds, with tokens along the vector. It passes the panels over them and writes y; to
+put permuted rows (Shfl-BW) back costs nothing. The x of a block stays in the second-level cache while weights pass
+by, 6 bytes each. A panel meets all tokens of the block before the next panel.
 
 Needs groups of rows that fill tiles of 16, and finite weights. Sums that are not finite are told: x may not have been
 finite, or thirds overflowed where float32 does not, or another way. Then the plan computes all of y again by vectors.

@@ -1,10 +1,10 @@
 """Images laid out so that every tap of a convolution reads contiguous positions.
 
 x (batch, c_in, h, w), padded with zeros, is split into stride_h * stride_w phases: phase (a, b) holds the padded rows
-a, a + stride_h, ... and columns b, b + stride_w, ... Then the tap (r, s) of output position (i, j) lies in one phase
-at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w), so a step in j is a step of one element, as it is in
-the output. Rows of a phase follow each other with a pitch, images with a pitch of rows; zeros at the end of one row
-(image) and at the beginning of the next are the same zeros where both exist, so little is wasted on them.
+a, a + stride_h, ... and columns b, b + stride_w, ... Then the tap (r, s) of output position (i, j) lies in one phase,
+at (i + r*dilation_h // stride_h, j + s*dilation_w // stride_w). So a step in j is a step of one element, as it is in
+the output. Rows of a phase follow each other with a pitch, images with a pitch of rows. The zeros at the end of one
+row (image) are those at the beginning of the next, so little is wasted on them.
 
 The buffer is (phases, c_in, plane), plane = all images of one channel in one phase; threads may have one each. The
 zeros are written once, when the buffer is made: laying out writes only what x holds.

@@ -5,7 +5,7 @@ pixels of an image): `VectorGrid` says where in x and in y each vector of positi
 have a kernel of their own (`single`).
 
 Order of the loops: blocks of positions whose x fits the second-level cache, then panels of rows, then tiles of
-positions, so that a panel's weights stay in the first-level cache over a block. Threads share (block, panel) pairs by
+positions. So a panel's weights stay in the first-level cache over a block. Threads share (block, panel) pairs by
 cost.
 
 Where x is large, a thread that works on one block fetches the x of its next, a little with each tile: that lies in
@@ -76,10 +76,10 @@ def gives_own_blocks(panels: Panels, vectors: int, total: int, columns: int, thr
     """Return whether each thread gets blocks of its own of `total` vectors in tiles of `vectors`; else they share
     panels.
 
-    It does where they come out even, so that it reads the x that it has laid out itself; a line that another core has
-    just written takes longer than one from memory near by. Threads that share panels each read all of x. Where that
-    has far more rows than y, it costs more than a quarter of uneven blocks: those of 7 tiles take 1.1 to 1.2 times
-    the speed then, and 0.75 to 0.95 times otherwise.
+    It does where they come out even, so that it reads the x that it has laid out itself. A line that another core has
+    just written takes longer than one from memory. Threads that share panels each read all of x. Where that has far
+    more rows than y, it costs more than a quarter of uneven blocks: those of 7 tiles take 1.1 to 1.2 times the speed
+    then, and 0.75 to 0.95 times otherwise.
     """
     tiles = -(-total // vectors)
     if tiles % threads == 0 or tiles >= 4 * threads:
@@ -143,8 +143,8 @@ def bind_product(
 ) -> Product:
     """Return the product at these vectors of positions.
 
-    find_prefetched: returns (int64) how far behind each vector of positions the vectors of x lie that no vector
-    before it has read; asked only where x is large.
+    find_prefetched: called only if x is large. It returns int64: how far behind each vector of positions the vectors
+    of x lie that no vector before has read.
     """
     vectors, columns, threads, total = settings.vectors, settings.columns, settings.threads, grid.x_starts.size
     own = gives_own_blocks(panels, vectors, total, columns, threads)

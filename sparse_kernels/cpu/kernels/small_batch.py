@@ -5,9 +5,9 @@ steps of their own these would take as long as the weights, and each would wait 
 written. Vectors are as short as hold the tokens: x of 4 tokens is a quarter of what it would be with 16 lanes. Only
 permuted rows go to their places in a second step.
 
-With weights from memory single rows have 1.7 to 2.2 times the speed of `transpose`'s three steps and whole vectors
-for 1 to 8 tokens, 1.4 to 1.7 for 16; rows in fours 1.3 to 1.7 and 1.1 to 1.4 (512 to 2048 columns, 90% sparsity,
-Zen 5).
+The alternative is three passes (`transpose_tiles`) with whole vectors. With weights from memory, single rows have 1.7
+to 2.2 times its speed for 1 to 8 tokens, and 1.4 to 1.7 times for 16. Rows in fours have 1.3 to 1.7 and 1.1 to 1.4
+times its speed (512 to 2048 columns, 90% sparsity, Zen 5).
 """
 
 from __future__ import annotations

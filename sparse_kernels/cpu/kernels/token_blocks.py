@@ -1,16 +1,16 @@
 """Linear layers a block of tokens at a time: laid out, multiplied and put back by one thread, in its own caches.
 
 Where each thread has tokens enough, only x, y and the weights come from memory: a block's x is laid out with tokens
-along the vector, the weights pass over it, and its y is put in its place. The same in three passes over all tokens
-would cost more than the multiplication saves, and lines that another core has just written are slow to read.
+along the vector, the weights pass over it, and its y is put in its place. Three passes over all tokens would cost
+more than the multiplication saves: lines that another core has just written are slow to read.
 
 x that comes in tiles of tokens (layout `token_blocked`) is read as it lies, and y that is wanted so is written there.
-But where a thread has several blocks, x is too large for its caches: then a block of it is copied there first, in
-order, which takes less time than to wait for columns here and there (3072 features, 2,048 tokens: half the time). It
-is copied, too, where tiles multiply bfloat16: laying out and copying round what they read.
+But where a thread has several blocks, x is too large for its caches. Then a block of it is copied there first, in
+order. That takes half the time of waiting for columns here and there (3072 features, 2,048 tokens). It is copied,
+too, where tiles multiply bfloat16: laying out and copying round what they read.
 
-While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`ahead`):
-with 2,048 tokens at 90% sparsity up to 12% less time, the less the longer y is beside x.
+While a block is multiplied, its tiles fetch the x of the next one and the lines of y that it will fill (`prefetch`).
+With 2,048 tokens at 90% sparsity that saves up to 12% of the time, less where y is longer than x.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 A panel of w is as wide as one or two vectors of outputs; its columns are read for 8 tokens at a time. Order of the
 loops: chunks of tokens, blocks of panels, stages of columns, tiles of tokens, panels of the block. The x of a chunk
-and the weights of a block stay in the second-level cache; between two panels a tile's x stays in the first-level
+and the weights of a block stay in the second-level cache. Between two panels a tile's x stays in the first-level
 cache. It is to fit there: long rows are multiplied in stages, and y holds the sums of those before. Threads share
 (chunk, panel) pairs by cost.
 
-Permuted rows (Shfl-BW) are first computed in the order in which they are packed, and go to their places when all of a
-tile of tokens are done, or all of all where threads share the panels of a chunk: if they wrote here and there in the
-same rows of y, they would take its cache lines from each other. Until then sums wait in fours of tokens, side by
-side, so that 16 bytes are read here and there and not 4. With eights it took as long, with few tokens up to a tenth
-longer. To put them here and there already and read them in order then, or to put those of a tile while the next one
-is multiplied, is slower: what that reads and writes pushes x out of the first level (Zen 5).
+Permuted rows (Shfl-BW) are first computed in the order in which they are packed. They are put back when all rows of a
+tile of tokens are done, or all of all tokens where threads share the panels of a chunk. If threads wrote here and
+there in the same rows of y, they would take its cache lines from each other. Until then sums wait in fours of tokens,
+side by side, so that 16 bytes are read here and there and not 4. With eights it took as long, with few tokens up to a
+tenth longer. Two other ways are slower (Zen 5), because they push x out of the first-level cache. One writes sums
+here and there and reads them in order; the other puts a tile back while the next one is multiplied.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def count_stages(tokens: int, k: int, density: float, n: int, target: CpuTarget)
     n: rows of x.
 
     Each panel reads the whole x of a tile. Where that does not fit the first-level cache, Intel's second level slows
-    it down. A stage fills half of the first: at 75% sparsity 5% to 10% less time than in one stage, or than in blocks
-    with tokens along the vector, at 90% 15% to 25% (2048 and 3072 columns, 128 tokens).
+    it down. A stage fills half of the first. That takes less time than one stage, or than blocks with tokens along
+    the vector: 5% to 10% at 75% sparsity, 15% to 25% at 90% (2048 and 3072 columns, 128 tokens).
 
     So do vectors of 512 bits at once where few columns are kept: a stage fills three quarters, at 90% sparsity 8% to
     18% less time (the same layers, Zen 5). At 75%, or with 32 tokens, it takes up to a tenth longer.
@@ -111,12 +111,13 @@ def choose_chunks(
 ) -> tuple[int, int]:
     """Return (tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
-    Chunks are as many for each of the `parts` threads, because pairs of a chunk and a panel count alike, also those
-    of a last chunk with fewer tokens. Threads have chunks of their `own`, or one that fits is shared by panels. In
-    stages they have their own: only a stage has to stay in a second-level cache, beside as many panels as fit.
+    Each of the `parts` threads has equally many chunks, because all pairs of a chunk and a panel count alike, also
+    those of a shorter last chunk. Threads have chunks of their `own`, or one that fits is shared by panels. In stages
+    they have their own: only a stage has to stay in a second-level cache, beside as many panels as fit.
 
-    Few weights are one block where threads have tokens of their own, and rows are permuted, whose sums stay near then
-    (at 90% sparsity 2% to 10% less time, Zen 5), or tokens are so many that no other block is fetched (1% to 3%).
+    Few weights are one block in two cases, if threads have tokens of their own. Permuted rows keep their sums near
+    then (at 90% sparsity 2% to 10% less time, Zen 5). Or tokens are so many that no other block is fetched (1% to
+    3%).
     """
     panel = max(1, weights.values.size // len(weights.table))
     most = max(1, CACHED * weights.stages // (k * tokens))
@@ -156,13 +157,13 @@ def choose_prefetch(n: int, tokens: int, target: CpuTarget) -> WeightPrefetch:
     """Return how weights are fetched for n tokens, `tokens` at a time.
 
     A tile reads whole cache lines of them for each column. Where they are passed over often they lie in the second
-    level, which Intel's units wait for: with the first level 3% to 9% less time for 128 tokens. Where they come from
-    memory, or where x of few tokens needs the first level for itself, it takes 2% to 6% longer (8 and 32 tokens).
+    level, which Intel's units wait for: with the first level 3% to 9% less time for 128 tokens. It takes 2% to 6%
+    longer where they come from memory, or where x of few tokens needs the first level (8 and 32 tokens).
 
     One or two tokens AMD's units compute so fast that they read ahead themselves as far as memory gives: fetching
-    takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory and the others have
-    nothing to fetch, unless it is the next block: up to 1.1 times the speed for 64 and 128 tokens. Of far more
-    tokens that is a small part, and it is 0.95 to 1.0 times.
+    takes a tenth longer then. Where tokens are many, the first tile of a block waits for memory, and the others have
+    nothing to fetch but the next block. Fetching that gives up to 1.1 times the speed for 64 and 128 tokens. Of far
+    more tokens that is a small part, and it is 0.95 to 1.0 times.
 
     Vectors of 512 bits at once feel it where the others fetch what is there: 1.01 to 1.1 times the speed for 32 to
     2,048 tokens if only the first does, where weights are warm and where they are not (Zen 5).
@@ -336,8 +337,8 @@ def multiply_stage(
 def put_back_share(form: Any, width: int, share: int, call: LinearCall, layer: TokenMajorLayer) -> None:
     """Put a share of the waiting rows back; form: of `scatter_rows`; width: rows of a panel.
 
-    Whole chunks, which a thread finds in its own caches, where there are enough for all; else tokens, whose lines of
-    y no other writes; else some rows.
+    A share is whole chunks, which a thread finds in its own caches, if there are enough for all. Otherwise it is
+    tokens, whose lines of y no other thread writes, or else some rows.
     """
     together = form[0]
     n, m, features = layer.n, layer.m, (layer.weights.work.size - 1) * width

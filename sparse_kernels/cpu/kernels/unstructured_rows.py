@@ -106,9 +106,9 @@ class SingleRows:
 def build_single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
     """Return groups of height 1 with columns below k as single rows, for packed x of columns `stride` elements apart.
 
-    In as many stages as make the x of each one small enough, unless too few columns of a row are left in a stage to
-    outweigh fetching and storing the sums; at least in as many as places can tell. together: of how many positions x
-    is to be so small, a stride unless given.
+    There are as many stages as make the x of each one small enough, and at least as many as 16 bits of a place need.
+    They are fewer where too few columns of a row would be left in a stage to outweigh fetching and storing the sums.
+    together: of how many positions x is to be so small, a stride unless given.
     """
     rows = groups.indptr.size - 1
     close = min(-(-k * (together or stride) // CLOSE), groups.columns.size // (WORTHWHILE * rows))

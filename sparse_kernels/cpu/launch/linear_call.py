@@ -1,11 +1,11 @@
 """Call a linear layer's kernel: as little as possible at each call, and once what can be done once.
 
 A layer takes tens of microseconds. In a model each call's Python starts cold, as weights have passed the caches since
-the last one, and takes several times as long as in a loop: for BERT-base's smallest layers it was as long as the
+the last one. It takes several times as long as in a loop; for BERT-base's smallest layers it took as long as the
 kernel. So a plan works out once how it runs so many tokens with so many threads, and keeps that as a function of
-addresses. A caller that has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`).
-Arrays are looked at by a compiled function, which goes on to the kernel where a call is one; and only what that finds
-wrong by Python, which takes several times as long to say what.
+addresses. A caller that has checked its arguments, as torch layers have, calls that directly (`CpuLinearPlan.run`). A
+compiled function looks at arrays, and goes on to the kernel if a call is one kernel. Python looks only at what that
+function finds wrong, because it takes several times as long.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Make kernels whose parts threads share, with as little as possible between a call and a part.
 
-A kernel with Numba's `prange` in it compiles each part's code four times, as it passes from one of Numba's wrappers
-to the next, and starts threads even for one part. Here the code that runs parts is the same for all kernels
-(`native_call`). It knows only the address of a part, and hands it the address of the arguments, which halves the time
-to compile a kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's objects
-Numba needs a microsecond, and two or three where these are cold.
+A kernel with Numba's `prange` compiles each part's code four times, as it passes from one of Numba's wrappers to the
+next. It starts threads even for one part. Here the code that runs parts is the same for all kernels (`native_call`).
+It knows only the address of a part, and hands it the address of the arguments, which halves the time to compile a
+kernel. What is the same in all calls is laid out once: to take twenty arguments out of Python's objects Numba needs a
+microsecond, and two or three where these are cold.
 
 A stage has three parameters: the number of its part; `call`, a NamedTuple of the addresses and numbers that each call
 brings; and `layer`, a NamedTuple of everything else.
@@ -103,9 +103,9 @@ class BoundKernel(partial[bool]):
 def in_parts(*stages: Callable[..., Any]) -> ParallelKernel:
     """Return the kernel of these stages, which run one after the other.
 
-    A stage is a function of the number of its part and of what the kernel is called with. Its number has a name, and
-    that name with an s is the parameter, or the field of the parameter `layer`, that says how many parts there are
-    (part, parts). The calling thread runs a single part itself; with 0 parts the stage is left out.
+    A stage is a function of the number of its part and of what the kernel is called with. The plural of that number's
+    name says how many parts there are (part, parts): a parameter, or a field of the parameter `layer`. The calling
+    thread runs a single part itself; with 0 parts the stage is left out.
 
     A part returns nothing, or an integer; the kernel returns whether all of them were 0. It raises RuntimeError if a
     part raised, and what that part held is never freed then. It is compiled when first bound or called, or loaded

@@ -1,10 +1,10 @@
 """Images in frames of zeros: what lies between two convolutions of a converted model.
 
-A convolution reads zeros around each image. In a frame they are there: every row of an image is followed by `margin`
-zeros, every image of a channel by as many rows of them, and some come before the first, so that one image's are
-those of the next as well. A convolution with stride 1 whose output is as large as its input reads such images where
-they lie, at a fixed distance for each channel and tap, and writes its own into the same kind of frame: nothing is
-laid out, nothing collected. What it computes where there is no position is written as zero.
+A convolution reads zeros around each image. In a frame they are there. Every row of an image is followed by `margin`
+zeros, and every image of a channel by as many rows of zeros. Some come before the first image. So two neighbours
+share the zeros between them. A convolution with stride 1 whose output is as large as its input reads such images
+where they lie. Each channel and tap has a fixed distance. It writes its results into the same kind of frame: nothing
+is laid out, nothing collected. What it computes where there is no position is written as zero.
 
 Images start at a cache line. Who makes a frame has zeros in it; who writes into one keeps them.
 """

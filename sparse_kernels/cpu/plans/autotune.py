@@ -1,13 +1,12 @@
 """Which kernel and register tile a linear layer runs with, found by trying: `prepare(..., tune=True)`.
 
-A few choices that may be faster than the default one for this weight and number of tokens are timed in turn, on
-synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another choice than
-the default is taken only where it is faster by more than the noise (`find_fastest`), for some 50 ms of calls a layer,
-as much again to set up the copies, and a second for each kernel that this machine has not compiled yet.
+A few choices that may be faster than the default one are timed in turn, for this weight and number of tokens. They
+run on synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another choice
+than the default must be faster by more than the noise (`find_fastest`). A layer takes some 50 ms of calls, as much
+again to set up the copies, and a second for each kernel that this machine has not compiled yet.
 
-What was found is kept in the user's cache folder, a file for each processor, version of the kernels, layer shape,
-pattern, density, precision, layout, number of tokens and of threads. A file that is not as it should be is
-replaced.
+Results are kept in the user's cache folder. There is a file for each processor, version of the kernels, layer shape,
+pattern, density, precision, layout, and number of tokens and threads. A file that is not as it should be is replaced.
 """
 
 from __future__ import annotations
@@ -96,9 +95,9 @@ def choose_fastest(layer: LinearLayer, folder: Path | None = None, clock: Clock 
 def list_candidates(layer: LinearLayer) -> list[Choice]:
     """Return the default choice, then those that may be faster: few, because each may have to be compiled.
 
-    What won nowhere in trials of 490 layers is not among them: other shares of the second-level cache for chunks and
-    blocks (a quarter to four times), shorter stages of single rows, tiles of half as many rows, few tokens in blocks
-    of one thread alone, and any other tile for token-blocked x.
+    Trials of 490 layers ruled out the following, which won nowhere. Other shares of the second-level cache for chunks
+    and blocks (a quarter to four times). Shorter stages of single rows, and tiles of half as many rows. Few tokens in
+    blocks of one thread alone. Any other tile for token-blocked x.
     """
     default, n, lanes = linear.choose_kernel(layer), layer.n, host().lanes
     if layer.blocked or n == 0:

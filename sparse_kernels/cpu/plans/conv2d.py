@@ -1,18 +1,18 @@
 """Two-dimensional convolutions on the CPU, NCHW in and out: any pattern, without im2col.
 
-The rows of the weight are output channels, the vector runs along output positions, and a column of the weight is an
-element offset from the position: channel and tap together. Where positions start:
+The rows of the weight are output channels, and the vector runs along output positions. A column of the weight,
+channel and tap together, is an element offset from the position. Where positions start:
 
 in place   1x1, stride 1, no padding: x and y as they lie, each image a run of positions
-row by row images re-laid (`images`), a vector never leaves a row of the output: it is stored to y directly
+row by row images re-laid (`image_layout`); a vector never leaves a row of the output, and is stored to y directly
 flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
 
 Kernel rows takes them, or single where rows share no columns, or the matrix unit (`amx_conv2d`) where that pays.
 Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, rows takes pairs of columns: x
 is always laid out then, and rounded on the way.
 
-x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place, and
-y is written directly, even if vectors run over the ends of rows: they write zeros there.
+x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place and
+writes y directly. Vectors that run over the ends of rows write zeros there.
 """
 
 from __future__ import annotations
@@ -352,9 +352,9 @@ def check_precision(packed: Packed, precision: str) -> None:
 def pays_by_pairs(shape: Conv2dShape) -> bool:
     """Return whether pairs of bfloat16 are multiplied faster than float32: x must be laid out for them.
 
-    ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image and 1.2 to 1.7
-    with 16 (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be laid out, which took longer
-    than the product does.
+    ResNet50's convolutions with several taps or strides are 1.0 to 1.5 times as fast with one image. With 16 images
+    they are 1.2 to 1.7 times as fast (Shfl-BW, 75% and 90%, Zen 4). With one tap and no stride x would have to be
+    laid out, which took longer than the product does.
     """
     several = shape.kh * shape.kw > 1 or shape.stride != (1, 1)
     return several and shape.stride[1] <= 2

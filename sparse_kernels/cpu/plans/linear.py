@@ -10,10 +10,10 @@ rows     tokens along the vector, panels of rows (`row_panels`). x is feature-ma
 pairs    as rows, two columns at a time in bfloat16: where that is allowed, and the processor multiplies pairs.
 
 Weights may be rounded to bfloat16. Kernel tokens then reads two bytes a weight, which pays for few tokens. Kernel
-rows, where tokens are many or lie along the vector as they come, holds the rounded weights in float32, because two
-bytes would be no faster there. Where activations may be rounded too, kernel pairs takes 0.58 to 0.75 times as long as
-rows or tokens for 128 to 2,048 tokens at 75% and 90% sparsity (Zen 4); the matrix unit, where that is taken, makes
-its six products of thirds all the same. Sums and results are float32 either way.
+rows is for many tokens, or tokens that lie along the vector as they come. It holds the rounded weights in float32,
+because two bytes would be no faster there. Where activations may be rounded too, kernel pairs takes 0.58 to 0.75
+times as long as rows or tokens (128 to 2,048 tokens, 75% and 90% sparsity, Zen 4). The matrix unit makes its six
+products of thirds all the same. Sums and results are float32 either way.
 """
 
 from __future__ import annotations
@@ -313,8 +313,8 @@ def choose_vector_kernel(layer: LinearLayer) -> Choice:
 def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
     """Return whether n tokens are so few that a tile of narrow vectors is no slower than tokens along the vector.
 
-    With groups of 8 rows, half vectors of 16 lanes: up to 8 tokens 0.95 to 1.1 times the speed. Quarters, with groups
-    of 4, were 0.7 to 1.05 times as fast for one and two (1 and 2 threads, 50% to 90% sparsity, Zen 5).
+    Groups of 8 rows use half vectors of 16 lanes: up to 8 tokens have 0.95 to 1.1 times the speed. Groups of 4 would
+    use quarters: one and two tokens had 0.7 to 1.05 times the speed. (1 and 2 threads, 50% to 90% sparsity, Zen 5.)
     """
     lanes, wide = tile[2], host().lanes
     return lanes == wide or n * wide <= 2 * lanes**2
@@ -323,11 +323,11 @@ def _few_enough(tile: tuple[int, int, int], n: int) -> bool:
 def _better_in_blocks(layer: LinearLayer, tile: tuple[int, int, int]) -> bool:
     """Return whether blocks of tokens beat this tile of kernel tokens.
 
-    A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. Permuted rows are put
-    back here and there, which from a block costs nothing, but there x has to be laid out; on Intel's processors, for
-    their second level, it should not have long rows then. On AMD's, kernel tokens has 1.02 to 1.1 times the speed
-    where rows of x are twice as long as those of y. Otherwise the difference is within the noise (0.94 to 1.04
-    times), but where vectors of tokens are not full: 1.1 to 1.36 times.
+    A tile one vector wide has half the sums of one in a block that fills two vectors of tokens. To put permuted rows
+    back costs nothing from a block, but there x has to be laid out. On Intel's processors x should not have long rows
+    then, because of their second-level cache. On AMD's, kernel tokens has 1.02 to 1.1 times the speed where rows of x
+    are twice as long as those of y. Otherwise the difference is within the noise (0.94 to 1.04 times), but where
+    vectors of tokens are not full: 1.1 to 1.36 times.
     """
     (size, vectors, lanes), (m, k), n, threads = tile, layer.packed.shape, layer.n, layer.threads
     total = -(-n // lanes)

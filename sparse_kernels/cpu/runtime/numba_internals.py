@@ -4,13 +4,12 @@ Numba may change any of it in any release. All of it is known to hold from Numba
 `tests/sparse_kernels/cpu/runtime/test_numba_internals.py` says in a sentence what broke when it no longer does. To
 take a new Numba, run that test, then raise the upper bounds of `numba` and `llvmlite` in pyproject.toml.
 
-cgutils              LLVM code: stack slots, fields of structures, loops, declarations (`numba.core.cgutils`)
-read_compile_target  processor and features that Numba generates code for (`numba.core.registry.cpu_target`)
-FunctionCache        files of compiled kernels with names of our own (`numba.core.caching`)
-attach_cache         the same (`dispatcher._cache`)
-serialize            content of these files (`numba.core.serialize.dumps`)
-find_thread_counter  the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
-find_openmp_library  the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
+- `cgutils`: stack slots, fields of structures, loops, declarations of LLVM code (`numba.core.cgutils`)
+- `read_compile_target`: processor and features that Numba generates code for (`numba.core.registry.cpu_target`)
+- `FunctionCache`, `attach_cache`: our own files of compiled kernels (`numba.core.caching`, `dispatcher._cache`)
+- `serialize`: the content of these files (`numba.core.serialize.dumps`)
+- `find_thread_counter`: the number of threads without Numba's locks (`numba.np.ufunc.parallel`)
+- `find_openmp_library`: the OpenMP that Numba was linked with (`numba.np.ufunc.omppool`)
 
 Intrinsics (`numba.extending.intrinsic`, public) also rely on this, which has no import to gather here:
 

@@ -1,8 +1,8 @@
 """Buffers that calls reuse; a call that finds none free makes its own, so plans may be shared by threads.
 
-Most of what a call needs means nothing when it is done: `borrow` gives all layers of a process the same room, which
-therefore stays in the caches from one layer to the next, and in the process, as large as it was ever needed, once for
-each caller that there was at a time (KEPT at most). Where what lies in a buffer is used again, a plan has a `Pool`.
+Most of what a call needs means nothing when it is done. So `borrow` gives all layers of a process the same memory,
+which stays in the caches from one layer to the next. The process keeps a buffer, as large as ever needed, for each
+caller that there was at a time (KEPT at most). Where what lies in a buffer is used again, a plan has a `Pool`.
 """
 
 from __future__ import annotations

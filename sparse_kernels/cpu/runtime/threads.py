@@ -1,9 +1,9 @@
 """Numba's threads. Kernels use numba.get_num_threads() of them; a thread of the caller that has set fewer keeps that.
 
-With OpenMP, which Numba takes where libgomp is installed, torch and kernels share one pool in a process, if torch was
-there when the first kernel was made: calls of one after calls of the other cost nothing extra. Where it is missing,
-Numba falls back to a queue of its own that ends the process when two threads of the caller use it at once; only then
-kernels take turns.
+Numba takes OpenMP where libgomp is installed. Then torch and kernels share one pool in a process, if torch was
+imported before the first kernel was made: to alternate between them costs nothing extra. Where libgomp is missing,
+Numba uses a queue of its own, which ends the process when two threads of the caller use it at once. Only then kernels
+take turns.
 
 A process that has run a kernel must not fork and run one in the child with more than one thread, as libgomp cannot:
 that is refused. Let processes start anew instead (`multiprocessing` with `spawn` or `forkserver`), or fork before the
