@@ -1,4 +1,4 @@
-"""What is asked of the graph of a traced model, and done to it, wherever it is rewritten."""
+"""Questions about the graph of a traced model, and edits of it, for all that rewrites graphs."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
-"""Sparse layers for torch models: what a pruned Linear or Conv2d is replaced by, for inference.
-
-A layer keeps its packed weight as buffers (so state_dict, deepcopy and pickling work as for any module) and a plan,
-which is prepared at the first call and thrown away when the module is moved, cast or loaded (not when a buffer is
-written to). The plan may hold the weights once more, in the order its kernel reads them.
+"""Sparse layers for torch models: replacements of a pruned Linear or Conv2d, for inference.
 
     y = SparseLinear.from_dense(linear, VectorWise(32), mask, activation="relu")(x)     # x (..., k) -> y (..., m)
 
-Backends `numba` and `reference` take float32 tensors on a CPU, `cupy` float16 and bfloat16 tensors on a CUDA GPU. The
-CUDA kernels read and write feature-major: a result is a transposed view, and a layer that gets one, from another
-sparse layer or through element-wise operations, copies nothing; other inputs are transposed first. Work goes to
-torch's current stream. Call a layer once with inputs of the same shape before it is captured into a CUDA graph, and
-capture again after its weights have changed: a graph reads the plan of its time.
+A layer keeps its packed weight as buffers, so state_dict, deepcopy and pickling work as for any module. It makes a
+plan at the first call. It drops the plan when the module is moved, cast or loaded, but not when a buffer is written
+to. The plan may hold the weights once more, in the order its kernel reads them.
 
-On a CPU a layer keeps a plan for few tokens and one for many, or for each of the latest image sizes. A SparseLinear
-with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.tuner`, and again for about twice or
-half as many tokens. After a call on a CPU, child processes that are to run layers must be started anew, not forked
-(`cpu.threads`).
+Backends `numba` and `reference` take float32 tensors on a CPU. Backend `cupy` takes float16 and bfloat16 tensors on a
+CUDA GPU. Its kernels read and write feature-major, so a result is a transposed view. A layer copies nothing if its
+input is such a view, from another sparse layer or through element-wise operations; it transposes other inputs first.
+Work goes to torch's current stream. Call a layer once with inputs of the same shape before a CUDA graph captures it.
+Capture again after its weights have changed, because a graph keeps the plan that it captured.
+
+On a CPU a layer keeps a plan for small and one for large batches, or one for each of the latest image sizes. A
+SparseLinear with tune=True (backend `numba`) tries a few kernels at its first call, see `cpu.plans.autotune`. It
+tries again for about twice or half as many tokens. After a call on a CPU, start child processes that run layers anew,
+do not fork them (`cpu.runtime.threads`).
 
 Under `torch.compile` a layer is one operator, `sparse_kernels::multiply`, that knows its layer by a number. Where
-blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`, or each number makes
-a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
+blocks are compiled one by one, set `torch._dynamo.config.allow_unspec_int_on_nn_module = True`; otherwise each number
+makes a new compilation. Operators find layers in their own process only: `torch.export` is not supported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from sparse_kernels import prepare, prepare_conv2d
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 from sparse_kernels.formats import Packed, check, pack
 from sparse_kernels.padded_conv import PLAIN, address_of, finished, framable, unframe
@@ -57,28 +57,55 @@ GPU_BACKENDS = ("cupy",)
 GPU_DTYPES = (torch.float16, torch.bfloat16)
 GPU_ALIGNMENT = 16
 
-KEPT_PLANS = 4  # by a layer on a CPU; those made longest ago go first
-KEPT_PLACES = 16  # of results, by a plan
+KEPT_PLANS = 4  # plans that a layer on a CPU keeps; the oldest go first
+KEPT_PLACES = 16  # places of results that a plan keeps
 
 _CPU = torch.device("cpu")
 
-# Up to a vector of tokens is few, as kernels see it, and what is more is prepared for no fewer than fill a tile.
-FEW_TOKENS, MANY_TOKENS = 16, 64
+# At most one vector of tokens counts as a small batch. A plan for more is made for at least as many as fill a tile.
+SMALL_BATCH, LARGE_BATCH = 16, 64
 
-# What a layer's class must not have changed for a sparse one to take its place.
+# Methods that a layer's class must not override, or no sparse layer can replace it.
 _COMPUTING = ("__call__", "forward", "_conv_forward")
 
 
 def weight_matrix(module: nn.Module) -> Tensor:
-    """Return the layer's weight as the matrix that is pruned and multiplied, (m, k).
+    """Return the layer's weight as the matrix that is pruned and multiplied.
 
-    A convolution's is (c_out, kh*kw*c_in) with column (r*kw + s)*c_in + c. Shares memory only where torch can.
+    Parameters
+    ----------
+    module : nn.Linear or nn.Conv2d
+        A layer that `refuses` accepts.
+
+    Returns
+    -------
+    Tensor (m, k)
+        A convolution's matrix is (c_out, kh*kw*c_in), with column (r*kw + s)*c_in + c. It shares the weight's memory
+        where torch can.
+
+    Raises
+    ------
+    ValueError
+        If no sparse layer can replace the module.
     """
     return as_matrix(_prunable(module).weight.detach())
 
 
 def set_weight_matrix(module: nn.Module, matrix: Tensor) -> None:
-    """Write a matrix (m, k) of `weight_matrix`'s order back into the layer, in place."""
+    """Write a matrix back into the layer, in place.
+
+    Parameters
+    ----------
+    module : nn.Linear or nn.Conv2d
+        The layer.
+    matrix : Tensor (m, k)
+        In the order of `weight_matrix`.
+
+    Raises
+    ------
+    ValueError
+        If the matrix does not fit the weight, or no sparse layer can replace the module.
+    """
     weight = _prunable(module).weight
     if matrix.shape != (weight.shape[0], weight[0].numel()):
         raise ValueError(f"a matrix of {tuple(matrix.shape)} does not fit a weight of {tuple(weight.shape)}")
@@ -142,9 +169,9 @@ class _Ready:
     plan: Any
     bias: Tensor | None
     rows: int  # of the weight
-    _y_places: dict[tuple[Places, int | None], Places] = field(default_factory=dict)
+    _y_places: dict[tuple[ImagePlaces, int | None], ImagePlaces] = field(default_factory=dict)
 
-    def y_places(self, x: Places, margin: int | None) -> Places:
+    def y_places(self, x: ImagePlaces, margin: int | None) -> ImagePlaces:
         """Return where a convolution's result lies: one object for all calls, as it remembers what it works out."""
         known = self._y_places.get((x, margin))
         if known is None:
@@ -383,8 +410,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Te
     """softmax(q @ k.T * scale) @ v for q (batch, heads, n, d), k and v (batch, heads, keys, d); by default 1/sqrt(d).
 
     What stands in a converted model where torch.nn.functional.scaled_dot_product_attention stood, without a mask:
-    float32 on a CPU by `cpu.attention`, at the speed of the sparse layers around it; anything else by torch itself.
-    The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
+    float32 on a CPU by `cpu.kernels.attention`, at the speed of the sparse layers around it; anything else by torch
+    itself. The result lies in memory as (batch, n, heads, d), ready to be made one row a token.
     """
     all_three = q, k, v
     ours = all(
@@ -460,9 +487,34 @@ class SparseLinear(_Sparse):
         tune: bool = False,
         precision: str = "float32",
     ) -> SparseLinear:
-        """Pack a Linear's weight under a mask (m, k); mask None keeps every weight (pattern Dense).
+        """Return the sparse layer of a pruned Linear.
 
-        precision: float32, or what of it is rounded to bfloat16, as `prepare` says.
+        Parameters
+        ----------
+        linear : nn.Linear
+            The layer, whose weight (m, k) is packed.
+        pattern : Pattern
+            The pattern of the mask.
+        mask : bool array (m, k) or None
+            True where a weight is kept; None keeps every weight (pattern Dense).
+        activation : str or None
+            ``relu``, ``gelu`` or None, applied to the result.
+        backend : str
+            ``numba``, ``reference`` or ``cupy``.
+        tune : bool
+            Try a few kernels at the first call and keep the fastest; backend ``numba`` only.
+        precision : str
+            What may be rounded to bfloat16, as `prepare` says.
+
+        Returns
+        -------
+        SparseLinear
+            A layer for inference.
+
+        Raises
+        ------
+        ValueError
+            If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         return cls(_pack(linear, pattern, mask), linear.bias, activation, backend, tune, precision)
 
@@ -532,7 +584,7 @@ class SparseLinear(_Sparse):
         """Return what a plan on a CPU is for: another input with the same answer runs on it."""
         if from_tiles:
             return True, into_tiles, None
-        return False, into_tiles, n.bit_length() if self._by_size else n <= FEW_TOKENS
+        return False, into_tiles, n.bit_length() if self._by_size else n <= SMALL_BATCH
 
     @property
     def _by_size(self) -> bool:
@@ -549,8 +601,8 @@ class SparseLinear(_Sparse):
             )
         layouts = {(2, 2): "token_major", (2, 3): "into_blocks", (3, 3): "token_blocked", (3, 2): "out_of_blocks"}
         n = x.shape[0]
-        if not self._by_size and n > FEW_TOKENS:
-            n = max(n, MANY_TOKENS)
+        if not self._by_size and n > SMALL_BATCH:
+            n = max(n, LARGE_BATCH)
         layout = layouts[x.ndim, len(y_shape)]
         tune = self.tune and layout == "token_major"
         return prepare(self.packed, self.backend, layout, n, tune=tune, precision=self.precision)
@@ -591,9 +643,32 @@ class SparseConv2d(_Sparse):
         backend: str = "numba",
         precision: str = "float32",
     ) -> SparseConv2d:
-        """Pack a Conv2d's weight under a mask (c_out, kh*kw*c_in); mask None keeps every weight.
+        """Return the sparse layer of a pruned Conv2d.
 
-        precision: float32 or bfloat16, as `prepare_conv2d` says.
+        Parameters
+        ----------
+        conv : nn.Conv2d
+            The layer, whose weight is packed as (c_out, kh*kw*c_in).
+        pattern : Pattern
+            The pattern of the mask.
+        mask : bool array (c_out, kh*kw*c_in) or None
+            True where a weight is kept; None keeps every weight.
+        activation : str or None
+            ``relu``, ``gelu`` or None, applied to the result.
+        backend : str
+            ``numba``, ``reference`` or ``cupy``.
+        precision : str
+            ``float32`` or ``bfloat16``, as `prepare_conv2d` says.
+
+        Returns
+        -------
+        SparseConv2d
+            A layer for inference.
+
+        Raises
+        ------
+        ValueError
+            If the mask is not of the pattern, or a setting is unknown or not for this backend.
         """
         geometry = ConvolutionGeometry(
             kernel_size=(conv.kernel_size[0], conv.kernel_size[1]),
@@ -611,17 +686,17 @@ class SparseConv2d(_Sparse):
 
     def forward(
         self,
-        x: Tensor | Framed,
+        x: Tensor | FramedImages,
         margin: int | None = None,
-        added: Tensor | Framed | None = None,
+        added: Tensor | FramedImages | None = None,
         then: str | None = None,
-    ) -> Tensor | Framed:
+    ) -> Tensor | FramedImages:
         """Run the sparse kernel on x, or on a single image (c_in, h, w); a new image size prepares anew.
 
         added: what is added to the result, and `then` the activation of the sum. margin: the result may stay in
-        frames of this margin, for others that know them. See `framing`, which asks for them.
+        frames of this margin, for others that know them. See `pad_propagation`, which asks for them.
         """
-        if isinstance(x, Framed) and self.backend == "numba":
+        if isinstance(x, FramedImages) and self.backend == "numba":
             return self._over_frames(x, x.places, margin, added, then)
         x = self._accepted(unframe(x))
         if x.ndim == 3:
@@ -635,17 +710,17 @@ class SparseConv2d(_Sparse):
             return finished(y, added, then)
         x = x.contiguous()
         if margin is not None and self.backend == "numba" and framable(x):
-            return self._over_frames(x.resolve_neg(), Places(*x.shape), margin, added, then)
+            return self._over_frames(x.resolve_neg(), ImagePlaces(*x.shape), margin, added, then)
         return finished(self._product(x, (shape.batch, self.shape[0], shape.out_h, shape.out_w)), added, then)
 
     def _over_frames(
         self,
-        x: Tensor | Framed,
-        x_places: Places,
+        x: Tensor | FramedImages,
+        x_places: ImagePlaces,
         margin: int | None,
-        added: Tensor | Framed | None,
+        added: Tensor | FramedImages | None,
         then: str | None,
-    ) -> Tensor | Framed:
+    ) -> Tensor | FramedImages:
         """Return the result for contiguous x at these places: in frames of this margin, or as torch has it."""
         threads.use(torch.get_num_threads())
         ready = self._plans.get(_conv2d_key(_CPU, torch.float32, x_places.shape))
@@ -655,15 +730,15 @@ class SparseConv2d(_Sparse):
         if self._latest is not ready:
             self._latest = ready
         y_places = ready.y_places(x_places, margin)
-        y: Tensor | Framed
+        y: Tensor | FramedImages
         if margin is None:
             y = torch.empty(y_places.shape, dtype=torch.float32, device="cpu")
         else:
-            y = Framed(y_places)
-        source, to = (each.address if isinstance(each, Framed) else address_of(each) for each in (x, y))
-        alike = isinstance(added, Framed) and added.places == y_places
-        if alike and self.activation is None and ready.plan.adds(x_places, y_places):
-            assert isinstance(added, Framed)
+            y = FramedImages(y_places)
+        source, to = (each.address if isinstance(each, FramedImages) else address_of(each) for each in (x, y))
+        alike = isinstance(added, FramedImages) and added.places == y_places
+        if alike and self.activation is None and ready.plan.can_add(x_places, y_places):
+            assert isinstance(added, FramedImages)
             code = ACTIVATIONS.index(then)
             ready.plan.run(source, x_places, ready.bias_address, code, to, y_places, added.address)
             return y

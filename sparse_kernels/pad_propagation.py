@@ -1,14 +1,15 @@
-"""Which images of a converted model stay in frames (`cpu.frames`) from one sparse convolution to the next.
+"""Choose which images of a converted model stay in frames from one sparse convolution to the next.
 
-Convolutions that keep the size of their images work from frames to frames. One that pads its images gains by that,
-as it reads them where they lie. So its input is put in frames, and with it
+`cpu.layouts.padded_images` says what a frame is. Convolutions that keep the size of their images work from frames to
+frames. One that pads its images gains by that, as it reads them where they lie. So its input is put in frames, and
+with it
 
 - what one convolution reads from another, and what one that keeps the size needs to write into frames,
 - what is added to such a convolution's result, as a residual block does, and the sum: it is added before the result
   is stored.
 
-Whoever else reads a value in frames reads a copy without them. A value that comes from a layer of torch's is laid
-into frames once, for all that work there.
+Every other reader of a value in frames reads a copy without them. A value that comes from a layer of torch's is laid
+into frames once, for all readers that work there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What convolutions of a converted model hand to each other: torch's images or images in frames, either way.
+"""Images between convolutions of a converted model: torch's, or in frames. Every function here takes both.
 
-Every function here takes both. See `cpu.frames` for what a frame is and `framing` for who gets one.
+`cpu.layouts.padded_images` says what a frame is, and `pad_propagation` which images get one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.kernels import image_layout as images
-from sparse_kernels.cpu.layouts.padded_images import Framed, Places
+from sparse_kernels.cpu.layouts.padded_images import FramedImages, ImagePlaces
 from sparse_kernels.cpu.runtime import threads
 
-Images = Tensor | Framed
+Images = Tensor | FramedImages
 
 # What may have numbers at its address: subclasses of Tensor need not (torch's own fake ones tell a wrong one).
 PLAIN = (Tensor, nn.Parameter)
@@ -49,13 +49,15 @@ def address_of(x: Tensor) -> int:
 
 def frame(x: Images, margin: int) -> Images:
     """Return the images in frames of this margin, where they can be."""
-    if isinstance(x, Framed) or not framable(x):
+    if isinstance(x, FramedImages) or not framable(x):
         return x
     batch, channels, h, w = x.shape
-    framed = Framed(Places(batch, channels, h, w, margin))
+    framed = FramedImages(ImagePlaces(batch, channels, h, w, margin))
     source = x.resolve_neg().contiguous()
     threads.use(torch.get_num_threads())
-    images.copy_images(host().lanes, address_of(source), Places(batch, channels, h, w), framed.address, framed.places)
+    images.copy_images(
+        host().lanes, address_of(source), ImagePlaces(batch, channels, h, w), framed.address, framed.places
+    )
     return framed
 
 
@@ -65,7 +67,7 @@ def unframe(x: Images) -> Tensor:
         return x
     result = torch.empty(x.places.shape, dtype=torch.float32, device="cpu")
     threads.use(torch.get_num_threads())
-    images.copy_images(host().lanes, x.address, x.places, address_of(result), Places(*x.places.shape))
+    images.copy_images(host().lanes, x.address, x.places, address_of(result), ImagePlaces(*x.places.shape))
     return result
 
 
@@ -73,7 +75,7 @@ def finished(y: Images, added: Images | float | None, then: str | None) -> Image
     """Return the activation `then` (relu, gelu or None) of y + added; y itself where nothing is added."""
     if added is None:
         return y
-    total = unframe(y) + (unframe(added) if isinstance(added, Framed) else added)
+    total = unframe(y) + (unframe(added) if isinstance(added, FramedImages) else added)
     return _ACTIVATIONS[then](total)
 
 
@@ -92,6 +94,6 @@ class OnFrames(nn.Module):
         changed = self.function(values, *self.args, **self.kwargs)
         if changed.data_ptr() == values.data_ptr():  # nothing was done, or it was done in place
             return x
-        result = Framed(x.places)
+        result = FramedImages(x.places)
         torch.from_numpy(result.array).copy_(changed)
         return result

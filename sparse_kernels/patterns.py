@@ -1,11 +1,12 @@
-"""The sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
+"""Sparsity patterns: which weights of a matrix (m, k) may be kept together, and the best mask for given scores.
 
-A pattern is a frozen value. Its text form (`nm:2:4`, `block:32x32`, `vector:32`, `shflbw:32`) is what tables,
-profiles and the command line write; `parse` reads it back. A mask is bool (m, k), True = kept. Scores are floats (m,
-k), not negative: the larger, the more a weight matters (w**2, say). Sparsity is the share of elements dropped. Every
-mask keeps as close to (1 - sparsity) * m * k elements as its pattern allows. Among such masks it is the one with the
-most score (Shfl-BW: for the row groups that were found). Edge units, smaller because m or k is no multiple, are
-chosen as `top_units.top_units` says.
+A pattern is a frozen value. Tables, profiles and the command line write its text form (`nm:2:4`, `block:32x32`,
+`vector:32`, `shflbw:32`), and `parse` reads it back.
+
+A mask is bool (m, k), True where an element is kept. Scores are floats (m, k), not negative: the larger, the more a
+weight matters (w**2, say). Sparsity is the share of elements dropped. Every mask keeps as close to (1 - sparsity) * m
+* k elements as its pattern allows. Among such masks it is the one with the most score (Shfl-BW: for the row groups
+that were found). Edge units are smaller where m or k is no multiple; `top_units.top_units` says how they are chosen.
 """
 
 from __future__ import annotations
@@ -268,7 +269,23 @@ _FORMS = (
 
 
 def parse(text: str) -> Pattern:
-    """Return the pattern that str() wrote as `text`; ValueError lists what is known."""
+    """Return the pattern of a text, as str(pattern) writes it.
+
+    Parameters
+    ----------
+    text : str
+        Such as ``nm:2:4``, ``block:32x32``, ``vector:32`` or ``shflbw:32``.
+
+    Returns
+    -------
+    Pattern
+        The pattern.
+
+    Raises
+    ------
+    ValueError
+        If the text is no pattern; the message lists the known ones.
+    """
     for form, pattern in _FORMS:
         if found := form.fullmatch(text):
             return pattern(*map(int, found.groups()))

@@ -1,8 +1,8 @@
-"""What lies between two sparse layers of a converted model: tokens as the CPU's kernels read them.
+"""Tokens between two sparse layers of a converted model, as the CPU kernels read them.
 
 A sparse layer on a CPU lays its tokens out in tiles, multiplies, and puts the result back in torch's order. Where
-only element-wise functions stand before the next sparse layer, the way back and forth is saved: `convert` asks the
-first one to keep its tiles, and wraps the functions in `OnTiles`.
+only element-wise functions stand before the next sparse layer, both ways can be saved. Then `convert` asks the first
+layer to keep its tiles, and wraps the functions in `OnTiles`.
 """
 
 from __future__ import annotations

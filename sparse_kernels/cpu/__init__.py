@@ -2,12 +2,12 @@
 
 Read the folders from the top down; imports go down only.
 
-plans      which kernel runs a layer: `linear`, `conv2d`, and `autotune`, which finds the fastest by trying
-kernels    loops, one file for weights of one kind and tokens or images that lie in one way
-launch     the way from a call to a kernel on all threads
-layouts    how panels of weights, vectors of positions and padded images lie in memory
-codegen    emitters of vector code: register tiles, tiles of the matrix unit, prefetches
-runtime    the cache of compiled code, threads, scratch memory, what we rely on in Numba
+- plans: which kernel runs a layer, and `autotune`, which finds the fastest by trying
+- kernels: loops, one file for weights of one kind and tokens or images that lie in one way
+- launch: the way from a call to a kernel on all threads
+- layouts: how panels of weights, vectors of positions and padded images lie in memory
+- codegen: emitters of vector code: register tiles, tiles of the matrix unit, prefetches
+- runtime: the cache of compiled code, threads, scratch memory, what we rely on in Numba
 
 The kernels:
 

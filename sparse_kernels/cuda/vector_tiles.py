@@ -5,8 +5,8 @@ group is cut into tiles of BK kept columns; the last is filled up with columns -
 Groups with most tiles come first: blocks start in that order, so that the last to finish are short.
 
 Within a tile, 16 rows x 16 kept columns are 256 elements. They lie as the lanes of a warp hold an operand of a
-tensor-core product, so each lane reads its own 16 bytes (PTX ISA, "Matrix fragments for mma.m16n8k16" and
-"mma.m8n8k4").
+tensor-core product, so each lane reads its own 16 bytes. Source: PTX ISA, "Matrix fragments for mma.m16n8k16" and
+"mma.m8n8k4".
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from sparse_kernels import pack, patterns
 from sparse_kernels.cpu.codegen.cpu_target import CpuTarget
 from sparse_kernels.cpu.kernels import image_layout as images
 from sparse_kernels.cpu.kernels import unstructured_rows as single
-from sparse_kernels.cpu.layouts.padded_images import Places
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.plans import conv2d, linear
 from sparse_kernels.shapes import Conv2dShape
 
@@ -39,8 +39,10 @@ def _row(shape: Conv2dShape, pattern: str = "vector:32", sparsity: float = 0.5) 
 def test_a_convolution_has_as_many_vectors_and_elements_laid_out_as_its_kernel(shape: Conv2dShape) -> None:
     counted = loops.Images.of(_row(shape))
     assert counted.vectors[0] == conv2d.choose_positions(shape, AVX512, halves=False).x_starts.size
-    x = Places(shape.batch, shape.c_in, shape.h, shape.w)
-    in_place = conv2d.stays_in_place(shape, AVX512, x, Places(shape.batch, shape.c_out, shape.out_h, shape.out_w))
+    x = ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w)
+    in_place = conv2d.stays_in_place(
+        shape, AVX512, x, ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w)
+    )
     assert counted.laid[0] != in_place
     if not in_place:
         where = images.build_layout(shape, 0)

@@ -191,7 +191,7 @@ def test_a_layer_takes_frames_and_gives_them_only_where_asked(rng: np.random.Gen
                     y = each(images, margin=margin, added=added, then="relu")
                     torch.testing.assert_close(unframe(y), expected, rtol=1e-4, atol=1e-5)
                     assert margin is not None or isinstance(y, Tensor)
-    assert isinstance(sparse(frame(x, 1), margin=1, added=frame(other, 1)), frames.Framed)
+    assert isinstance(sparse(frame(x, 1), margin=1, added=frame(other, 1)), frames.FramedImages)
     with pytest.raises(ValueError, match="4 channels, not 6"):
         sparse(frame(other, 1), margin=1)
 
@@ -202,7 +202,7 @@ def test_images_come_out_of_a_frame_as_they_went_in(rng: np.random.Generator) ->
         x = torch.randn(shape)
         for margin in (0, 1, 3):
             y = frame(x, margin)
-            assert isinstance(y, frames.Framed)
+            assert isinstance(y, frames.FramedImages)
             assert torch.equal(unframe(y), x)
             assert np.count_nonzero(y.array) == x.numel()  # all else is zero
             assert y.array.ctypes.data % 64 == 0
@@ -228,28 +228,28 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> Iterator[frames._Spare]:
     """Frames of this test alone."""
     mine = frames._Spare()
     monkeypatch.setattr(frames, "_spare", mine)
-    monkeypatch.setattr(frames.Framed.__del__, "__defaults__", (mine.give_back,))
+    monkeypatch.setattr(frames.FramedImages.__del__, "__defaults__", (mine.give_back,))
     yield mine
 
 
 def test_a_frame_is_used_again_when_nobody_has_it(spare: frames._Spare) -> None:
-    places = frames.Places(1, 2, 3, 4, 1)
-    first, second = frames.Framed(places), frames.Framed(places)
+    places = frames.ImagePlaces(1, 2, 3, 4, 1)
+    first, second = frames.FramedImages(places), frames.FramedImages(places)
     assert not np.may_share_memory(first.array, second.array)
     at = first.array.ctypes.data
     del first
-    assert frames.Framed(places).array.ctypes.data == at
-    assert frames.Framed(frames.Places(1, 2, 3, 4, 2)).array.ctypes.data != at
+    assert frames.FramedImages(places).array.ctypes.data == at
+    assert frames.FramedImages(frames.ImagePlaces(1, 2, 3, 4, 2)).array.ctypes.data != at
 
 
 def test_frames_that_nobody_uses_take_no_more_than_so_much_memory(
     spare: frames._Spare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = [frames.Places(1, 1, 8, size, 1) for size in range(8, 40)]
+    places = [frames.ImagePlaces(1, 1, 8, size, 1) for size in range(8, 40)]
     monkeypatch.setattr(frames, "KEPT", 4 * sum(each.size for each in places[-3:]))
     for each in places:
-        frames.Framed(each)
-    frames.Framed(places[-1])
+        frames.FramedImages(each)
+    frames.FramedImages(places[-1])
     assert set(spare._free) | {each for each, _ in spare._returned} == set(places[-3:])
     assert spare._bytes + sum(buffer.nbytes for _, buffer in spare._returned) == frames.KEPT
 
@@ -259,14 +259,14 @@ def test_garbage_may_be_collected_while_a_frame_is_taken(spare: frames._Spare) -
 
     class Cycle:
         def __init__(self) -> None:
-            self.frame, self.me = frames.Framed(frames.Places(1, 1, 4, 4, 1)), self
+            self.frame, self.me = frames.FramedImages(frames.ImagePlaces(1, 1, 4, 4, 1)), self
 
     before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for _ in range(300):
             Cycle()
-            frames.Framed(frames.Places(1, 1, 5, 5, 1))
+            frames.FramedImages(frames.ImagePlaces(1, 1, 5, 5, 1))
     finally:
         gc.set_threshold(*before)
 

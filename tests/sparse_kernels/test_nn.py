@@ -236,5 +236,5 @@ def test_inputs_of_other_dimensions_are_taken_as_torch_does_or_refused_in_a_sent
         sparse_linear(torch.tensor(1.0))
     with pytest.raises(TypeError, match="takes a tensor, not a ndarray"):
         sparse_linear(image.numpy())
-    with pytest.raises(ValueError, match="n is a number of columns, not None"):
+    with pytest.raises(ValueError, match="n must be a number of columns of at least 0, not None"):
         prepare(sparse_linear.packed, "reference", "token_major", None)

@@ -17,7 +17,8 @@ class CpuTarget:
     name: as plan.kernel says it. lanes: float32 in a vector. registers: vectors it holds. fused: it has fused
     multiply-adds. halves: it works on wide vectors in two halves, so vectors of half the lanes cost half. shared: it
     adds integers too, as Intel's does, so a pass over a column costs more than its multiply-adds. matrix: there is a
-    matrix unit beside it (`amx`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as float32.
+    matrix unit beside it (`amx_tiles`). pairs: it multiplies pairs of bfloat16 (AVX512-BF16), twice as many as
+    float32.
     """
 
     name: str

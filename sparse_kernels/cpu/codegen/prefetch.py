@@ -2,9 +2,9 @@
 
 A register tile waits for nothing while its columns are multiplied, so memory has time to bring something else. It has
 to be asked evenly. AMD's cores drop what is fetched beyond the two dozen lines that they can wait for at once. That
-is most of it where many are asked for in a row. 64 rows of 768 floats take 16.5 us to lay out from memory, 13.2 us if
-all were asked for just before, and 7 to 8 us with 25 cycles or more from one to the next. So a tile asks for at most
-one line with each of its columns (`register_tiles.row_tile`).
+is most of it where many are asked for in a row. 64 rows of 768 floats take 16.5 us to lay out from memory. They take
+13.2 us if all were asked for just before, and 7 to 8 us with at least 25 cycles from one to the next. So a tile asks
+for at most one line with each of its columns (`register_tiles.row_tile`).
 
 A walk is what is fetched in the course of many tiles: runs of lines, `pitch` bytes from one run to the next, `stride`
 bytes from one line of a run to the next. It is a plain tuple, which costs nothing in a compiled kernel:

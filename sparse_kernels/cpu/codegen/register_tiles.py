@@ -10,7 +10,8 @@ Two tiles cover every pattern whose rows share columns (w: packed weights, c: ke
 
 token_tile reads x token-major; the rows of a group that share their columns lie along the vector. row_tile reads x
 feature-major, or any other way in which an element offset stands for a column (a tap of a convolution). Tokens or
-image positions lie along the vector, so groups of a few rows are enough. Rows that share no columns: see `single`.
+image positions lie along the vector, so groups of a few rows are enough. Rows that share no columns: see
+`weight_stream`.
 
 Registers: a tile holds tokens*vectors (rows*vectors) sums, the `vectors` vectors loaded for a column, and one
 broadcast. With 32 registers (AVX-512, NEON) that is 8 x 2 sums; with 16 (AVX2, SSE) 4 x 2. It needs at least

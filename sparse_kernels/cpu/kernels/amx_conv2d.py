@@ -1,4 +1,4 @@
-"""Convolutions by the matrix unit (`amx`): vectors of 32 positions along its columns; threads share positions.
+"""Convolutions by the matrix unit (`amx_tiles`): vectors of 32 positions along its columns; threads share positions.
 
 A thread takes a block of positions at a time: part of an image, or a few whole ones. It splits what they read of x
 into thirds, plane by plane (a plane is a channel, or one phase of it: `images`), which then stay in the second-level
@@ -167,7 +167,7 @@ def bind_product(
 
     def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(parts * cut.thread_bytes // 4)
-        finite = bound(x, y, bias, activation, added, scratch.at)
+        finite = bound(x, y, bias, activation, added, scratch.address)
         give_back(scratch)
         return finite
 

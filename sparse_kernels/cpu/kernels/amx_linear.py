@@ -1,4 +1,4 @@
-"""Linear layers by the matrix unit (`amx`), a block of tokens at a time; threads share tokens.
+"""Linear layers by the matrix unit (`amx_tiles`), a block of tokens at a time; threads share tokens.
 
 A thread splits a block's x into thirds, with tokens along the vector. It passes the panels over them and writes y; to
 put permuted rows (Shfl-BW) back costs nothing. The x of a block stays in the second-level cache while weights pass

@@ -88,7 +88,7 @@ def run(q: Place, k: Place, v: Place, out: Place, sizes: tuple[int, ...], scale:
     steps = Steps(*q[1:]), Steps(*k[1:]), Steps(*v[1:]), Steps(*out[1:])
     attend, needed = bind_attention(steps, AttentionSizes(*sizes), scale, count())
     scratch = borrow(needed)
-    attend(q[0], k[0], v[0], out[0], scratch.at)
+    attend(q[0], k[0], v[0], out[0], scratch.address)
     give_back(scratch)
 
 

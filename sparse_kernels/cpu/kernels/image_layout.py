@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.codegen.register_tiles import copy_every_other, copy_run, floats_at
 from sparse_kernels.cpu.codegen.vector_emitter import FLOATS
 from sparse_kernels.cpu.launch.parallel_kernel import BoundKernel, ParallelKernel, in_parts
-from sparse_kernels.cpu.layouts.padded_images import Places
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.runtime.kernel_cache import inline
 from sparse_kernels.cpu.runtime.threads import count
 from sparse_kernels.shapes import Conv2dShape
@@ -191,13 +191,13 @@ def build_kernel(lanes: int, numbers: int) -> ParallelKernel:
     return copy
 
 
-def copy_images(lanes: int, x: int, x_places: Places, y: int, y_places: Places) -> None:
+def copy_images(lanes: int, x: int, x_places: ImagePlaces, y: int, y_places: ImagePlaces) -> None:
     """Copy images from one address to another, each lying as its places say; frames of y stay as they are."""
     _bind_copy(lanes, x_places, y_places, count())(x + 4 * x_places.first, y + 4 * y_places.first)
 
 
 @lru_cache(maxsize=64)
-def _bind_copy(lanes: int, x_places: Places, y_places: Places, parts: int) -> BoundKernel:
+def _bind_copy(lanes: int, x_places: ImagePlaces, y_places: ImagePlaces, parts: int) -> BoundKernel:
     """Return the copy from one address to another."""
     begins, ends = split_rows(x_places.batch * x_places.h, parts)
     layer = ImageCopyLayer(
@@ -233,6 +233,6 @@ def find_rows_read(
     return begins, ends
 
 
-def image_steps(places: Places) -> ImageSteps:
+def image_steps(places: ImagePlaces) -> ImageSteps:
     """Return the steps of images at these places, which have one phase."""
     return ImageSteps(places.image, places.channel, places.row, 0)

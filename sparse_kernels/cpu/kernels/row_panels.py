@@ -2,7 +2,7 @@
 
 It serves every weight and every x that is contiguous along positions (tokens of a feature-major x, blocks of tokens,
 pixels of an image): `VectorGrid` says where in x and in y each vector of positions lies. Rows that share no columns
-have a kernel of their own (`single`).
+have a kernel of their own (`unstructured_rows`).
 
 Order of the loops: blocks of positions whose x fits the second-level cache, then panels of rows, then tiles of
 positions. So a panel's weights stay in the first-level cache over a block. Threads share (block, panel) pairs by

@@ -7,11 +7,11 @@ cache. It is to fit there: long rows are multiplied in stages, and y holds the s
 (chunk, panel) pairs by cost.
 
 Permuted rows (Shfl-BW) are first computed in the order in which they are packed. They are put back when all rows of a
-tile of tokens are done, or all of all tokens where threads share the panels of a chunk. If threads wrote here and
-there in the same rows of y, they would take its cache lines from each other. Until then sums wait in fours of tokens,
-side by side, so that 16 bytes are read here and there and not 4. With eights it took as long, with few tokens up to a
-tenth longer. Two other ways are slower (Zen 5), because they push x out of the first-level cache. One writes sums
-here and there and reads them in order; the other puts a tile back while the next one is multiplied.
+tile of tokens are done. Where threads share the panels of a chunk, they wait for all tokens. If threads wrote here
+and there in the same rows of y, they would take its cache lines from each other. Until then sums wait in fours of
+tokens, side by side, so that 16 bytes are read here and there and not 4. With eights it took as long, with few tokens
+up to a tenth longer. Two other ways are slower (Zen 5), because they push x out of the first-level cache. One writes
+sums here and there and reads them in order; the other puts a tile back while the next one is multiplied.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def choose_chunks(
 ) -> tuple[int, int]:
     """Return (tokens of a chunk, in whole tiles of `tokens`; panels of a block), for n rows of k elements.
 
-    Each of the `parts` threads has equally many chunks, because all pairs of a chunk and a panel count alike, also
-    those of a shorter last chunk. Threads have chunks of their `own`, or one that fits is shared by panels. In stages
-    they have their own: only a stage has to stay in a second-level cache, beside as many panels as fit.
+    Each of the `parts` threads has equally many chunks. All pairs of a chunk and a panel count alike, also those of a
+    shorter last chunk. Threads have chunks of their `own`, or one that fits is shared by panels. In stages they have
+    their own: only a stage has to stay in a second-level cache, beside as many panels as fit.
 
     Few weights are one block in two cases, if threads have tokens of their own. Permuted rows keep their sums near
     then (at 90% sparsity 2% to 10% less time, Zen 5). Or tokens are so many that no other block is fetched (1% to

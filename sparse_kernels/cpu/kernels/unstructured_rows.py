@@ -6,8 +6,8 @@ long as x lies in the first-level cache, in whole cache lines, and little else i
 - The columns come in stages whose x fits the first-level cache. All rows pass over one stage before the next; their
   sums wait in y meanwhile, and are added behind the loop over columns, which starts without them.
 - x and y are packed: the vectors of a tile of positions lie side by side, column after column (row after row). Where
-  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose`,
-  `blocks`, `few`).
+  positions are contiguous in x that is done stage by stage (a kernel that `gathers`), else before (`transpose_tiles`,
+  `token_blocks`, `small_batch`).
 - A weight is spread over the lanes once for a tile of up to 4 vectors; four weights take one load, their places
   another.
 - Weights, places of columns and what separates the rows are one stream, read from front to back by one pointer.
@@ -106,7 +106,7 @@ class SingleRows:
 def build_single_rows(groups: Groups, k: int, stride: int, together: int | None = None) -> SingleRows:
     """Return groups of height 1 with columns below k as single rows, for packed x of columns `stride` elements apart.
 
-    There are as many stages as make the x of each one small enough, and at least as many as 16 bits of a place need.
+    There are as many stages as make the x of each one small enough, or as 16 bits of a place need.
     They are fewer where too few columns of a row would be left in a stage to outweigh fetching and storing the sums.
     together: of how many positions x is to be so small, a stride unless given.
     """
@@ -198,7 +198,7 @@ def bind_product(
 
     def product(x: int, y: int, bias: int, activation: int, added: int) -> bool:
         scratch = borrow(threads * elements)
-        bound(x, y, bias, activation, added, scratch.at)
+        bound(x, y, bias, activation, added, scratch.address)
         give_back(scratch)
         return True
 

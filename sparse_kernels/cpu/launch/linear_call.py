@@ -112,7 +112,7 @@ def _with_scratch(kernel: Callable[..., bool], at: int, needed: int, held: Any) 
     def call(x: Any, y: Any, bias: Any, activation: int, known: tuple[Any, ...] = known) -> bool:
         kernel, at, needed, _ = known
         scratch = borrow(needed)
-        done: bool = kernel(at, scratch.at, x, y, bias, activation)
+        done: bool = kernel(at, scratch.address, x, y, bias, activation)
         give_back(scratch)
         return done
 

@@ -2,8 +2,8 @@
 
 A few choices that may be faster than the default one are timed in turn, for this weight and number of tokens. They
 run on synthetic x and on copies of the weights that together pass the caches, as a model's weights do. Another choice
-than the default must be faster by more than the noise (`find_fastest`). A layer takes some 50 ms of calls, as much
-again to set up the copies, and a second for each kernel that this machine has not compiled yet.
+than the default must be faster by more than the noise (`find_fastest`). A layer takes some 50 ms of calls, and as
+much again to set up the copies. Each kernel that this machine has not compiled yet takes a second more.
 
 Results are kept in the user's cache folder. There is a file for each processor, version of the kernels, layer shape,
 pattern, density, precision, layout, and number of tokens and threads. A file that is not as it should be is replaced.

@@ -3,16 +3,16 @@
 The rows of the weight are output channels, and the vector runs along output positions. A column of the weight,
 channel and tap together, is an element offset from the position. Where positions start:
 
-in place   1x1, stride 1, no padding: x and y as they lie, each image a run of positions
-row by row images re-laid (`image_layout`); a vector never leaves a row of the output, and is stored to y directly
-flat       images re-laid, vectors run over the ends of rows; the valid positions are collected afterwards
+- In place: 1x1, stride 1, no padding. x and y stay as they lie; each image is a run of positions.
+- Row by row: images are laid out (`image_layout`). A vector never leaves a row of the output, and is stored directly.
+- Flat: images are laid out. Vectors run over the ends of rows; the valid positions are collected afterwards.
 
-Kernel rows takes them, or single where rows share no columns, or the matrix unit (`amx_conv2d`) where that pays.
-Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, rows takes pairs of columns: x
-is always laid out then, and rounded on the way.
+`row_panels` multiplies them, `unstructured_rows` where rows share no columns, or the matrix unit (`amx_conv2d`) where
+that pays. Where numbers may be rounded to bfloat16, and the processor multiplies pairs of them, `row_panels` takes
+pairs of columns: x is always laid out then, and rounded on the way.
 
-x and y may also lie in frames (`frames`). A convolution that keeps the size of its images then reads x in place and
-writes y directly. Vectors that run over the ends of rows write zeros there.
+x and y may also lie in frames (`padded_images`). A convolution that keeps the size of its images then reads x in
+place and writes y directly. Vectors that run over the ends of rows write zeros there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sparse_kernels.cpu.kernels.image_layout import ImageCopyCall, ImageCopyLaye
 from sparse_kernels.cpu.kernels.row_panels import ProductSettings
 from sparse_kernels.cpu.kernels.unstructured_rows import SingleRows, build_single_rows
 from sparse_kernels.cpu.launch.linear_call import Product, arguments
-from sparse_kernels.cpu.layouts.padded_images import Places
+from sparse_kernels.cpu.layouts.padded_images import ImagePlaces
 from sparse_kernels.cpu.layouts.panels import Groups, Panels, build_groups, build_panels, count_group_rows
 from sparse_kernels.cpu.layouts.vector_grid import TILE, VectorGrid, columns
 from sparse_kernels.cpu.plans import linear
@@ -63,7 +63,7 @@ SPLIT_COST, MOST_COST, COST_A_VECTOR, LEAST_VECTORS, ONE_TILE = 1.5, 1 / 29, 1 /
 # little more of them than they need where a channel is larger than a page. Larger ones are laid out once for all.
 MOST_COPIED = 2**26
 
-# Batches whose places a plan remembers.
+# Batches whose placement a plan remembers.
 REMEMBERED = 8
 
 
@@ -78,20 +78,20 @@ class Positions(VectorGrid):
 
 
 @dataclass(frozen=True, eq=False)
-class Placed:
-    """What a plan knows about one batch: the places of everything.
+class BatchPlacement:
+    """What a plan knows about one batch: where everything lies.
 
     weights: panels with offsets for columns; single rows as they are. offsets: int32 (k,), how far behind a vector of
-    positions each column lies. where is None if x is read in place. columns: how many vectors of x a vector may read.
-    fetched: for panels, as `rows.bind_product` takes it. blocks: for the matrix unit.
+    positions each column lies. phase_layout: of x, None if x is read in place. grid: vectors of positions. columns:
+    how many vectors of x a vector may read. prefetched: for panels, see `ProductLayer`. blocks: for the matrix unit.
     """
 
     weights: Panels | SingleRows | MatrixPanels
     offsets: NDArray[np.int32]
-    where: image_layout.PhaseLayout | None
-    at: Positions
+    phase_layout: image_layout.PhaseLayout | None
+    grid: Positions
     columns: int
-    fetched: NDArray[np.int64] = field(default_factory=lambda: row_panels.NOTHING)
+    prefetched: NDArray[np.int64] = field(default_factory=lambda: row_panels.NOTHING)
     blocks: amx_conv2d.Blocks | None = None
 
 
@@ -113,7 +113,7 @@ class CpuConv2dPlan:
     emulated: bool = False
     numbers: int = FLOATS
     _pool: Pool = field(default_factory=Pool)
-    _placed: dict[tuple[int, int | None, int | None], Placed] = field(default_factory=dict)
+    _placements: dict[tuple[int, int | None, int | None], BatchPlacement] = field(default_factory=dict)
     _calls: dict[tuple[int, int | None, int | None, int], list[tuple[range, Product]]] = field(default_factory=dict)
 
     @property
@@ -124,9 +124,13 @@ class CpuConv2dPlan:
     def room_bytes(self, batch: int) -> int:
         """Bytes that the plan keeps for so many images, laid out; 0 where x is read in place."""
         x_at, y_at, threads = self.x_places(batch), self.y_places(batch), count()
-        some = min(self._at_a_time(x_at, y_at, threads), batch)
-        placed = self._known(x_at.of_batch(some), y_at.of_batch(some))
-        return 0 if placed.where is None else 4 * placed.where.size * self._copies(placed, threads)
+        some = min(self._count_images_at_a_time(x_at, y_at, threads), batch)
+        placement = self._find_placement(x_at.of_batch(some), y_at.of_batch(some))
+        return (
+            0
+            if placement.phase_layout is None
+            else 4 * placement.phase_layout.size * self._count_copies(placement, threads)
+        )
 
     def __getstate__(self) -> dict[str, object]:
         # Compiled kernels and room, which copies and pickles find again.
@@ -144,45 +148,47 @@ class CpuConv2dPlan:
             self.run(address(x), self.x_places(batch), address(bias), code, address(y), self.y_places(batch))
         return y
 
-    def x_places(self, batch: int, margin: int | None = None) -> Places:
+    def x_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
         """Return the places of x of a batch, in frames of this margin or as torch has it."""
-        return Places(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
+        return ImagePlaces(batch, self.shape.c_in, self.shape.h, self.shape.w, margin)
 
-    def y_places(self, batch: int, margin: int | None = None) -> Places:
+    def y_places(self, batch: int, margin: int | None = None) -> ImagePlaces:
         """Return the places of y of a batch, in frames of this margin or as torch has it."""
-        return Places(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
+        return ImagePlaces(batch, self.shape.c_out, self.shape.out_h, self.shape.out_w, margin)
 
-    def adds(self, x: Places, y: Places) -> bool:
-        """Return whether `framed` can add something to y on the way: where it writes y, which is in frames, directly.
+    def can_add(self, x: ImagePlaces, y: ImagePlaces) -> bool:
+        """Return whether `run_framed` can add something to y on the way: if it writes y, in frames, directly.
 
         So must the plan that computes y again where sums are not finite, whose vectors are shorter.
         """
-        if y.margin is None or self._known(x, y).at.flat is not None:
+        if y.margin is None or self._find_placement(x, y).grid.flat is not None:
             return False
         by_rows = isinstance(self.panels, MatrixPanels)
         shape = replace(self.shape, batch=x.batch)
         return not by_rows or choose_positions(shape, self.target, True, x.margin, y.margin).flat is None
 
-    def framed(
+    def run_framed(
         self,
         x: Array,
-        x_places: Places,
+        x_places: ImagePlaces,
         bias: Array | None,
         activation: str | None,
         y: Array,
-        y_places: Places,
+        y_places: ImagePlaces,
         added: Array | None = None,
     ) -> None:
         """y = activation(convolution of x + bias + added), images lying where the places say, in flat arrays.
 
         x_places and y_places are this plan's for the same batch. added lies as y does, in other memory; only where it
-        `adds`.
+        `can_add`.
         """
         bias = np.zeros(self.shape.c_out, np.float32) if bias is None else bias
         there = 0 if added is None else address(added)
         self.run(address(x), x_places, address(bias), ACTIVATIONS.index(activation), address(y), y_places, there)
 
-    def run(self, x: int, x_at: Places, bias: int, activation: int, y: int, y_at: Places, added: int = 0) -> None:
+    def run(
+        self, x: int, x_at: ImagePlaces, bias: int, activation: int, y: int, y_at: ImagePlaces, added: int = 0
+    ) -> None:
         """Do the same for addresses of arrays that are right, and the activation's place among `ACTIVATIONS`."""
         threads = count()
         key = x_at.batch, x_at.margin, y_at.margin, threads
@@ -190,31 +196,31 @@ class CpuConv2dPlan:
         if steps is None:
             for oldest in list(self._calls)[: 1 - REMEMBERED]:
                 self._calls.pop(oldest, None)
-            steps = self._calls[key] = self._prepared(x_at, y_at, threads)
+            steps = self._calls[key] = self._bind_steps(x_at, y_at, threads)
         for some, product in steps:
             x_here, behind = x + 4 * some.start * x_at.image, 4 * some.start * y_at.image
             added_here = added and added + behind
             if not product(x_here, y + behind, bias, activation, added_here):
                 places = x_at.of_batch(len(some)), y_at.of_batch(len(some))
-                self._vectors.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
+                self._vector_plan.run(x_here, places[0], bias, activation, y + behind, places[1], added_here)
 
     def copy(self) -> CpuConv2dPlan:
         """Return the same plan with weights of its own."""
-        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placed={}, _calls={})
+        return replace(self, panels=self.panels.copy(), _pool=Pool(), _placements={}, _calls={})
 
-    def _prepared(self, x_at: Places, y_at: Places, threads: int) -> list[tuple[range, Product]]:
+    def _bind_steps(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> list[tuple[range, Product]]:
         """Return which images at these places are run together by so many threads, and how.
 
         Products know nothing of the plan: one that knew it would keep it, and gigabytes with it, until Python looks
         for circles.
         """
-        batch, step = x_at.batch, self._at_a_time(x_at, y_at, threads)
+        batch, step = x_at.batch, self._count_images_at_a_time(x_at, y_at, threads)
         together = [range(first, min(first + step, batch)) for first in range(0, batch, step)]
         sizes = {len(some) for some in together}
-        products = {size: self._product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
+        products = {size: self._bind_product(x_at.of_batch(size), y_at.of_batch(size), threads) for size in sizes}
         return [(some, products[len(some)]) for some in together]
 
-    def _at_a_time(self, x_at: Places, y_at: Places, threads: int) -> int:
+    def _count_images_at_a_time(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> int:
         """Return how many images one step takes: few, so that the next step finds what it writes in the cache."""
         by_matrix = isinstance(self.panels, MatrixPanels)  # which takes as much at a time as its cache holds
         read = self.numbers == FLOATS and reads_frames(self.shape, x_at.margin)
@@ -223,79 +229,81 @@ class CpuConv2dPlan:
         rounds = -(-x_at.batch * (x_at.image + y_at.image) // IMAGES_CACHED)
         return -(-x_at.batch // (rounds * threads)) * threads
 
-    def _product(self, x_at: Places, y_at: Places, threads: int) -> Product:
+    def _bind_product(self, x_at: ImagePlaces, y_at: ImagePlaces, threads: int) -> Product:
         """Images laid out where they have to be, multiplied, and results collected where they were not written."""
-        placed = self._known(x_at, y_at)
-        where, at, batch, c_out = placed.where, placed.at, x_at.batch, self.shape.c_out
-        if where is None and at.flat is None:
-            return self._multiplied(placed, x_at.size, threads)
+        placement = self._find_placement(x_at, y_at)
+        phase_layout, grid, batch, c_out = placement.phase_layout, placement.grid, x_at.batch, self.shape.c_out
+        if phase_layout is None and grid.flat is None:
+            return self._bind_multiply(placement, x_at.size, threads)
         # Where threads have positions of their own, each lays out what it reads: its rows, and those around them.
         begins, ends = image_layout.split_rows(batch * self.shape.h, threads)
-        copies = self._copies(placed, threads)
-        if where is not None and copies == threads:
-            shares = row_panels.split_vectors(at.x_starts.size, self.tile[1], threads)
+        copies = self._count_copies(placement, threads)
+        if phase_layout is not None and copies == threads:
+            shares = row_panels.split_vectors(grid.x_starts.size, self.tile[1], threads)
             begins, ends = image_layout.find_rows_read(
-                replace(self.shape, batch=batch), where, at.x_starts, at.lanes, shares
+                replace(self.shape, batch=batch), phase_layout, grid.x_starts, grid.lanes, shares
             )
-        apart = 0 if where is None or copies == 1 else where.size
-        product = self._multiplied(placed, x_at.size if where is None else where.size, threads, apart)
+        apart = 0 if phase_layout is None or copies == 1 else phase_layout.size
+        product = self._bind_multiply(
+            placement, x_at.size if phase_layout is None else phase_layout.size, threads, apart
+        )
         x_first, y_first, pool = 4 * x_at.first, 4 * y_at.first, self._pool
-        if where is not None:
+        if phase_layout is not None:
             laid_out = ImageCopyLayer(
-                x_steps=image_layout.image_steps(x_at),
-                y_steps=ImageSteps(where.image, where.plane, where.pitch, self.shape.c_in * where.plane),
-                phases=where.phases, padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends,
-                part_stride=apart, parts=threads,
+                x_steps=image_layout.image_steps(x_at), y_steps=ImageSteps(phase_layout.image, phase_layout.plane,
+                phase_layout.pitch, self.shape.c_in * phase_layout.plane), phases=phase_layout.phases,
+                padding=self.shape.padding, shape=x_at.shape, begins=begins, ends=ends, part_stride=apart,
+                parts=threads,
             )  # fmt: skip
             lay_out = image_layout.build_kernel(self.target.lanes, self.numbers).bind(ImageCopyCall, laid_out)
-        if at.flat is not None:
+        if grid.flat is not None:
             begins, ends = image_layout.split_rows(batch * self.shape.out_h, threads)
             collected = ImageCopyLayer(
-                x_steps=ImageSteps(at.flat[0], at.y_stride, at.flat[1], 0), y_steps=image_layout.image_steps(y_at),
-                phases=image_layout.ONE_PHASE, padding=(0, 0), shape=y_at.shape, begins=begins, ends=ends,
-                part_stride=0, parts=threads,
+                x_steps=ImageSteps(grid.flat[0], grid.y_stride, grid.flat[1], 0),
+                y_steps=image_layout.image_steps(y_at), phases=image_layout.ONE_PHASE, padding=(0, 0),
+                shape=y_at.shape, begins=begins, ends=ends, part_stride=0, parts=threads,
             )  # fmt: skip
             collect = image_layout.build_kernel(self.target.lanes, FLOATS).bind(ImageCopyCall, collected)
 
         def call(x: int, y: int, bias: int, activation: int, added: int) -> bool:
             source, result = x, y
-            if where is not None:
-                laid = pool.take(where.size * copies, batch)
-                source = laid.at
+            if phase_layout is not None:
+                laid = pool.take(phase_layout.size * copies, batch)
+                source = laid.address
                 lay_out(x + x_first, source)
-            if at.flat is not None:
-                flat = borrow(c_out * at.y_stride)
-                result = flat.at
+            if grid.flat is not None:
+                flat = borrow(c_out * grid.y_stride)
+                result = flat.address
             finite = product(source, result, bias, activation, added)
-            if at.flat is not None:
+            if grid.flat is not None:
                 collect(result, y + y_first)
                 give_back(flat)
-            if where is not None:
+            if phase_layout is not None:
                 pool.give_back(laid, batch)
             return finite
 
         return call
 
-    def _copies(self, placed: Placed, threads: int) -> int:
+    def _count_copies(self, placement: BatchPlacement, threads: int) -> int:
         """Return how many of the threads lay out images for themselves: all, or one for all."""
-        where, weights = placed.where, placed.weights
-        if where is None or where.size * threads > MOST_COPIED or not isinstance(weights, Panels):
+        phase_layout, weights = placement.phase_layout, placement.weights
+        if phase_layout is None or phase_layout.size * threads > MOST_COPIED or not isinstance(weights, Panels):
             return 1
-        total = placed.at.x_starts.size
-        return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placed.columns, threads) else 1
+        total = placement.grid.x_starts.size
+        return threads if row_panels.gives_own_blocks(weights, self.tile[1], total, placement.columns, threads) else 1
 
-    def _multiplied(self, placed: Placed, x_size: int, threads: int, apart: int = 0) -> Product:
-        weights, at, fused = placed.weights, placed.at, self.target.fused
+    def _bind_multiply(self, placement: BatchPlacement, x_size: int, threads: int, apart: int = 0) -> Product:
+        weights, grid, fused = placement.weights, placement.grid, self.target.fused
         if isinstance(weights, SingleRows):
-            return unstructured_rows.bind_product(weights, fused, at, placed.offsets, threads)
+            return unstructured_rows.bind_product(weights, fused, grid, placement.offsets, threads)
         if isinstance(weights, MatrixPanels):
-            assert placed.blocks is not None
-            return amx_conv2d.bind_product(weights, placed.blocks, at, x_size, threads, self.emulated)
-        settings = ProductSettings(self.tile[1], fused, placed.columns, threads, apart, self.numbers)
-        return row_panels.bind_product(weights, at, settings, lambda: placed.fetched)
+            assert placement.blocks is not None
+            return amx_conv2d.bind_product(weights, placement.blocks, grid, x_size, threads, self.emulated)
+        settings = ProductSettings(self.tile[1], fused, placement.columns, threads, apart, self.numbers)
+        return row_panels.bind_product(weights, grid, settings, lambda: placement.prefetched)
 
     @cached_property
-    def _vectors(self) -> CpuConv2dPlan:
+    def _vector_plan(self) -> CpuConv2dPlan:
         assert self.by_vectors is not None
         return self.by_vectors()
 
@@ -304,29 +312,49 @@ class CpuConv2dPlan:
         """The target with vectors as long as those of positions."""
         return widen(self.target) if isinstance(self.panels, MatrixPanels) else self.target
 
-    def _known(self, x: Places, y: Places) -> Placed:
+    def _find_placement(self, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         key = x.batch, x.margin, y.margin
-        placed = self._placed.get(key)
-        if placed is None:
-            for oldest in list(self._placed)[: 1 - REMEMBERED]:
-                self._placed.pop(oldest, None)
-            placed = self._placed[key] = self._place(replace(self.shape, batch=x.batch), x, y)
-        return placed
+        placement = self._placements.get(key)
+        if placement is None:
+            for oldest in list(self._placements)[: 1 - REMEMBERED]:
+                self._placements.pop(oldest, None)
+            placement = self._placements[key] = self._build_placement(replace(self.shape, batch=x.batch), x, y)
+        return placement
 
-    def _place(self, shape: Conv2dShape, x: Places, y: Places) -> Placed:
+    def _build_placement(self, shape: Conv2dShape, x: ImagePlaces, y: ImagePlaces) -> BatchPlacement:
         """Everything for this shape's batch."""
         target, by_rows = self._wide, not isinstance(self.panels, SingleRows)
         always = self.numbers != FLOATS
-        lie = locate_columns(shape, target, x, y, always)
-        at = choose_positions(shape, target, by_rows, x.margin, y.margin, always)
+        column_places = locate_columns(shape, target, x, y, always)
+        grid = choose_positions(shape, target, by_rows, x.margin, y.margin, always)
         if isinstance(self.panels, SingleRows):
-            return Placed(self.panels, lie.offsets, lie.where, at, lie.count)
+            return BatchPlacement(
+                self.panels, column_places.offsets, column_places.phase_layout, grid, column_places.count
+            )
         if isinstance(self.panels, MatrixPanels):
-            cut = amx_conv2d.cut_blocks(at.x_starts, shape.batch, lie.planes, lie.taps, lie.plane_size)
-            return Placed(self.panels.placed(cut.offsets), lie.offsets, lie.where, at, lie.count, blocks=cut)
+            cut = amx_conv2d.cut_blocks(
+                grid.x_starts, shape.batch, column_places.planes, column_places.taps, column_places.plane_size
+            )
+            return BatchPlacement(
+                self.panels.placed(cut.offsets),
+                column_places.offsets,
+                column_places.phase_layout,
+                grid,
+                column_places.count,
+                blocks=cut,
+            )
         # What the last tap of a plane reads, those before it have not read.
-        fetched = np.unique(lie.planes[self.panels.columns]) * lie.plane_size + lie.taps.max(initial=0)
-        return Placed(self.panels.placed(lie.offsets), lie.offsets, lie.where, at, lie.count, fetched)
+        prefetched = np.unique(
+            column_places.planes[self.panels.columns]
+        ) * column_places.plane_size + column_places.taps.max(initial=0)
+        return BatchPlacement(
+            self.panels.placed(column_places.offsets),
+            column_places.offsets,
+            column_places.phase_layout,
+            grid,
+            column_places.count,
+            prefetched,
+        )
 
 
 def prepare_conv2d(packed: Packed, shape: Conv2dShape, layout: str, precision: str = "float32") -> CpuConv2dPlan:
@@ -372,18 +400,20 @@ def pays_by_matrix(packed: Packed, shape: Conv2dShape) -> bool:
     ResNet50's convolutions of 16 images with 3x3 taps are 1.2 to 2.2 times as fast at 75% sparsity and 0.8 to 1.9 at
     90%, those with one tap 0.6 to 1.5 and 0.2 to 1.2.
     """
-    x = Places(1, shape.c_in, shape.h, shape.w)
-    y = Places(1, shape.c_out, shape.out_h, shape.out_w)
+    x = ImagePlaces(1, shape.c_in, shape.h, shape.w)
+    y = ImagePlaces(1, shape.c_out, shape.out_h, shape.out_w)
     one, target = replace(shape, batch=1), host()
-    at, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
-    lie = locate_columns(one, widen(target), x, y)
-    cut = amx_conv2d.cut_blocks(at.x_starts, 1, lie.planes, lie.taps, lie.plane_size)
-    vectors = shape.batch * at.x_starts.size / numba.get_num_threads()
+    grid, shorter = choose_positions(one, widen(target)), choose_positions(one, target)
+    column_places = locate_columns(one, widen(target), x, y)
+    cut = amx_conv2d.cut_blocks(grid.x_starts, 1, column_places.planes, column_places.taps, column_places.plane_size)
+    vectors = shape.batch * grid.x_starts.size / numba.get_num_threads()
     if vectors < LEAST_VECTORS or 3 * cut.third_bytes > amx_linear.SECOND_LEVEL_BYTES:
         return False
     # What is left of twice the speed where longer vectors cover the image less well, or hang over its end.
-    gain = 2 - at.x_starts.size * at.lanes / (shorter.x_starts.size * shorter.lanes)
-    split = lie.count * cut.segment / (cut.size * at.lanes)  # again where taps reach from one block into the next
+    gain = 2 - grid.x_starts.size * grid.lanes / (shorter.x_starts.size * shorter.lanes)
+    split = (
+        column_places.count * cut.segment / (cut.size * grid.lanes)
+    )  # again where taps reach from one block into the next
     cost = (SPLIT_COST * split + shape.c_out) / max(packed.nnz, 1)
     limit = min(MOST_COST, COST_A_VECTOR * vectors) * (ONE_TILE if amx_linear.count_row_tiles(packed) == 1 else 1)
     return cost <= gain * limit
@@ -443,14 +473,14 @@ def widen(target: CpuTarget) -> CpuTarget:
 
 
 @dataclass(frozen=True, eq=False)
-class ColumnPlaces:
+class ColumnPlacement:
     """Where the columns of a weight lie, by channel, then tap.
 
     where: how images are laid out, None if x is read in place. offsets: int32 (k,), elements from a position of the
     output. planes: int64 (k,), in which plane of x, plane_size elements each: a channel, or a phase of one.
     """
 
-    where: image_layout.PhaseLayout | None
+    phase_layout: image_layout.PhaseLayout | None
     offsets: NDArray[np.int32]
     planes: NDArray[np.int64]
     plane_size: int
@@ -466,22 +496,24 @@ class ColumnPlaces:
         return int(self.planes.max()) + 1
 
 
-def locate_columns(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places, always: bool = False) -> ColumnPlaces:
+def locate_columns(
+    shape: Conv2dShape, target: CpuTarget, x: ImagePlaces, y: ImagePlaces, always: bool = False
+) -> ColumnPlacement:
     """Return where the columns lie for vectors of this target, and x and y of shape.batch images at these places.
 
     always: x is laid out anyway.
     """
     channels = np.repeat(np.arange(shape.c_in), shape.kh * shape.kw)
     if not always and reads_frames(shape, x.margin):
-        return ColumnPlaces(None, locate_columns_in_frames(shape, x), channels, x.channel)
+        return ColumnPlacement(None, locate_columns_in_frames(shape, x), channels, x.channel)
     if not always and stays_in_place(shape, target, x, y):
-        return ColumnPlaces(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
-    where = build_phase_layout(shape, target, y)
-    offsets = where.offsets.reshape(-1, shape.c_in).T.ravel()
-    return ColumnPlaces(where, offsets, offsets.astype(np.int64) // where.plane, where.plane)
+        return ColumnPlacement(None, columns(shape.c_in, shape.h * shape.w), channels, shape.h * shape.w)
+    phase_layout = build_phase_layout(shape, target, y)
+    offsets = phase_layout.offsets.reshape(-1, shape.c_in).T.ravel()
+    return ColumnPlacement(phase_layout, offsets, offsets.astype(np.int64) // phase_layout.plane, phase_layout.plane)
 
 
-def stays_in_place(shape: Conv2dShape, target: CpuTarget, x: Places, y: Places) -> bool:
+def stays_in_place(shape: Conv2dShape, target: CpuTarget, x: ImagePlaces, y: ImagePlaces) -> bool:
     """Return whether x and y stay as they lie: no frames, one tap, no padding, and room for a vector in an image."""
     plain = x.margin is None and y.margin is None
     unpadded = shape.kh == shape.kw == 1 and shape.stride == (1, 1) and shape.padding == (0, 0)
@@ -496,14 +528,14 @@ def reads_frames(shape: Conv2dShape, margin: int | None) -> bool:
     return shape.stride == (1, 1) and (shape.out_h, shape.out_w) == (shape.h, shape.w)
 
 
-def build_phase_layout(shape: Conv2dShape, target: CpuTarget, y: Places) -> image_layout.PhaseLayout:
+def build_phase_layout(shape: Conv2dShape, target: CpuTarget, y: ImagePlaces) -> image_layout.PhaseLayout:
     """Return how images are laid out that are not read where they lie: in rows as long as those of y in frames."""
-    where = image_layout.build_layout(shape, target.lanes)
-    wider = y.margin is not None and where.pitch < y.row
-    return image_layout.build_layout(shape, target.lanes, y.row) if wider else where
+    phase_layout = image_layout.build_layout(shape, target.lanes)
+    wider = y.margin is not None and phase_layout.pitch < y.row
+    return image_layout.build_layout(shape, target.lanes, y.row) if wider else phase_layout
 
 
-def locate_columns_in_frames(shape: Conv2dShape, x: Places) -> NDArray[np.int32]:
+def locate_columns_in_frames(shape: Conv2dShape, x: ImagePlaces) -> NDArray[np.int32]:
     """Return the offsets of columns, by channel, then tap, from an output's position to what it reads of x in
     frames."""
     down = np.arange(shape.kh) * shape.dilation[0] - shape.padding[0]
@@ -530,9 +562,9 @@ def choose_positions(
     widths = (target.lanes, target.lanes // 2) if target.halves and halves else (target.lanes,)
     choices = [choice for lanes in widths for choice in _coverings(shape, lanes, target, x_margin, y_margin, always)]
 
-    def cost(at: Positions) -> float:
-        collected = 1.0 if at.flat is None else COLLECTING
-        return at.x_starts.size * at.lanes * collected * (HALF_WIDTH if at.lanes < target.lanes else 1.0)
+    def cost(grid: Positions) -> float:
+        collected = 1.0 if grid.flat is None else COLLECTING
+        return grid.x_starts.size * grid.lanes * collected * (HALF_WIDTH if grid.lanes < target.lanes else 1.0)
 
     return min(choices, key=cost)
 
@@ -542,17 +574,17 @@ def _coverings(
 ) -> list[Positions]:
     """Return the ways to cover the output with vectors of `lanes`."""
     b = np.arange(shape.batch)[:, None]
-    x = Places(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
-    y = Places(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
+    x = ImagePlaces(shape.batch, shape.c_in, shape.h, shape.w, x_margin)
+    y = ImagePlaces(shape.batch, shape.c_out, shape.out_h, shape.out_w, y_margin)
     if not always and stays_in_place(shape, target, x, y):
         size = shape.out_h * shape.out_w
-        run = _run(size, lanes)
+        run = _start_vectors(size, lanes)
         return [Positions(lanes, _flat(b * shape.c_in * size + run), 1, _flat(b * y.image + run), size)]
     if not always and reads_frames(shape, x_margin):
         x_first, x_image, pitch = x.first, x.image, x.row
     else:
-        where = build_phase_layout(shape, target, y)
-        x_first, x_image, pitch = 0, where.image, where.pitch
+        phase_layout = build_phase_layout(shape, target, y)
+        x_first, x_image, pitch = 0, phase_layout.image, phase_layout.pitch
     length = (shape.out_h - 1) * pitch + shape.out_w
     vectors = np.arange(-(-length // lanes)) * lanes
     x_starts = _flat(x_first + b * x_image + vectors)
@@ -566,14 +598,14 @@ def _coverings(
         flat = Positions(lanes, x_starts, 1, _flat(b * image + vectors), shape.batch * image, flat=(image, pitch))
     if shape.out_w < lanes:
         return [flat]
-    b, i, run = b[:, :, None], np.arange(shape.out_h)[:, None], _run(shape.out_w, lanes)
+    b, i, run = b[:, :, None], np.arange(shape.out_h)[:, None], _start_vectors(shape.out_w, lanes)
     x_starts = _flat(x_first + b * x_image + i * pitch + run)
     y_starts = _flat(y.first + b * y.image + i * y.row + run)
     keep_all = None if y_margin is None else np.full(x_starts.size, -1)
     return [flat, Positions(lanes, x_starts, 1, y_starts, y.channel, keep_all)]
 
 
-def _run(length: int, lanes: int) -> NDArray[np.int64]:
+def _start_vectors(length: int, lanes: int) -> NDArray[np.int64]:
     """Return starts of vectors that cover `length` >= lanes positions and nothing else: the last one overlaps."""
     return np.minimum(np.arange(-(-length // lanes), dtype=np.int64) * lanes, length - lanes)
 

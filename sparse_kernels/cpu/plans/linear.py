@@ -12,8 +12,8 @@ pairs    as rows, two columns at a time in bfloat16: where that is allowed, and 
 Weights may be rounded to bfloat16. Kernel tokens then reads two bytes a weight, which pays for few tokens. Kernel
 rows is for many tokens, or tokens that lie along the vector as they come. It holds the rounded weights in float32,
 because two bytes would be no faster there. Where activations may be rounded too, kernel pairs takes 0.58 to 0.75
-times as long as rows or tokens (128 to 2,048 tokens, 75% and 90% sparsity, Zen 4). The matrix unit makes its six
-products of thirds all the same. Sums and results are float32 either way.
+times as long as rows or tokens. That holds for 128 to 2,048 tokens at 75% and 90% sparsity (Zen 4). The matrix unit
+makes its six products of thirds all the same. Sums and results are float32 either way.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ class RowPlan(CpuLinearPlan):
 
         def call(x: int, y: int, bias: int, activation: int) -> bool:
             packed = borrow(size * (k + m))
-            y_packed = packed.at + 4 * size * k
-            pack_x(x, packed.at)
-            product(packed.at, y_packed, bias, activation)
+            y_packed = packed.address + 4 * size * k
+            pack_x(x, packed.address)
+            product(packed.address, y_packed, bias, activation)
             unpack_y(y, y_packed)
             give_back(packed)
             return True

@@ -17,37 +17,37 @@ from numpy.typing import NDArray
 from sparse_kernels.cpu.runtime.kernel_cache import compile_cached
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
-LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx`) are read and written by halves
+LINE = ALIGNMENT // 4  # elements of it; longer vectors (`amx_tiles`) are read and written by halves
 KEPT = 8  # buffers a pool holds on to; those longest unused go first
 
 
 class ScratchBuffer:
-    """So many elements, float32, at an address; alive as long as this."""
+    """Memory of `size` elements, float32, at an address; it lives as long as this object."""
 
-    __slots__ = ("_array", "at", "size")
+    __slots__ = ("_array", "address", "size")
 
     def __init__(self, array: NDArray[np.float32]) -> None:
-        self._array, self.at, self.size = array, address(array), array.size
+        self._array, self.address, self.size = array, address(array), array.size
 
     def __reduce__(self) -> Any:
-        raise TypeError("an address means nothing to a copy")
+        raise TypeError("a scratch buffer cannot be copied or pickled: an address means nothing to a copy")
 
 
 _free: deque[ScratchBuffer] = deque(maxlen=KEPT)
 
 
 def borrow(size: int) -> ScratchBuffer:
-    """Room for at least `size` elements, aligned, with anything in it."""
+    """Return memory for at least `size` elements, aligned, with anything in it."""
     try:
-        room = _free.pop()
+        buffer = _free.pop()
     except IndexError:
         return ScratchBuffer(aligned(size))
-    return room if room.size >= size else ScratchBuffer(aligned(size))  # the smaller one is not missed
+    return buffer if buffer.size >= size else ScratchBuffer(aligned(size))  # the smaller one is not missed
 
 
-def give_back(room: ScratchBuffer) -> None:
+def give_back(buffer: ScratchBuffer) -> None:
     """Let a later call have what `borrow` gave, all of it."""
-    _free.append(room)
+    _free.append(buffer)
 
 
 class Pool:
@@ -57,20 +57,20 @@ class Pool:
         self._free: deque[tuple[int, ScratchBuffer]] = deque(maxlen=KEPT)
 
     def take(self, size: int, key: int = 0) -> ScratchBuffer:
-        """Room for `size` elements, aligned: what was given back with this key and size, else zeros."""
+        """Return memory for `size` elements, aligned: what was given back with this key and size, else zeros."""
         for _ in range(KEPT):
             try:
-                kept, room = self._free.pop()
+                kept, buffer = self._free.pop()
             except IndexError:
                 break
-            if kept == key and room.size == size:
-                return room
-            self._free.appendleft((kept, room))
+            if kept == key and buffer.size == size:
+                return buffer
+            self._free.appendleft((kept, buffer))
         return ScratchBuffer(aligned(size))
 
-    def give_back(self, room: ScratchBuffer, key: int = 0) -> None:
+    def give_back(self, buffer: ScratchBuffer, key: int = 0) -> None:
         """Let a later call have it."""
-        self._free.append((key, room))
+        self._free.append((key, buffer))
 
 
 def _address(array: NDArray[Any]) -> int:
@@ -102,10 +102,10 @@ def at_cache_line(array: NDArray[Any]) -> NDArray[Any]:
 def in_one_piece(*arrays: NDArray[Any]) -> list[NDArray[Any]]:
     """Copies that lie one behind the other, each from the start of a cache line on."""
     starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)])
-    room = aligned(int(starts[-1]), np.uint8)
+    buffer = aligned(int(starts[-1]), np.uint8)
     copies: list[NDArray[Any]] = []
     for start, array in zip(starts, arrays, strict=False):
-        copies.append(room[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
+        copies.append(buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
         copies[-1][...] = array
     return copies
 

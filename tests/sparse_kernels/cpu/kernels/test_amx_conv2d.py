@@ -108,11 +108,11 @@ def test_from_frames_to_frames(rng, blocks, shape, margins, emulated):
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
     x, y = framed(images, x_places), framed(0, y_places)
     for _ in each_number_of_threads():
-        plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+        plan.run_framed(x.array, x_places, bias, "relu", y.array, y_places)
         np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
-        if plan.adds(x_places, y_places):
+        if plan.can_add(x_places, y_places):
             added = framed(rng.integers(-9, 9, expected.shape), y_places)
-            plan.framed(x.array, x_places, bias, None, y.array, y_places, added.array)
+            plan.run_framed(x.array, x_places, bias, None, y.array, y_places, added.array)
             np.testing.assert_array_equal(view(y.array, y_places), expected + view(added.array, y_places))
     view(y.array, y_places)[...] = 0
     if y_places.margin is not None:
@@ -164,11 +164,11 @@ def test_no_vector_reads_or_writes_outside_of_its_array(blocks, shape):
         for y_margin in (None, 0, 1, 4):
             x, y = plan.x_places(shape.batch, x_margin), plan.y_places(shape.batch, y_margin)
             placed = plan._place(shape, x, y)
-            at, cut = placed.at, placed.blocks
+            at, cut = placed.grid, placed.blocks
             # Of each block's x: nothing before the array, and each run of 32 begins inside of it.
             assert (at.x_starts + cut.before).min() >= 0
             last = at.x_starts.max() + cut.before + (cut.planes - 1) * cut.plane_size
-            assert last < (x.size if placed.where is None else placed.where.size)
+            assert last < (x.size if placed.phase_layout is None else placed.phase_layout.size)
             # Of split x: what a tile reads lies in its plane.
             starts = at.x_starts[: cut.per_image]
             longest = max(int(starts[i : i + cut.size].max()) - int(starts[i]) for i in range(starts.size))
@@ -193,9 +193,9 @@ def test_what_a_vector_writes_beyond_a_row_is_caught(rng):
     plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     x_places, y_places = plan.x_places(2, 2), plan.y_places(2, 2)
     x, y = framed(images, x_places), framed(0, y_places)
-    right = plan._known(x_places, y_places)
-    plan._placed[2, 2, 2] = replace(right, at=replace(right.at, keep=np.full_like(right.at.keep, -1)))
-    plan.framed(x.array, x_places, np.ones(48, np.float32), None, y.array, y_places)
+    right = plan._find_placement(x_places, y_places)
+    plan._placements[2, 2, 2] = replace(right, grid=replace(right.grid, keep=np.full_like(right.grid.keep, -1)))
+    plan.run_framed(x.array, x_places, np.ones(48, np.float32), None, y.array, y_places)
     view(y.array, y_places)[...] = 0
     assert y.array.any()
     y.array[:] = 0  # others will get it
@@ -215,10 +215,10 @@ def test_a_position_that_takes_its_neighbours_x_is_caught(rng):
     packed, x = operands(rng, shape, VectorWise(16))
     plan = conv2d.build_matrix_plan(packed, shape, "nchw", HERE)
     x_places, y_places = plan.x_places(3), plan.y_places(3)
-    right = plan._known(x_places, y_places)
-    starts = right.at.x_starts.copy()
+    right = plan._find_placement(x_places, y_places)
+    starts = right.grid.x_starts.copy()
     starts[1] = starts[0]
-    plan._placed[3, None, None] = replace(right, at=replace(right.at, x_starts=starts))
+    plan._placements[3, None, None] = replace(right, grid=replace(right.grid, x_starts=starts))
     with pytest.raises(oracle.WrongResult):
         oracle.check_conv2d(plan(x), packed, shape, x)
 
@@ -241,8 +241,8 @@ def test_what_has_no_thirds_passes_as_by_vectors(rng, monkeypatch, value, margin
     ):
         x_places, y_places = plan.x_places(4, margins[0]), plan.y_places(4, margins[1])
         x, y = framed(images, x_places), framed(0, y_places)
-        added = framed(np.ones(y_places.shape), y_places) if plan.adds(x_places, y_places) else None
-        plan.framed(x.array, x_places, None, "relu", y.array, y_places, added and added.array)
+        added = framed(np.ones(y_places.shape), y_places) if plan.can_add(x_places, y_places) else None
+        plan.run_framed(x.array, x_places, None, "relu", y.array, y_places, added and added.array)
         found.append(view(y.array, y_places).copy())
     np.testing.assert_array_equal(*found)
     assert not np.isfinite(found[0][2]).all()
@@ -294,8 +294,8 @@ def test_what_adds_can_be_added_by_vectors_too(rng):
         for x_margin in (None, 0, 1, 4):
             for y_margin in (None, 0, 1, 4):
                 x, y = matrix_plan.x_places(shape.batch, x_margin), matrix_plan.y_places(shape.batch, y_margin)
-                adding += matrix_plan.adds(x, y)
-                assert vector_plan.adds(x, y) or not matrix_plan.adds(x, y)
+                adding += matrix_plan.can_add(x, y)
+                assert vector_plan.can_add(x, y) or not matrix_plan.can_add(x, y)
     assert adding
 
 

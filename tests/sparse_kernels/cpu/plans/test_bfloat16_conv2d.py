@@ -68,7 +68,7 @@ def test_from_frames_to_frames(
     plan = conv2d.build_pair_plan(packed, shape, "nchw")
     x_places, y_places = plan.x_places(shape.batch, margins[0]), plan.y_places(shape.batch, margins[1])
     x, y = framed(images, x_places), framed(np.zeros_like(expected), y_places)
-    plan.framed(x.array, x_places, bias, "relu", y.array, y_places)
+    plan.run_framed(x.array, x_places, bias, "relu", y.array, y_places)
     np.testing.assert_array_equal(view(y.array, y_places), np.maximum(expected, 0))
     np.testing.assert_array_equal(view(x.array, x_places), images)  # what others read too is not rounded
     view(y.array, y_places)[...] = 0

@@ -434,13 +434,13 @@ def test_threads_have_chunks_of_their_own_where_tokens_make_up_for_reading_all_w
 def test_calls_share_room_one_after_the_other_and_never_at_once():
     first = scratch.borrow(100)
     other = scratch.borrow(50)
-    assert abs(first.at - other.at) >= 50 * 4
+    assert abs(first.address - other.address) >= 50 * 4
     scratch.give_back(first)
     again = scratch.borrow(80)
-    assert again.at == first.at
+    assert again.address == first.address
     scratch.give_back(again)
     assert scratch.borrow(10**6).size >= 10**6
-    assert first.at % scratch.ALIGNMENT == 0
+    assert first.address % scratch.ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("way", ["", "pass"])
