@@ -25,7 +25,7 @@ KEPT = 512 * 2**20
 
 
 @dataclass(frozen=True)
-class Places:
+class ImagePlaces:
     """Where images (batch, channels, h, w) lie in a flat array; margin None: as torch has them, without a frame."""
 
     batch: int
@@ -66,7 +66,7 @@ class Places:
         behind = 0 if self.margin is None else self.first + LINE
         return self.first + self.batch * self.image + behind
 
-    def of_batch(self, batch: int) -> Places:
+    def of_batch(self, batch: int) -> ImagePlaces:
         """Return the same for another number of images."""
         return self if batch == self.batch else replace(self, batch=batch)
 
@@ -83,12 +83,12 @@ class _Spare:
     """
 
     def __init__(self) -> None:
-        self._returned: deque[tuple[Places, Array]] = deque()
+        self._returned: deque[tuple[ImagePlaces, Array]] = deque()
         self._turn = threading.Lock()
-        self._free: dict[Places, list[Array]] = {}
+        self._free: dict[ImagePlaces, list[Array]] = {}
         self._bytes = 0
 
-    def take(self, places: Places) -> Array:
+    def take(self, places: ImagePlaces) -> Array:
         with self._turn:
             self._sort_in()
             if buffers := self._free.get(places):
@@ -96,7 +96,7 @@ class _Spare:
                 return buffers.pop()
         return aligned(places.size)
 
-    def give_back(self, places: Places, buffer: Array) -> None:
+    def give_back(self, places: ImagePlaces, buffer: Array) -> None:
         self._returned.append((places, buffer))
 
     def _sort_in(self) -> None:
@@ -113,22 +113,22 @@ class _Spare:
 _spare = _Spare()
 
 
-class Framed:
+class FramedImages:
     """Images in a frame, float32. Their memory is another's as soon as this object is gone: keep no view of it."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: ImagePlaces) -> None:
         self.array, self.places = _spare.take(places), places
         self.address = address(self.array)
 
-    def __getstate__(self) -> tuple[Places, Array]:
+    def __getstate__(self) -> tuple[ImagePlaces, Array]:
         return self.places, self.array
 
-    def __setstate__(self, state: tuple[Places, Array]) -> None:
+    def __setstate__(self, state: tuple[ImagePlaces, Array]) -> None:
         places, array = state
         self.__init__(places)  # type: ignore[misc]  # memory of its own, at an address of its own
         self.array[:] = array
 
-    def __del__(self, give_back: Callable[[Places, Array], None] = _spare.give_back) -> None:
+    def __del__(self, give_back: Callable[[ImagePlaces, Array], None] = _spare.give_back) -> None:
         # Bound above: when Python ends, what the module names may be gone before this object is.
         if hasattr(self, "places"):
             give_back(self.places, self.array)
