@@ -20,7 +20,7 @@ ResNet20), and both are 18% off for three linear shapes.
 
 What it does not know: which lines another core has just written, threads that wait for each other, that each thread
 lays out all of x where tokens are few, and which layers a matrix unit multiplies
-(`sparse_kernels.cpu.kernels.amx_linear`, `matrix_conv2d`). Amounts of its own for that (tiles, thirds, sums) brought
+(`sparse_kernels.cpu.kernels.amx_linear`, `amx_conv2d`). Amounts of its own for that (tiles, thirds, sums) brought
 the unseen shapes of a CPU with one no nearer: trees on 29 shapes find out as much.
 """
 
@@ -89,8 +89,8 @@ def amounts(X: pd.DataFrame, formats: Sequence[str]) -> Array:
 def along_outputs(X: pd.DataFrame) -> Mask:
     """Whether each row of X, (rows,), is a linear layer with its outputs along the vector, of token-major x and y.
 
-    As `sparse_kernels.cpu.plans.linear.default` chooses for a vector unit that works in halves (Zen 4): groups of
-    rows must fill vectors, and where they fill but one, or are permuted and x has no long rows, many tokens are
+    As `sparse_kernels.cpu.plans.linear.choose_kernel` chooses for a vector unit that works in halves (Zen 4): groups
+    of rows must fill vectors, and where they fill but one, or are permuted and x has no long rows, many tokens are
     better along the vector. Of few tokens they need to fill but a half of one. A unit that does not work so (Zen 5)
     wants fewer permuted ones along the vector; to know that brought its unseen shapes no nearer.
     """
@@ -112,8 +112,7 @@ def along_outputs(X: pd.DataFrame) -> Mask:
 
 
 def stages(k: Array, vectors: Array, density: Array) -> Array:
-    """How many stages of columns single rows have, as `sparse_kernels.cpu.kernels.unstructured_rows.single_rows` cuts
-    them."""
+    """How many stages of columns single rows have, as `unstructured_rows.build_single_rows` cuts them."""
     together = np.minimum(4, vectors) * _LANES
     close = np.minimum(np.ceil(k * together / _STAGE), np.floor(k * density / _WORTHWHILE))
     stride = np.maximum(together, _LANES)
@@ -177,7 +176,7 @@ def _token_major(X: pd.DataFrame) -> Mask:
 
 
 def _low_tile(height: Array) -> Array:
-    """By how much a register tile of fewer than 8 rows is slower (`sparse_kernels.cpu.kernels.row_panels.tile`)."""
+    """By how much a register tile of fewer than 8 rows is slower (`row_panels.choose_tile`)."""
     rows = np.select([height >= 8, height >= 4], [8.0, 4.0], 2.0)
     return np.asarray((1 + 1 / rows) / (1 + 1 / 8), np.float64)
 

@@ -353,7 +353,7 @@ class _Sparse(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         self._forget_plan()
-        moved: nn.Module = super()._apply(fn, recurse)
+        moved: nn.Module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return moved
 
     def _load_from_state_dict(
@@ -381,10 +381,10 @@ class _Sparse(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A plan holds compiled kernels: copies and pickles make their own.
-        return {**super().__getstate__(), "_plans": {}, "_latest": None, "_number": None}
+        return {**super().__getstate__(), "_plans": {}, "_latest": None, "_number": None}  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enlist()
 
 
