@@ -47,18 +47,40 @@ _DENSE = {
 
 
 class SkippedLine(Exception):
-    """Why a line is no row, as half a sentence."""
+    """Why a line gives no row, as half a sentence."""
 
 
 def read_kernel_timings(
     format: str, path: Path, *, only: Mapping[str, str], device: str | None = None, dtype: str | None = None
 ) -> tuple[list[Row], Counter[str]]:
-    """The rows of the file at `path` in one of FORMATS, of the lines whose columns have the values of `only`; and how
-    many lines were left out, by reason.
+    """Read published kernel timings as table rows.
 
-    `device` names the device, by default as the file does; `dtype` is of lines that name none. Raises BadData, naming
-    the line, for a file that is not as the module says, and UsageError where `only` leaves nothing, or several
-    devices or versions.
+    Parameters
+    ----------
+    format
+        One of FORMATS.
+    path
+        The file.
+    only
+        Values by column; other lines are ignored.
+    device
+        The device's name in tables; by default as in the file.
+    dtype
+        Element type of lines that name none.
+
+    Returns
+    -------
+    rows : list of dict
+        Table rows.
+    skipped : Counter
+        Skipped lines by reason.
+
+    Raises
+    ------
+    BadData
+        The file is not in this format; the message names the line.
+    UsageError
+        `only` leaves no lines, or several devices or versions.
     """
     if dtype not in (None, *DTYPES):
         raise UsageError(f"unknown dtype {dtype}: known are {', '.join(DTYPES)}")

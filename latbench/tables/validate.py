@@ -1,8 +1,8 @@
-"""Is a table what it claims to be? Everything that can be known from the files alone, row by row and between rows.
+"""Checks of a table: everything that the files alone can tell, row by row and between rows.
 
-A finding is of a file and has a severity: `corrupt` where the content contradicts itself, `suspect` where it is
-unlikely, `note` where it is only worth knowing. Files are read in pieces and columns are checked as a whole, so a
-table of millions of rows takes minutes at most, and of each row only 32 bytes stay in memory.
+A finding belongs to a file and has a severity: `corrupt` for contradictions, `suspect` for unlikely content, `note`
+for useful facts. Files are read in pieces and columns are checked as a whole. So a table of millions of rows takes
+minutes at most, and each row keeps only 32 bytes in memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from latbench.tables.schema import (
     PROVENANCE,
     STATUSES,
     TIMED,
-    Column,
+    TableColumn,
     list_needed_columns,
 )
 from latbench.tables.storage import PART_NAME, Place, RemotePlace, parse_place
@@ -67,7 +67,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, or worth knowing, with a file of a table."""
+    """A fault of a file of a table, or a note on it."""
 
     path: Place
     severity: str
@@ -75,7 +75,7 @@ class Finding:
 
 
 def validate_table(path: str | Place) -> Iterator[Finding]:
-    """Everything found in the table at `path`, file by file. Raises BadData if there is no table at all."""
+    """Yield every finding in the table at `path`, file by file. Raises BadData if there is no table."""
     path = parse_place(path)
     parts = list_parts(path)
     described: set[str] = set()
@@ -125,7 +125,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
 
 
 class _Measured:
-    """The rows seen so far, in 32 bytes each: the point, the measurement, all of the row, and where it stands."""
+    """The rows read so far, in 32 bytes each: the point, the measurement, the whole row, and its place."""
 
     def __init__(self, parts: list[Place]) -> None:
         self.parts = parts
@@ -136,7 +136,7 @@ class _Measured:
         self._blocks: defaultdict[str, set[int]] = defaultdict(set)
 
     def add(self, number: int, start: int, table: pa.Table) -> None:
-        """The rows of part `number` from row `start` on."""
+        """Add the rows of part `number` from row `start` on."""
         for seen, columns in (
             (self._points, ["point_id"]), (self._measurements, _MEASUREMENT), (self._contents, table.column_names),
         ):  # fmt: skip
@@ -147,7 +147,7 @@ class _Measured:
             self._blocks[pair["run_id"]].add(pair["block"])
 
     def findings(self, path: Place) -> Iterator[Finding]:
-        """Rows that say unlike things of one measurement, and how many are there more than once."""
+        """Yield contradictions between rows of one measurement, and the number of repeated rows."""
         if not self._at:
             return
         measurements = np.concatenate(self._measurements)
@@ -179,7 +179,7 @@ class _Measured:
 
 
 def _again(ordered: Hashes) -> NDArray[np.int64]:
-    """Where the next of these rising values is the same."""
+    """Return the positions whose next value in this rising array is equal."""
     return np.flatnonzero(ordered[1:] == ordered[:-1])
 
 
@@ -215,7 +215,7 @@ def _identity(table: pa.Table) -> _Found:
 
 
 def _off_record(table: pa.Table) -> Counter[str]:
-    """How many of our own times lack what is known of each run, by column."""
+    """Return how many of our own times lack each column of provenance."""
     ours = _timed_here(table)
     missing = {name: int((ours & table[name].is_null().to_numpy()).sum()) for name in list_needed_columns(PROVENANCE)}
     return Counter({name: count for name, count in missing.items() if count})
@@ -242,7 +242,7 @@ def _ranges(table: pa.Table) -> _Found:
             yield from _each("corrupt", _outside(column, values), _out_of_range(column, values))
 
 
-def _outside(column: Column, values: Reals) -> Bools:
+def _outside(column: TableColumn, values: Reals) -> Bools:
     """(rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
     outside: Bools = np.isinf(values)
     if column.minimum is not None:
@@ -254,12 +254,12 @@ def _outside(column: Column, values: Reals) -> Bools:
     return outside
 
 
-def _out_of_range(column: Column, values: Reals) -> Callable[[int], str]:
+def _out_of_range(column: TableColumn, values: Reals) -> Callable[[int], str]:
     return _valued(column.name, values, f": it must be {column.limits}")
 
 
 def _structure(table: pa.Table) -> _Found:
-    """Against what the pattern says; a whole model's pattern says nothing of it."""
+    """Yield rows whose pattern columns contradict the pattern; rows of whole models are skipped."""
     patterns = table["pattern"].combine_chunks().dictionary_encode()
     layer = pc.not_equal(table["op"], "model").fill_null(True).to_numpy()
     index = patterns.indices.fill_null(-1).to_numpy()
@@ -360,7 +360,7 @@ def _samples(table: pa.Table) -> _Found:
 
 
 def _comparisons(table: pa.Table) -> _Found:
-    """Columns that follow from the median and what stands beside it."""
+    """Yield rows whose derived columns contradict the columns that they follow from."""
     median, roofline, meanwhile, usual = (
         _reals(table, name)
         for name in ("median_seconds", "roofline_seconds", "reference_seconds", "reference_usual_seconds")
@@ -430,7 +430,7 @@ def _valued(name: str, values: Reals, remark: str = "") -> Callable[[int], str]:
 
 
 def _reals(table: pa.Table, name: str, null: float = math.nan) -> Reals:
-    """A column as float64 (rows,)."""
+    """Return a column as float64 (rows,)."""
     values: Reals = table[name].cast(pa.float64(), safe=False).fill_null(null).to_numpy()  # whole numbers rounded
     return values
 
