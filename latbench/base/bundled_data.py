@@ -19,7 +19,9 @@ def find_dataset_folder(name: str) -> Path:
     for parent in (package, package.parent):
         if (found := parent / "datasets" / name).is_dir():
             return found
-    raise EnvironmentUnusable(f"no datasets/{name} beside {package}: latbench is not whole, install it again")
+    raise EnvironmentUnusable(
+        f"no datasets/{name} beside {package}: the installation is incomplete, install latbench again"
+    )
 
 
 def list_bundled_tables() -> list[str]:

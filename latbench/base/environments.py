@@ -41,7 +41,7 @@ def parse_environment(name: str, content: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or not all(isinstance(value, str | int | float) for value in row.values()):
         raise ValueError("not the description of an environment: that is an object of texts and numbers")
     if format_file_name(str(row.get("env_id"))) != name:
-        raise ValueError(f"it describes environment {row.get('env_id')}, which is not what its name promises")
+        raise ValueError(f"it describes environment {row.get('env_id')}, which does not match its name")
     return row
 
 

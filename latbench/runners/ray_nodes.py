@@ -173,7 +173,7 @@ def open_ray() -> Iterator[Any]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EnvironmentUnusable(f"no Ray cluster to be reached ({take_first_line(error)}): {_ADVICE}") from None
+            raise EnvironmentUnusable(f"cannot reach a Ray cluster ({take_first_line(error)}): {_ADVICE}") from None
         try:
             yield ray
         finally:
@@ -189,7 +189,7 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=REACH_SECONDS).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EnvironmentUnusable(f"no Ray cluster to be reached at {address} ({reason}): {_ADVICE}") from None
+        raise EnvironmentUnusable(f"cannot reach a Ray cluster at {address} ({reason}): {_ADVICE}") from None
 
 
 def parse_nodes(described: Iterable[dict[str, Any]]) -> list[Node]:

@@ -369,11 +369,9 @@ def parse_slurm_options(options: Sequence[str]) -> tuple[int, dict[str, str]]:
             raise UsageError(f"--slurm takes key=value, such as partition=gpu, account=me or nodes=4, not {option!r}")
         key = found[1].replace("_", "-")
         if key in _OURS or key.startswith("ntasks-"):
-            raise UsageError(f"--slurm {key}= is not yours to give: a job is one process that has a node for itself")
+            raise UsageError(f"--slurm {key}= is not allowed: a job is one process that has a node for itself")
         if key == "clusters":  # the numbers of jobs are told apart within one
-            raise UsageError(
-                "--slurm clusters= is not yours to give: sweep from where that cluster's jobs are submitted"
-            )
+            raise UsageError("--slurm clusters= is not allowed: sweep from where that cluster's jobs are submitted")
         given[key] = found[2]
     count = given.pop("nodes", "1")
     if not (count.isdecimal() and int(count) > 0):

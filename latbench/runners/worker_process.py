@@ -204,7 +204,7 @@ class Worker:
             case ("error", str(kind), str(message), str(details)):
                 raise TaskFailed(kind, message, details)
         self.close()
-        raise WorkerDied("crash", f"the {self.name} worker gave an answer that is none: {answer[:20]!r}")
+        raise WorkerDied("crash", f"the {self.name} worker gave an invalid answer: {answer[:20]!r}")
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -233,7 +233,7 @@ class Worker:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             self.close()
-            return WorkerDied("crash", f"the {self.name} worker broke its connection off and went on ({error})")
+            return WorkerDied("crash", f"the {self.name} worker closed its connection but still runs ({error})")
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _QUOTED_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -291,8 +291,8 @@ class Bench:
         if why is not None:
             return outcome | {"status": "impossible", "error": why, "samples_seconds": None, "burst_error": None}
         if outcome["status"] == "throttled":
-            by = outcome["event_reasons"] or "what it does not say"
-            outcome["error"] = f"slowed down by {by} in try {self.chance + 1} of {1 + self.settings.noisy_chances}"
+            by = outcome["event_reasons"] or "an unknown reason"
+            outcome["error"] = f"slowed down by {by} on try {self.chance + 1} of {1 + self.settings.noisy_chances}"
         return outcome
 
     def _beside(self, point: Point, timing: Timing, facts: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -36,7 +36,7 @@ class EngineWorkers:
             self.pace.close()
 
     def kill(self) -> None:
-        """Kill the workers while other threads wait for their answers. Call `restart` when no thread does any more."""
+        """Kill the workers while other threads wait for their answers; `restart` when no thread waits any more."""
         for worker in list(self._workers.values()):
             worker.kill()
 

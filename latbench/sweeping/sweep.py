@@ -164,7 +164,7 @@ def _carry_out(sweep: Sweep, choose: PointChooser) -> SweepSummary:
     if isinstance(sweep.folder, Path):  # an object in a store is there when it is whole: nothing is left behind
         remove_abandoned(sweep.folder)
     if isinstance(sweep.folder, Path) and sweep.folder.is_file():
-        raise UsageError(f"{sweep.folder} is a file, and a table that grows is a folder: give one with -o")
+        raise UsageError(f"{sweep.folder} is a file, but a sweep writes into a folder: give one with -o")
     measured: list[Point] = []
     try:
         while (wanted := sweep.new(choose(sweep.table()))) is not None:

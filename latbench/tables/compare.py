@@ -187,7 +187,7 @@ def _verdict(old: dict[str, Any], new: dict[str, Any], threshold: float, between
 def _change(
     old: dict[str, Any], new: dict[str, Any], reason: str | None, verdicts: Iterator[ChangeVerdict]
 ) -> Change:
-    """With the next verdict, if nothing is against one."""
+    """Return the change of a point, with the next verdict unless there is a `reason` against one."""
     key, before, after = _key(new), _seconds(old), _seconds(new)
     if reason is not None:
         return Change(key, UNCLEAR, before, after, after / before, reason=reason)

@@ -100,7 +100,7 @@ class _Values(defaultdict[str, set[Hashable]]):
 def _check_alike(values: dict[Place, _Values]) -> None:
     for unlike in (describe_device_difference(values), describe_mode_difference(values)):
         if unlike is not None:
-            raise UsageError(f"they do not belong in one table, {unlike}; --allow-mixed merges them all the same")
+            raise UsageError(f"the tables do not belong together: {unlike}; --allow-mixed merges them nevertheless")
 
 
 def _tables(parts: Mapping[Place, Sequence[Place]]) -> Iterator[tuple[Place, pa.Table]]:

@@ -28,7 +28,10 @@ def _canonical(kind: pa.DataType, value: Any) -> str | int | None:
 
 
 def convert_to_plain(kind: pa.DataType, value: Any) -> str | int | float | None:
-    """Return a text, integer or float column's value as Python's own type, whatever a frame made of it; NaN is None."""
+    """Return a value of a text, integer or float column as Python's own type, whatever a frame made of it.
+
+    NaN becomes None.
+    """
     if value is None or value != value:
         return None
     if pa.types.is_integer(kind):

@@ -96,7 +96,7 @@ def _word(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _of_sequences(elements: NDArray[np.uint64], offsets: NDArray[np.int64]) -> Words:
-    """Return (rows, 2) the words of texts or lists; row i has the elements from offsets[i] - offsets[0] to the next."""
+    """Return (rows, 2) the words of texts or lists; row i has the elements from offsets[i] - offsets[0] on."""
     lengths = np.diff(offsets)
     starts = offsets[:-1] - offsets[0]
     places = (np.arange(len(elements)) - np.repeat(starts, lengths)).astype(np.uint64)

@@ -155,7 +155,7 @@ def _times(samples: Sequence[float], which: str) -> NDArray[np.float64]:
         raise ValueError(f"there are no samples from {which}")
     wrong = times[~((times > 0) & (times < math.inf))]
     if len(wrong):
-        raise ValueError(f"a sample of {wrong[0]:g} s from {which} is no time")
+        raise ValueError(f"a sample of {wrong[0]:g} s from {which} is not a valid time")
     return times
 
 

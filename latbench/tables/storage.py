@@ -119,13 +119,11 @@ def parse_place(where: str | Place) -> Place:
         filesystem, path = _filesystem(where)
     except (pa.ArrowException, OSError, ValueError) as error:
         said = _first_line(error).replace(where, named)
-        raise UsageError(
-            f"{named}: {said}; a table lies in a folder or at s3://, gs://, abfs:// or file://"
-        ) from None
+        raise UsageError(f"{named}: {said}; a table is a folder or at s3://, gs://, abfs:// or file://") from None
     if isinstance(filesystem, fs.LocalFileSystem):
         return Path(path)
     if not path:
-        raise UsageError(f"{named}: names no folder, such as {scheme}://bucket/table")
+        raise UsageError(f"{named}: names no folder; a folder is such as {scheme}://bucket/table")
     return RemotePlace(filesystem, path, scheme)
 
 

@@ -247,7 +247,7 @@ def _opened(path: Place) -> Iterator[parquet.ParquetFile]:
         named = PART_NAME.fullmatch(path.name)
         if named and not hashlib.file_digest(content, "sha256").hexdigest().startswith(named[1]):
             raise BadData(
-                f"{path}: damaged, truncated or edited, its content is not what its name promises; "
+                f"{path}: damaged, truncated or edited, its content does not match the hash in its name; "
                 "delete it, and a sweep measures its points again"
             )
         content.seek(0)

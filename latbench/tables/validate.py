@@ -90,7 +90,7 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
     measured = _Measured(parts)
     for number, part in enumerate(parts):
         if not PART_NAME.fullmatch(part.name):
-            text = "no part-<hash>.parquet: what Parquet's own checksums do not see, such as an edit, stays unseen"
+            text = "not named part-<hash>.parquet: edits with valid Parquet checksums cannot be detected"
             yield Finding(part, "note", text)
         unknown: set[str] = set()
         rows, found, off_record = 0, Counter[str](), Counter[str]()
@@ -110,18 +110,18 @@ def validate_table(path: str | Place) -> Iterator[Finding]:
             yield Finding(part, "corrupt", str(error).removeprefix(f"{part}: "))
         else:
             if not rows:
-                yield Finding(part, "corrupt", "it holds no rows, and nobody writes such a part")
+                yield Finding(part, "corrupt", "it holds no rows; latbench never writes such a part")
         for severity, count in found.items():
             if count > MOST_OF_A_FILE:
                 yield Finding(part, severity, f"{count - MOST_OF_A_FILE} more findings of this kind are not listed")
         for name, count in off_record.items():
-            yield Finding(part, "note", f"{count} times have no {name}: where they come from is not on record")
+            yield Finding(part, "note", f"{count} times have no {name}: their origin is not recorded")
         for env_id in sorted(unknown):
             text = f"environment {env_id} is not described: there is no {format_file_name(env_id)}"
             yield Finding(part, "suspect", text)
     yield from measured.findings(path)
     for leftover in sorted(path.glob(".*.tmp")) if path.is_dir() and not isinstance(path, RemotePlace) else []:
-        yield Finding(leftover, "note", "left behind by a writer that was killed; it is no part of the table")
+        yield Finding(leftover, "note", "left behind by a killed writer; it is not part of the table")
 
 
 class _Measured:
@@ -211,7 +211,9 @@ def _identity(table: pa.Table) -> _Found:
     yield from _each("corrupt", unknown, lambda row: f"unknown status {status[row].as_py()!r}")
     failed = pc.is_in(status, pa.array(FAILED)).to_numpy()
     with_time = failed & table["median_seconds"].is_valid().to_numpy()
-    yield from _each("corrupt", with_time, lambda row: f"a time with status {status[row].as_py()}, which has none")
+    yield from _each(
+        "corrupt", with_time, lambda row: f"status {status[row].as_py()} with a time: such a row has none"
+    )
 
 
 def _off_record(table: pa.Table) -> Counter[str]:
@@ -243,7 +245,7 @@ def _ranges(table: pa.Table) -> _Found:
 
 
 def _outside(column: TableColumn, values: Reals) -> Bools:
-    """(rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
+    """Return (rows,) whether a value is infinite or outside the limits of its column; NaN is inside."""
     outside: Bools = np.isinf(values)
     if column.minimum is not None:
         outside |= values < column.minimum
@@ -298,7 +300,7 @@ def _shape(table: pa.Table) -> _Found:
     yield from _each(
         "corrupt",
         wrong,
-        lambda row: f"k is {k[row]:g}, and the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
+        lambda row: f"k is {k[row]:g}, but the convolution has {kh[row]:g}x{kw[row]:g}x{c_in[row]:g}",
     )
 
 
@@ -313,10 +315,10 @@ def _sparsity(table: pa.Table) -> _Found:
         wrong = (nnz < 0) | (nnz > weights) | (np.abs(1 - nnz / weights - actual) > _CLOSE)
     yield from _each(
         "corrupt", wrong,
-        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights is no sparsity of {actual[row]:g}",
+        lambda row: f"nnz {nnz[row]:.0f} of {weights[row]:.0f} weights contradicts a sparsity of {actual[row]:g}",
     )  # fmt: skip
     far = ~wrong & ~np.isnan(nnz) & (np.abs(actual - target) > _FAR_FROM_TARGET)
-    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was wanted")
+    yield from _each("suspect", far, lambda row: f"sparsity {actual[row]:g} where {target[row]:g} was requested")
 
 
 def _times(table: pa.Table) -> _Found:
@@ -372,9 +374,9 @@ def _comparisons(table: pa.Table) -> _Found:
         found = _reals(table, name)
         missing = np.isnan(expected)
         wrong = ~(np.abs(found - expected) <= _CLOSE * np.abs(expected)) & ~missing
-        yield from _each("corrupt", wrong, _valued(name, found, ", and the columns beside it give something else"))
+        yield from _each("corrupt", wrong, _valued(name, found, ", but the columns beside it give another value"))
         bare = missing & ~np.isnan(found)
-        yield from _each("corrupt", bare, _valued(name, found, ", and what it follows from is not there"))
+        yield from _each("corrupt", bare, _valued(name, found, ", and the columns that it follows from are missing"))
     timed = pc.is_in(table["status"], pa.array(TIMED)).to_numpy()
     fast = timed & (median > 0) & (median * MOST_UTILISATION < roofline)
     yield from _each(
@@ -395,7 +397,7 @@ def _physics(table: pa.Table) -> _Found:
     layer = pc.not_equal(table["op"], "model").fill_null(False).to_numpy()
     for name, found, weights in (("flop_dense", dense, m * k), ("flop_nnz", kept, nnz)):
         wrong = layer & (np.abs(found - 2 * weights * n) > _CLOSE * found)
-        yield from _each("corrupt", wrong, _valued(name, found, ": not two for each weight and position"))
+        yield from _each("corrupt", wrong, _valued(name, found, ": it must be two for each weight and position"))
     work = np.where(np.isnan(kept), 2 * m * k * n * (1 - sparsity), kept)
     with np.errstate(divide="ignore", invalid="ignore"):
         rate = np.where(median > 0, work / median, 0.0)

@@ -357,7 +357,16 @@ def _time(run: Run, loops: int, clock: Clock) -> float:
 
 @dataclass(frozen=True)
 class StopRule:
-    """When sampling of a callable ends.
+    """When the sampling of a callable ends.
+
+    It ends for one of four reasons, which is the `stop_reason` of its Timing:
+
+    - ``relative_error``: the 95% interval of its median is within `rel_error` of the median on either side.
+    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
+      twice as many bursts have not narrowed the interval.
+    - ``budget``: it has used `max_seconds`. It may use twice as much while the median is not known to 10%, or while too
+      few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
+    - ``failed``: its sampler returned no samples.
 
     Parameters
     ----------
@@ -403,15 +412,6 @@ def sample_interleaved(
 ) -> Iterator[tuple[str, Timing]]:
     """Sample several callables in rounds, one burst each per round, and yield each as it finishes.
 
-    A callable finishes for one of four reasons, which is its `stop_reason`:
-
-    - ``relative_error``: the 95% interval of its median is within `rule.rel_error` of the median on either side.
-    - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
-      twice as many bursts have not narrowed the interval.
-    - ``budget``: it has used `rule.max_seconds`. It may use twice as much while the median is not known to 10%, or
-      while too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
-    - ``failed``: its sampler returned no samples.
-
     With several sessions, each but the last has SESSION_ROUNDS rounds; then `renew` builds everything anew. Each
     session adds `rule.max_seconds` to what a callable may use. A callable that has used its seconds waits for the
     next session. None finishes before the last session.
@@ -421,7 +421,7 @@ def sample_interleaved(
     samplers
         A sampler for each callable, by name.
     rule
-        When sampling ends.
+        When the sampling of each callable ends.
     clock
         Returns seconds.
     order

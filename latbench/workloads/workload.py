@@ -245,7 +245,7 @@ def _conv2d_shape(module: torch.nn.Conv2d, size: torch.Size) -> Conv2dShape:
 
 def _timed(shape: Shape) -> Shape:
     if shape.n < 1:
-        raise ValueError("it is given nothing to work on (n = 0)")
+        raise ValueError("its input is empty (n = 0)")
     return shape
 
 
