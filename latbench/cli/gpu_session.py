@@ -45,7 +45,7 @@ from latbench.sweeping.gpu_machine import GPU_SETTINGS, GpuMachine, add_reposito
 from latbench.sweeping.gpu_points import list_smoke_points, list_standard_blocks
 from latbench.sweeping.gpu_smoke import judge_smoke_points
 from latbench.sweeping.gpu_summary import format_gpu_summary
-from latbench.sweeping.gpu_tests import TestOutcome, list_failures, run_all_tests
+from latbench.sweeping.gpu_tests import GpuTestOutcome, list_failures, run_all_tests
 from latbench.sweeping.publisher import Publisher
 from latbench.sweeping.settings import Progress, SweepOptions, SweepSettings, SweepStopped
 from latbench.sweeping.sweep import choose_in_order, lock_machine, run_sweep
@@ -191,7 +191,7 @@ class Swept:
 
     table: pd.DataFrame | None
     late: Incomplete | None = None
-    smoke: TestOutcome | None = None
+    smoke: GpuTestOutcome | None = None
     interrupted: bool = False
 
 
@@ -221,7 +221,7 @@ def measure(
     wanted = sum(len(block) for block in (smoke_points, *blocks))
     watch = watch or Stopwatch()
     asked = not smoke_points
-    judged: list[TestOutcome] = []
+    judged: list[GpuTestOutcome] = []
 
     def choose(table: pd.DataFrame | None) -> Iterable[Point]:
         nonlocal asked
@@ -368,7 +368,7 @@ def main(given: Sequence[str] | None = None) -> None:
         raise verdict
 
 
-def judge(outcomes: Sequence[TestOutcome], swept: Swept) -> LatbenchError | None:
+def judge(outcomes: Sequence[GpuTestOutcome], swept: Swept) -> LatbenchError | None:
     """Return what a visit ends with: a wrong result or a failed test weighs more than what there was no time for."""
     wrong = 0 if swept.table is None else int((swept.table["status"] == "incorrect").sum())
     said = "; ".join(outcome.verdict for outcome in outcomes)

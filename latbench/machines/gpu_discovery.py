@@ -173,7 +173,7 @@ def _kind(entry: str) -> str:
 
 
 def _named(entry: str, boards: Sequence[Board]) -> list[Gpu]:
-    """Return the GPUs that an entry of CUDA_VISIBLE_DEVICES names: a GPU, its slices or one slice; none if invalid."""
+    """Return the GPUs of an entry of CUDA_VISIBLE_DEVICES: a GPU, its slices or one slice; none if it is invalid."""
     match _kind(entry):
         case "index":
             found = list(boards[int(entry) : int(entry) + 1])

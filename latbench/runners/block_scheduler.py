@@ -46,6 +46,16 @@ class _Attempt(Generic[Item]):
     item: Item
     losses: list[str] = field(default_factory=list)
 
+    def settle(self, answer: Any, tries: int, todo: deque[_Attempt[Item]]) -> Iterator[tuple[Item, Any]]:
+        """Yield the item with its answer; a lost item goes back to `todo` until it has lost `tries` nodes."""
+        if isinstance(answer, LostNodes):
+            self.losses += answer.reasons
+            if len(self.losses) < tries:
+                todo.append(self)
+                return
+            answer = LostNodes(tuple(self.losses))
+        yield self.item, answer
+
 
 class WholeNodes(ABC):
     """Nodes that are held, each by a callable that waits on it."""
@@ -96,7 +106,7 @@ class WholeNodes(ABC):
 
         def any_to_do() -> bool:
             if not todo:
-                todo.extend(_Attempt(item) for item in itertools.islice(source, 1))
+                todo.extend(map(_Attempt, itertools.islice(source, 1)))
             return bool(todo)
 
         running: dict[Any, tuple[Node, _Attempt[Item]]] = {}
@@ -123,15 +133,8 @@ class WholeNodes(ABC):
                     if attempt_of is not None:
                         todo.appendleft(attempt_of)
                     continue
-                if attempt_of is None:
-                    continue
-                if isinstance(answer, LostNodes):
-                    attempt_of.losses += answer.reasons
-                    if len(attempt_of.losses) < tries:
-                        todo.append(attempt_of)
-                        continue
-                    answer = LostNodes(tuple(attempt_of.losses))
-                yield attempt_of.item, answer
+                if attempt_of is not None:
+                    yield from attempt_of.settle(answer, tries, todo)
 
     @abstractmethod
     def _take_all(self, prepare: FunctionCall) -> None:

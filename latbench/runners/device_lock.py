@@ -73,7 +73,8 @@ def lock_device(
             while not _taken(handle):
                 if time.monotonic() >= end:
                     raise EnvironmentUnusable(
-                        f"{_holder(handle, device)}; two measurements at a time would disturb each other: wait for it or end it"
+                        f"{_holder(handle, device)}; two measurements at a time would disturb each other: "
+                        "wait for it or end it"
                     )
                 time.sleep(_LOOK_EVERY_SECONDS)
         _sign(handle)

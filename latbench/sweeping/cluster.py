@@ -99,7 +99,8 @@ class NodeInventory:
         """Return which rows of a table timed the versions of any of the nodes; all rows for a CPU."""
         if not self.versions:
             return np.ones(len(table), bool)
-        return np.logical_or.reduce([versions.current(table) for versions in self.versions])
+        current: NDArray[np.bool_] = np.logical_or.reduce([versions.current(table) for versions in self.versions])
+        return current
 
 
 def inspect_node(gpu: str | None) -> NodeInventory:

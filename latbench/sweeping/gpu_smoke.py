@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from latbench.backends.gpu_installation import NEEDED
-from latbench.sweeping.gpu_tests import TestOutcome
+from latbench.sweeping.gpu_tests import GpuTestOutcome
 from latbench.tables.schema import TIMED
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ _NAMED = ("backend", "kernel_requested", "pattern", "layout")
 _TIMED = (*TIMED, "throttled", "spike")  # the statuses of rows whose result was right
 
 
-def judge_smoke_points(rows: pd.DataFrame | None) -> TestOutcome:
+def judge_smoke_points(rows: pd.DataFrame | None) -> GpuTestOutcome:
     """Sum up the smoke points.
 
     Parameters
@@ -30,7 +30,7 @@ def judge_smoke_points(rows: pd.DataFrame | None) -> TestOutcome:
         was. Otherwise a refusal is no failure. Its output has a line for each point without a time, with the reason.
     """
     if rows is None or rows.empty:
-        return TestOutcome("failed", "smoke: no point was tried", "")
+        return GpuTestOutcome("failed", "smoke: no point was tried", "")
     latest = rows.sort_values("started_at", kind="stable").drop_duplicates("point_id", keep="last")
     timed = latest["status"].isin(_TIMED)
     refused = latest["status"] == "unsupported"
@@ -44,5 +44,5 @@ def judge_smoke_points(rows: pd.DataFrame | None) -> TestOutcome:
     ]
     counts = f"{int(timed.sum())} of {len(latest)} points timed, {int(refused.sum())} refused, {len(failed)} failed"
     if len(needed) or without or not timed.any():
-        return TestOutcome("failed", f"smoke: FAILED: {counts}", "\n".join(lines))
-    return TestOutcome("passed", f"smoke: passed: {counts}", "\n".join(lines))
+        return GpuTestOutcome("failed", f"smoke: FAILED: {counts}", "\n".join(lines))
+    return GpuTestOutcome("passed", f"smoke: passed: {counts}", "\n".join(lines))

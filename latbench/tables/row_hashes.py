@@ -57,7 +57,8 @@ def _mixed_words(array: pa.Array, salt: Words) -> Words:
     if not pa.types.is_dictionary(array.type):
         return _mixed(_words(array) ^ salt)
     levels = _mixed(np.concatenate([_words(array.dictionary), np.full((1, _LANES), _NOTHING)]) ^ salt)
-    return levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+    words: Words = levels[array.indices.fill_null(len(array.dictionary)).to_numpy(zero_copy_only=False)]
+    return words
 
 
 def _words(array: pa.Array) -> Words:

@@ -79,15 +79,15 @@ class RemotePlace:
 
     def is_file(self) -> bool:
         """Return whether there is such a file."""
-        return self._kind() == fs.FileType.File
+        return bool(self._kind() == fs.FileType.File)
 
     def is_dir(self) -> bool:
         """Return whether there is such a folder, or anything under its name."""
-        return self._kind() == fs.FileType.Directory
+        return bool(self._kind() == fs.FileType.Directory)
 
     def exists(self) -> bool:
         """Return whether there is a file or folder of this name."""
-        return self._kind() != fs.FileType.NotFound
+        return bool(self._kind() != fs.FileType.NotFound)
 
     def iterdir(self) -> Iterator[RemotePlace]:
         """Yield the files and folders in this folder."""

@@ -231,12 +231,13 @@ def _batch_rows(part: Place, file: parquet.ParquetFile, wanted: Sequence[pa.Fiel
     The column sample_count tells the size of the samples. The footer would tell too, but asking a damaged footer for
     its columns ends the process.
     """
-    size = file.metadata.num_rows * sum(_TEXT_BYTES if pa.types.is_string(field.type) else 8 for field in wanted)
+    rows = int(file.metadata.num_rows)
+    size = rows * sum(_TEXT_BYTES if pa.types.is_string(field.type) else 8 for field in wanted)
     if any(pa.types.is_list(field.type) for field in wanted):
         for batch in file.iter_batches(columns=["sample_count"]):
             counts = _cast(part, batch.column(0), SCHEMA.field("sample_count")).fill_null(0).to_numpy()
             size += 8 * int(counts.clip(0, _MOST_SAMPLES).sum())
-    return max(1, min(BATCH_ROWS, BATCH_BYTES * file.metadata.num_rows // max(size, 1)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 @contextmanager

@@ -23,9 +23,9 @@ class TorchDriver:
     def __init__(self) -> None:
         import torch
 
-        self._torch = torch
+        self._torch: Any = torch
         self.l2_bytes = int(torch.cuda.get_device_properties(0).L2_cache_size)
-        self._stream = torch.cuda.Stream()  # the default stream cannot be captured
+        self._stream = self._torch.cuda.Stream()  # the default stream cannot be captured
         self.use()
         self._buffer = torch.empty(FLUSH_TIMES_L2 * self.l2_bytes, dtype=torch.int8, device="cuda")
         self._captured_on: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # graphs, by stream

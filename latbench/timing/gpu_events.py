@@ -236,11 +236,7 @@ def build_event_timer(
     loops = choose_inner_loops(mode, once=_seconds_of(driver, turn) / len(used), copies=len(used), most=most)
     work = _repeated(used, loops)
     if mode.launch == "graph":
-        try:
-            work = driver.capture(work)
-        except RuntimeError as error:
-            raise NotCaptured(str(error)) from error
-        _wait_for(driver, work)
+        work = _capture(driver, work)
     queueing = _queueing_seconds(driver, lambda: _sample(driver, mode, work), clock)
     samples = choose_batch_size(seconds=_seconds_of(driver, work), queueing=queueing, room=room)
     return EventTimer(
@@ -256,6 +252,15 @@ def build_event_timer(
         watch=watch,
         clock=clock,
     )
+
+
+def _capture(driver: Driver, work: Call) -> Call:
+    try:
+        graph = driver.capture(work)
+    except RuntimeError as error:
+        raise NotCaptured(str(error)) from error
+    _wait_for(driver, graph)
+    return graph
 
 
 def choose_inner_loops(mode: TimingMode, *, once: float, copies: int, most: int = MOST_LOOPS) -> int:

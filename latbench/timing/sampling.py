@@ -364,8 +364,8 @@ class StopRule:
     - ``relative_error``: the 95% interval of its median is within `rel_error` of the median on either side.
     - ``plateau``: the median stayed within a quarter of that error for several rounds although samples scatter, or
       twice as many bursts have not narrowed the interval.
-    - ``budget``: it has used `max_seconds`. It may use twice as much while the median is not known to 10%, or while too
-      few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
+    - ``budget``: it has used `max_seconds`. It may use twice as much while the median is not known to 10%, or while
+      too few bursts were undisturbed; and longer while calls are so slow that six samples are missing.
     - ``failed``: its sampler returned no samples.
 
     Parameters

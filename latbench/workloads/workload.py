@@ -146,25 +146,8 @@ def trace_model(
     import torch
 
     names = {module: module_name for module_name, module in model.named_modules()}
-    calls: dict[str, list[torch.Size]] = defaultdict(list)
-
-    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        calls[names[module]].append((arguments[0] if arguments else keywords["input"]).shape)
-
     layer_kinds = (torch.nn.Linear, torch.nn.Conv2d)
-    candidates = [module for module in names if isinstance(module, layer_kinds)]
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
-    modes = {module: module.training for module in names}
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(*inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
-
+    calls = _record_input_sizes(model, inputs, names, layer_kinds)
     layers: dict[str, Layer] = {}
     skipped: list[tuple[str, str]] = []
     shared = _shared_weights(names)
@@ -181,6 +164,35 @@ def trace_model(
     given = ", ".join("x".join(map(str, item.shape)) for item in inputs if isinstance(item, torch.Tensor))
     order = [layers[layer] for layer in calls if layer in layers]
     return Workload(name or type(model).__name__, f"traced from {kind} with inputs {given}", tuple(order)), skipped
+
+
+def _record_input_sizes(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    names: dict[torch.nn.Module, str],
+    kinds: tuple[type[torch.nn.Module], ...],
+) -> dict[str, list[torch.Size]]:
+    """Run `model(*inputs)` and return the input sizes of each call of a layer of these kinds, by layer name."""
+    import torch
+
+    calls: dict[str, list[torch.Size]] = defaultdict(list)
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        calls[names[module]].append((arguments[0] if arguments else keywords["input"]).shape)
+
+    candidates = [module for module in names if isinstance(module, kinds)]
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in candidates]
+    modes = {module: module.training for module in names}
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(*inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return calls
 
 
 def _shared_weights(names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, str]:

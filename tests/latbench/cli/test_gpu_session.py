@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 from latbench.cli import gpu_session as session
-from latbench.cli.gpu_session import Budget, Outcome, Stopwatch, Swept
+from latbench.cli.gpu_session import Budget, Stopwatch, Swept
 from latbench.errors import EnvironmentUnusable, Incomplete, PromiseMissed, UsageError
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import END_SECONDS, LEAST_SECONDS, TaskFailed, WorkerDied
@@ -27,6 +27,7 @@ from latbench.sweeping import roofline_pace as pace
 from latbench.sweeping.gpu_points import DENSE, OURS, build_gpu_point
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.gpu_summary import compare_kernels
+from latbench.sweeping.gpu_tests import GpuTestOutcome
 from latbench.sweeping.roofline_pace import SweepRoofline
 from latbench.sweeping.settings import NO_ROOFLINE, NOISY_CHANCES, SweepOptions, SweepSettings, SweepStopped
 from latbench.sweeping.sweep import choose_in_order, run_sweep
@@ -577,7 +578,7 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
     tests: str, status: str, late: Incomplete | None
 ) -> None:
     table = pd.DataFrame({"status": ["ok", status]})
-    verdict = session.judge([Outcome(tests, "GPU tests: said so", "")], Swept(table, late))
+    verdict = session.judge([GpuTestOutcome(tests, "GPU tests: said so", "")], Swept(table, late))
     if tests == "failed" or status == "incorrect":
         assert isinstance(verdict, PromiseMissed) and "GPU tests: said so" in str(verdict)
     elif tests == "late" and late is None:
@@ -588,9 +589,9 @@ def test_a_wrong_result_weighs_more_than_what_there_was_no_time_for(
 
 def test_where_nothing_was_measured_the_tests_are_still_told() -> None:
     late = Incomplete("the time was over before anything was measured")
-    failed = session.judge([Outcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
+    failed = session.judge([GpuTestOutcome("failed", "GPU tests: FAILED", "")], Swept(None, late))
     assert isinstance(failed, PromiseMissed) and "GPU tests: FAILED; nothing was measured" in str(failed)
-    assert session.judge([Outcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
+    assert session.judge([GpuTestOutcome("passed", "GPU tests: passed", "")], Swept(None, late)) is late
     assert session.judge([], Swept(None, late)) is late
 
 
@@ -654,10 +655,10 @@ def test_all_tests_come_after_the_sweep_and_decide_with_it(
 ) -> None:
     output, given = "FAILED tests/a.py::test_one - wrong", []
 
-    def run_all_tests(seconds: float) -> Outcome:
+    def run_all_tests(seconds: float) -> GpuTestOutcome:
         given.append(seconds)
         assert len(read_table(visit.out / "table.parquet")) == 4
-        return Outcome(tests, "GPU tests: as told", output)
+        return GpuTestOutcome(tests, "GPU tests: as told", output)
 
     monkeypatch.setattr(session, "run_all_tests", run_all_tests)
     assert session.run(["--tests", "all", "--seconds", "60"]) == code

@@ -49,8 +49,8 @@ def test_a_wait_ends_when_the_other_does(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_lock_of_a_killed_process_is_free() -> None:
     script = (
-        "from latbench.runners.device_lock import device_lock\n"
-        "with device_lock('cpu'):\n    print(flush=True); input()\n"
+        "from latbench.runners.device_lock import lock_device\n"
+        "with lock_device('cpu'):\n    print(flush=True); input()\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
