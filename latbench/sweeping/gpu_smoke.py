@@ -1,4 +1,4 @@
-"""Does every engine work? Judges the smoke points: one of each engine, prepared together and sampled in turn."""
+"""Verdict on the smoke points, which show whether every engine works."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _TIMED = (*TIMED, "throttled", "spike")  # the statuses of rows whose result was
 
 
 def judge_smoke_points(rows: pd.DataFrame | None) -> GpuTestOutcome:
-    """Sum up how the smoke points went.
+    """Sum up the smoke points.
 
     Parameters
     ----------
     rows
-        Of the table, those of smoke points.
+        The rows of smoke points in the table.
 
     Returns
     -------
-    Outcome
-        ``failed`` where a point of NEEDED failed, where none of an engine of NEEDED was timed, or where nothing was.
-        Otherwise a refusal is no failure. Its output has a line for each point that was not timed, with the reason.
+    TestOutcome
+        ``failed`` where a point of NEEDED failed, where no point of an engine of NEEDED was timed, or where nothing
+        was. Otherwise a refusal is no failure. Its output has a line for each point without a time, with the reason.
     """
     if rows is None or rows.empty:
         return GpuTestOutcome("failed", "smoke: no point was tried", "")

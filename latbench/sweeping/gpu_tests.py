@@ -1,4 +1,4 @@
-"""Runs the tests that need a GPU (`-m gpu`) in a process of their own and for a bounded time, and sums them up."""
+"""Tests that need a GPU (`-m gpu`), run in a process of their own for a bounded time, and their summary."""
 
 from __future__ import annotations
 
@@ -45,8 +45,16 @@ _SUMMED_UP = re.compile(r"^(?:FAILED|ERROR) \S*\.py.*", re.MULTILINE)
 
 @dataclass(frozen=True)
 class GpuTestOutcome:
-    """How the GPU's tests went: `status` is passed, failed, or late if there was no time for all and none failed;
-    `verdict` says it in a few words, `output` is what pytest printed.
+    """The result of the GPU's tests.
+
+    Parameters
+    ----------
+    status
+        passed, failed, or late if there was no time for all and none failed.
+    verdict
+        The result in a few words.
+    output
+        What pytest printed.
     """
 
     status: str
@@ -55,8 +63,10 @@ class GpuTestOutcome:
 
 
 def build_test_commands() -> list[list[str]]:
-    """What runs the tests: first those that may share the GPU, in several processes where xdist is installed; then
-    those that compare times, which have it to themselves.
+    """Return the commands that run the tests.
+
+    First the tests that may share the GPU, in several processes where xdist is installed; then those that compare
+    times, which have the GPU to themselves.
     """
     alone = [sys.executable, "-P", *PYTEST, "-m"]
     beside: list[str] = []
@@ -74,14 +84,14 @@ def run_all_tests(seconds: float, clock: Clock = time.monotonic) -> GpuTestOutco
 
 
 def combine_outcomes(first: GpuTestOutcome, second: GpuTestOutcome) -> GpuTestOutcome:
-    """Two runs as one: it failed if one of them did, and was late if one was."""
+    """Return two runs as one: it failed if one of them did, and was late if one was."""
     statuses = first.status, second.status
     worst = next(status for status in ("failed", "late", "passed") if status in statuses)
     return GpuTestOutcome(worst, f"{first.verdict}; {second.verdict}", f"{first.output.rstrip()}\n\n{second.output}")
 
 
 def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -> GpuTestOutcome:
-    """Run tests for at most `seconds`, in a process of their own: a kernel may take it down."""
+    """Run tests for at most `seconds`, in a process of their own, because a kernel may end it."""
     # What pytest started may outlive it and hold on to a pipe: a file needs no patience.
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -115,7 +125,7 @@ def run_tests(seconds: float, command: Sequence[str], name: str = "GPU tests") -
 
 
 def list_failures(output: str) -> list[str]:
-    """A line for each test that failed: as pytest sums them up, or as it went on where it did not come to that."""
+    """Return a line for each failed test: as pytest sums them up, or from its progress where it did not finish."""
     found = _SUMMED_UP.findall(output)
     summed_up = {line.split(" - ")[0].partition(" ")[2] for line in found}
     for match in _ENDED.finditer(output):

@@ -253,7 +253,7 @@ def test_a_throttled_point_gets_other_chances_and_its_rows_say_so(tmp_path: Path
     tries = 1 + NOISY_CHANCES
     assert hot["status"].tolist() == ["throttled"] * tries
     assert hot["error"].tolist() == [
-        f"slowed down by hw_thermal_slowdown in try {i + 1} of {tries}" for i in range(tries)
+        f"slowed down by hw_thermal_slowdown on try {i + 1} of {tries}" for i in range(tries)
     ]
     assert (frame["pattern_seed"] == 0).sum() == 1  # what was not disturbed is not repeated
 

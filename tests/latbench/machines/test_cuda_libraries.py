@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 LOAD_ALL = """
 import json, sys
 from latbench.machines import cuda_libraries as libraries
-before = libraries.versions()
+before = libraries.find_library_versions()
 untouched = "nvidia" not in open("/proc/self/maps").read()
 
 from cuda import pathfinder
@@ -40,7 +40,7 @@ source = "#include <cupy/carray.cuh>\\n#include <cupy/float16.cuh>\\n"
 source += 'extern "C" __global__ void k(float16* x) { *x = 1.f; }'
 options = (*core.assemble_cupy_compiler_options(()), "-arch=sm_80")
 cubin, _ = compiler._NVRTCProgram(source, "k.cu", (), (), method="cubin").compile(options, None)
-print(json.dumps([untouched, before, libraries.versions(), len(cubin)]))
+print(json.dumps([untouched, before, libraries.find_library_versions(), len(cubin)]))
 """
 
 # A library by cuBLAS's name whose version nobody has; then one that does not answer.
@@ -51,7 +51,7 @@ ASK_FAKE = """
 import ctypes, sys
 from latbench.machines import cuda_libraries as libraries
 ctypes.CDLL(sys.argv[1])
-print(libraries.versions()["cublas"])
+print(libraries.find_library_versions()["cublas"])
 """
 
 

@@ -27,7 +27,7 @@ CONV = Conv2dShape(1, 16, 14, 14, 32, 3, 3, (1, 1), (1, 1))
 
 def some_points(*shapes: LinearShape | Conv2dShape, **options: object) -> list[Point]:
     workload = Workload("w", "s", tuple(Layer(f"l{i}", shape) for i, shape in enumerate(shapes)))
-    return list_points([workload], PointSetup(device="cpu", threads=2), **options)  # type: ignore[arg-type]
+    return list_points([workload], PointSetup("cpu", 2, **options))  # type: ignore[arg-type]
 
 
 def test_equal_shapes_are_measured_once() -> None:

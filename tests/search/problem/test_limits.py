@@ -184,7 +184,7 @@ def test_limits_that_cannot_hold_are_refused_in_a_line(stated: dict, said: str, 
         ("patterns: {a: [rows]}", "rows"),
         ("excluded: a", "expected a list of names, not 'a'"),
         ("fixed: {a: dense, a: dense}", "'a' is given twice"),
-        ("fixed: {", "no YAML that can be read"),
+        ("fixed: {", "not readable YAML"),
     ],
 )
 def test_a_file_that_states_no_limits_is_refused_with_its_name(text: str, said: str, tmp_path: Path) -> None:

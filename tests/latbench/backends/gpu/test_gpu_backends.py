@@ -17,8 +17,8 @@ from latbench.backends.gpu_layers import GpuLayer, rounded
 from latbench.backends.on_gpu import GpuEngine
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
+from latbench.sweeping import bench
 from latbench.sweeping import gpu_points as points
-from latbench.sweeping import sweep
 from latbench.sweeping.gpu_machine import GpuMachine
 from latbench.sweeping.gpu_points import build_gpu_point, list_standard_blocks
 from latbench.tables.schema import FINISHED
@@ -180,7 +180,7 @@ def test_what_cannot_be_captured_is_an_error_that_a_later_run_tries_again(engine
     with pytest.raises(NotCaptured, match=said) as caught:
         on_gpu.prepare(point())
     failure = TaskFailed(type(caught.value).__name__, str(caught.value), "")
-    outcome = sweep._failed(failure)
+    outcome = bench._failed(failure)
     assert outcome["status"] == "error" and outcome["status"] not in FINISHED and said in outcome["error"]
 
 
@@ -384,7 +384,7 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         _try(build_gpu_point("x", LINEAR, NM(2, 4), 0.5, points.CUTLASS[0]), runs_out)
-    assert sweep._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
+    assert bench._failed(TaskFailed("OutOfMemoryError", "CUDA out of memory", ""))["status"] == "oom"
 
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
