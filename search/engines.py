@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from latbench.backends import deepsparse, deepsparse_environment, synthetic_mask
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.prepare_point import synthetic_mask
 from latbench.workloads import workload as workloads
 from search.database import Database
 from search.onnx_export import export
@@ -86,7 +87,7 @@ def dense_onnxruntime(reference: str, threads: int, shared: str) -> Run:
     """The model exported to ONNX, on ONNX Runtime's CPU provider; its threads spin between calls, as by default."""
     import onnxruntime
 
-    from latbench.backends.onnxruntime import SPINNING_SECONDS
+    from latbench.backends.cpu.onnxruntime import SPINNING_SECONDS
 
     task = load(reference)
     inputs = task.example()
@@ -131,7 +132,7 @@ def dense_openvino_bf16(reference: str, threads: int, shared: str) -> Run:
 
 
 def _openvino(reference: str, threads: int, shared: str, precision: str, same: float) -> Run:
-    from latbench.backends import openvino
+    from latbench.backends.cpu import openvino
 
     task = load(reference)
     model, inputs = task.model(), task.example()

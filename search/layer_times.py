@@ -19,9 +19,9 @@ from uuid import uuid4
 
 import pandas as pd
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import VERSION, Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import VERSION, Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
 from latbench.tables import table as tables

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench import backends
-from latbench.backends import deepsparse_environment
+from latbench.backends import registry
+from latbench.backends.cpu import deepsparse_environment
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
 from latbench.machines import devices
@@ -251,7 +251,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if backend == "deepsparse" else backends.version(backend)
+    return deepsparse_environment.VERSION if backend == "deepsparse" else registry.version(backend)
 
 
 def manifest_hash(folder: Path) -> str:

@@ -28,7 +28,9 @@ def test_a_worker_process_starts_with_little_more_than_numpy_and_pyarrow() -> No
 
 
 def test_what_measures_starts_without_what_it_may_never_need() -> None:
-    loaded = _python("import sys, latbench.sweeping.sweep, latbench.backends; print(*sys.modules)").split()
+    loaded = _python(
+        "import sys, latbench.sweeping.sweep, latbench.backends.cpu.prepare_point; print(*sys.modules)"
+    ).split()
     assert not {"scipy.special", "pandas", "torch", "sklearn"} & set(loaded)
 
 

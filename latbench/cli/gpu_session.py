@@ -37,7 +37,7 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
+from latbench.backends.gpu.gpu_installation import NEEDED, installed, missing, refused_by_driver
 from latbench.base import files
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
 from latbench.machines import nvml

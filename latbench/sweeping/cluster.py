@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 import latbench
 import sparse_kernels
-from latbench import backends
-from latbench.backends.gpu_installation import installed
-from latbench.backends.gpu_versions import Versions
+from latbench.backends import registry
+from latbench.backends.gpu.gpu_installation import installed
+from latbench.backends.gpu.gpu_versions import Versions
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
 from latbench.machines.gpu_discovery import find_gpu
@@ -94,7 +94,7 @@ def look(gpu: str | None) -> Seen:
         machine = GpuMachine(find_gpu(gpu))
         backends_here = frozenset(installed())
         return Seen(machine.device, devices.cores(), backends_here, sources(), (machine.versions,))
-    there = frozenset(name for name, version in backends.available().items() if version is not None)
+    there = frozenset(name for name, version in registry.available().items() if version is not None)
     return Seen(devices.cpu_device(), devices.cores(), there, sources())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 from latbench.sweeping.gpu_machine import SETTINGS
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point, sparsities_of
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise

@@ -28,7 +28,7 @@ _METHOD = 2  # counts changes of how ceilings are found
 class GpuPace(Pace[GpuCeilings]):
     """The ceilings of the GPU that a sweep measures on, and how fast it is just now."""
 
-    module = "latbench.backends.gpu_reference"
+    module = "latbench.backends.gpu.gpu_reference"
 
     def seconds(self, point: Point, kernel: str, flop: float, size: float) -> float:
         """See Roofline. What a kernel writes does not count (see `latbench.timing.gpu_ceilings`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.backends.gpu_installation import NEEDED
+from latbench.backends.gpu.gpu_installation import NEEDED
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.tables import table as tables
 

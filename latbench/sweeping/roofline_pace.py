@@ -165,7 +165,7 @@ class Pace(Roofline[AnyWithPace]):
 class CpuPace(Pace[Ceilings]):
     """Of a CPU, on which others run so many threads."""
 
-    module = "latbench.backends.reference"
+    module = "latbench.backends.cpu.cpu_reference"
 
     def __init__(self, worker: Worker, kept: Kept[Ceilings], threads: int, clock: Clock = perf_counter) -> None:
         super().__init__(worker, kept, clock)

@@ -33,8 +33,9 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from latbench import backends
-from latbench.backends import reference
+from latbench.backends import registry
+from latbench.backends.cpu import cpu_reference as reference
+from latbench.backends.cpu import prepare_point
 from latbench.base import cgroups, files
 from latbench.base.environments import env_id
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
@@ -69,7 +70,7 @@ FINISHED = ("ok", "unsupported", "incorrect")
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
 DISTURBED = ("noisy", "throttled", "spike")  # the statuses that get them
 
-PREPARE = "latbench.backends:prepare"  # what a worker is asked to do with a point
+PREPARE = "latbench.backends.cpu.prepare_point:prepare"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 BURST_SECONDS = 120.0  # for one of Settings.round_seconds
@@ -207,7 +208,7 @@ class Cpu:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
-        return backends.version(point.backend)
+        return registry.version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """See Machine: a row of a CPU holds whatever its version."""
@@ -236,7 +237,9 @@ class Cpu:
         worker.seconds_left = seconds_left
 
         def find() -> Ceilings:
-            found: Ceilings = worker.call("latbench.backends.reference:find", self.threads, timeout=CEILINGS_SECONDS)
+            found: Ceilings = worker.call(
+                "latbench.backends.cpu.cpu_reference:find", self.threads, timeout=CEILINGS_SECONDS
+            )
             return found
 
         try:
@@ -1051,7 +1054,7 @@ def _needed_bytes(point: Point) -> float:
     packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
     if isinstance(shape, Conv2dShape):
         packed += 4 * shape.batch * shape.c_in * shape.h * shape.w * point.threads
-    copies = min(backends.cold_bytes() + packed, backends.MOST_COPIES * packed)
+    copies = min(prepare_point.cold_bytes() + packed, prepare_point.MOST_COPIES * packed)
     return 3 * weight + 2 * copies + 2 * activations
 
 

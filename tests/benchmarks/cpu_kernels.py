@@ -41,7 +41,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from latbench.backends import copies_for, deepsparse_environment, synthetic_layer
+from latbench.backends.cpu import deepsparse_environment
+from latbench.backends.cpu.prepare_point import copies_for, synthetic_layer
 from latbench.errors import LatbenchError
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import Placement
@@ -194,8 +195,8 @@ def dense_worker(pipe: Connection, engine: str, threads: int) -> None:
 
 def deepsparse_worker(pipe: Connection, sparsity: float, threads: int) -> None:
     """As `dense_worker`, by DeepSparse, of a layer with this share of zeros; one copy whatever is asked."""
-    from latbench.backends import deepsparse
-    from latbench.backends.onnxruntime import one_node_model
+    from latbench.backends.cpu import deepsparse
+    from latbench.backends.cpu.onnxruntime import one_node_model
 
     environment = deepsparse_environment.find()
     pattern = Unstructured() if sparsity else Dense()

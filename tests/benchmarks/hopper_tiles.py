@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from latbench.backends import gpu_layers as layers
-from latbench.backends import on_gpu, torch_gpu
-from latbench.backends.gpu_layers import GpuLayer
+from latbench.backends.gpu import gpu_layers as layers
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
+from latbench.backends.gpu import torch_gpu
+from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.sweeping import gpu_points as points
 from latbench.timing import gpu_drivers as drivers
 from latbench.timing import gpu_events as timing

@@ -15,7 +15,7 @@ import time
 import numba
 import numpy as np
 
-from latbench.backends import synthetic_layer
+from latbench.backends.cpu.prepare_point import synthetic_layer
 from latbench.runners.worker_process import Worker
 from latbench.sweeping.core_placement import Placement
 from latbench.workloads.points import Point

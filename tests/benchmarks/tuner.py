@@ -24,7 +24,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends import copies_for, synthetic_mask
+from latbench.backends.cpu.prepare_point import copies_for, synthetic_mask
 from sparse_kernels.cpu.plans import autotune as tuner
 from sparse_kernels.cpu.plans import linear
 from sparse_kernels.formats import Packed, pack

@@ -144,7 +144,8 @@ def test_a_linear_layer_reads_the_inputs_that_some_row_keeps() -> None:
 
 def test_the_ceilings_of_this_machine_are_in_order() -> None:
     pytest.importorskip("numba")
-    from latbench.backends import ceiling_kernels, reference
+    from latbench.backends.cpu import ceiling_kernels
+    from latbench.backends.cpu import cpu_reference as reference
 
     x = np.ones(10_000, np.float32)
     assert ceiling_kernels.read(x, 1) >= 4 * ceiling_kernels.LEAST_READ * 0.9

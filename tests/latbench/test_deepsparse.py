@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 import pytest
 
-from latbench.backends import deepsparse, deepsparse_worker
-from latbench.backends.deepsparse import Operation, Process, analyse, load
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse, deepsparse_worker
+from latbench.backends.cpu.deepsparse import Operation, Process, analyse, load
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
 
 FAKE = Environment(Path(sys.executable), Path(__file__).with_name("deepsparse_fake.py"))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from latbench.backends import deepsparse
-from latbench.backends import deepsparse_environment as environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu import deepsparse_environment as environment
 from latbench.cli import main as cli
 from latbench.errors import EnvironmentUnusable, UsageError
 from latbench.machines import devices

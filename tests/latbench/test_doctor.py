@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from latbench import backends
-from latbench.backends import reference
+from latbench.backends import registry
+from latbench.backends.cpu import cpu_reference as reference
 from latbench.machines import devices, nvml
 from latbench.machines import gpu_discovery as discovery
 from latbench.machines import noise_sources as disturbances
@@ -143,7 +143,7 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 
 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
+    monkeypatch.setitem(registry.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
     monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         disturbances, "host", lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1)

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import Unsupported, on_gpu
-from latbench.backends import gpu_layers as layers
-from latbench.backends.gpu_layers import GpuLayer, rounded
-from latbench.backends.on_gpu import GpuEngine
+from latbench.backends.gpu import gpu_layers as layers
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
+from latbench.backends.gpu.gpu_layers import GpuLayer, rounded
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine
+from latbench.backends.registry import Unsupported
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import gpu_points as points
@@ -308,7 +309,7 @@ def test_what_an_engine_does_not_do_is_a_sentence(
 @pytest.mark.parametrize("rows", [16, 64, 128])
 @pytest.mark.parametrize("n", [64, 128, 2048, 192, 16])
 def test_parameters_of_the_triton_kernel_cut_the_tokens_into_powers_of_two(rows: int, n: int) -> None:
-    from latbench.backends.torch_sparse import metas
+    from latbench.backends.gpu.torch_sparse import metas
 
     first, *others = metas(rows, n)
     assert first is None  # what torch chooses
@@ -345,13 +346,13 @@ class Times:
     ],
 )
 def test_the_fastest_candidate_wins_and_refusals_are_passed_over(results: Any, best: int) -> None:
-    from latbench.backends.torch_sparse import fastest
+    from latbench.backends.gpu.torch_sparse import fastest
 
     assert fastest(range(3), Times(*results), limit=99.0, clock=lambda: 0.0) == best
 
 
 def test_a_search_ends_in_time_and_always_with_a_candidate() -> None:
-    from latbench.backends.torch_sparse import fastest
+    from latbench.backends.gpu.torch_sparse import fastest
 
     for limit, tried in ((-1.0, [0]), (1.5, [0, 1]), (9.0, [0, 1, 2])):
         times = Times(2.0, 1.0, 3.0)
@@ -362,7 +363,7 @@ def test_a_search_ends_in_time_and_always_with_a_candidate() -> None:
 
 
 def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
-    from latbench.backends.torch_sparse import _try
+    from latbench.backends.gpu.torch_sparse import _try
 
     def refuses() -> None:
         raise RuntimeError("Supported only on GPUs with compute capability 8.x")
@@ -376,7 +377,7 @@ def test_what_a_library_refuses_is_unsupported_in_its_own_words() -> None:
 def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
     import torch
 
-    from latbench.backends.torch_sparse import _try
+    from latbench.backends.gpu.torch_sparse import _try
 
     def runs_out() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

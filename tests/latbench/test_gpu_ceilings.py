@@ -171,7 +171,7 @@ class Slowing:
 
     def prepare(self, function: str, timeout: float) -> Any:
         module, _, name = function.partition(":")
-        assert module == "latbench.backends.gpu_reference" and name in self.seconds
+        assert module == "latbench.backends.gpu.gpu_reference" and name in self.seconds
         return name
 
     def holds(self, prepared: Any) -> bool:
@@ -216,7 +216,7 @@ class FakeWorker:
         self.closed += 1
 
     def call(self, function: str, timeout: float) -> GpuCeilings:
-        assert function == "latbench.backends.gpu_reference:find" and timeout < 120
+        assert function == "latbench.backends.gpu.gpu_reference:find" and timeout < 120
         self.asked += 1
         answer = self.found.pop(0)
         if answer is None:

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from latbench.backends.gpu_layers import ROUNDOFF, bits, check, random_mask, rounded, synthetic_layer
+from latbench.backends.gpu.gpu_layers import ROUNDOFF, bits, check, random_mask, rounded, synthetic_layer
 from latbench.sweeping import gpu_points as points
 from sparse_kernels import formats
 from sparse_kernels.oracle import WrongResult

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices
 from latbench.machines.cuda_libraries import LIBRARIES, OPENED

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from latbench.backends import Unsupported, gpu_probe, on_gpu
-from latbench.backends import gpu_installation as installation
-from latbench.backends.gpu_probe import Probed
+from latbench.backends.gpu import gpu_installation as installation
+from latbench.backends.gpu import gpu_probe
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
+from latbench.backends.gpu.gpu_probe import Probed
+from latbench.backends.registry import Unsupported
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import resolve
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
@@ -143,8 +145,8 @@ def test_processes_start_together_and_are_handed_out_once(answers: dict[str, Any
         "torch": ("probe", [["torch_gpu"]]), "torch_sparse": ("probe", [["torch_sparse"]]),
         "cupy_peers": ("probe", [["cublas", "cusparse"]]), "cupy": ("probe", [["cupy"]]),
         "numba_cuda": ("probe", [["numba_cuda"]]),
-        "ceilings": ("load", [["latbench.backends.gpu_reference"]]),
-        "reference": ("load", [["latbench.backends.gpu_reference"]]),
+        "ceilings": ("load", [["latbench.backends.gpu.gpu_reference"]]),
+        "reference": ("load", [["latbench.backends.gpu.gpu_reference"]]),
     }  # fmt: skip
     at.close()
     at.close()

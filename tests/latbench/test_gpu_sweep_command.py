@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from latbench.backends import on_gpu
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
 from latbench.cli.commands import sweep as command
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine

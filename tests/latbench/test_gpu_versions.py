@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 import pytest
 
-from latbench.backends.gpu_versions import Versions, candidates
+from latbench.backends.gpu.gpu_versions import Versions, candidates
 from latbench.sweeping import gpu_points as points
 from latbench.workloads.points import Point
 from sparse_kernels.cuda import fingerprint

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import reference
+from latbench.backends.cpu import cpu_reference as reference
 from latbench.runners.worker_process import TaskFailed, WorkerDied
 from latbench.sweeping.core_placement import BURST_SECONDS, MOST_DEATHS, PREPARE_SECONDS, TASK, Placement
 from latbench.timing.sampling import Burst

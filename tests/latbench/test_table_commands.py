@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from latbench import backends
-from latbench.backends import on_gpu
+from latbench.backends import registry
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
 from latbench.machines import gpu_discovery as discovery
@@ -185,7 +185,7 @@ def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[s
 
 
 def test_an_engine_that_is_not_installed_is_named(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.BACKENDS, "onnxruntime", ("x", ("onnxruntime", "no-such-package")))
+    monkeypatch.setitem(registry.BACKENDS, "onnxruntime", ("x", ("onnxruntime", "no-such-package")))
     ran = latbench("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--dry-run")
     assert ran.code == 0 and "onnxruntime" not in ran.out
     assert "onnxruntime is left out, it is not installed here: pip install onnxruntime no-such-package" in ran.err
@@ -203,8 +203,8 @@ def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypat
         "numba",
         "torch_sparse_cpu",
     }
-    assert used("--backends", "all") == set(backends.BACKENDS)
-    monkeypatch.setitem(backends.BACKENDS, "openvino", ("x", ("no-such-package",)))
+    assert used("--backends", "all") == set(registry.BACKENDS)
+    monkeypatch.setitem(registry.BACKENDS, "openvino", ("x", ("no-such-package",)))
     assert "openvino" not in used("--backends", "all")
     refused = latbench("sweep", "--cpu", "--workload", tiny, "--backends", "openvino", "--dry-run").refused(3)
     assert refused == "latbench: openvino is not installed here: pip install no-such-package"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from latbench.backends import openvino
+from latbench.backends.cpu import openvino
 from search.engines import (
     Choices,
     check_outputs,

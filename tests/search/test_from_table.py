@@ -11,7 +11,7 @@ import pytest
 
 import cost_models
 from cost_models import AnchoredLookup
-from latbench.backends.deepsparse import Operation
+from latbench.backends.cpu.deepsparse import Operation
 from latbench.cli import main as cli
 from latbench.errors import BadData, UsageError
 from latbench.importers import text_formats as interchange

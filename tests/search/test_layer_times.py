@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from latbench.backends import deepsparse
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import BadData, EnvironmentUnusable
 from latbench.importers import text_formats as interchange
 from latbench.tables import table as tables

@@ -12,9 +12,9 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from latbench.backends import deepsparse, deepsparse_environment
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse, deepsparse_environment
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.cli import main as cli
 from latbench.errors import BadData
 from latbench.tables import table as tables

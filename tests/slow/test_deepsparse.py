@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from latbench.backends import deepsparse
-from latbench.backends import deepsparse_environment as environment
-from latbench.backends.deepsparse import Operation
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu import deepsparse
+from latbench.backends.cpu import deepsparse_environment as environment
+from latbench.backends.cpu.deepsparse import Operation
+from latbench.backends.cpu.deepsparse_environment import Environment
 from latbench.errors import EnvironmentUnusable
 from latbench.importers import text_formats as interchange
 from latbench.runners.worker import resolve

@@ -43,8 +43,8 @@ def _facts() -> dict[str, Any]:
     import time
     from dataclasses import asdict
 
-    from latbench import backends
-    from latbench.backends import deepsparse_environment
+    from latbench.backends import registry
+    from latbench.backends.cpu import deepsparse_environment
     from latbench.machines import devices
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
@@ -56,8 +56,8 @@ def _facts() -> dict[str, Any]:
     time.sleep(STEAL_SECONDS)
     host = disturbances.host(devices.telemetry(before)["steal_fraction"])
     engines = {
-        name: {"version": version, "missing": _missing(backends.BACKENDS[name][1])}
-        for name, version in backends.available().items()
+        name: {"version": version, "missing": _missing(registry.BACKENDS[name][1])}
+        for name, version in registry.available().items()
     }
     gpus, no_gpu = discovery.gpus()
     facts = {
@@ -101,7 +101,7 @@ def _missing(packages: tuple[str, ...]) -> list[str]:
 
 def _gpu_backends() -> dict[str, dict[str, Any]]:
     """The engines that run on GPUs: version, and the packages of which one has to be installed where none is."""
-    from latbench.backends.on_gpu import BACKENDS
+    from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 
     return {
         name: {"version": (version := backend.version()), "missing": [] if version else list(backend.missing)}
@@ -113,7 +113,7 @@ def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
     """The roofline of this CPU with all its cores; None where no sweep has measured it."""
     from dataclasses import asdict
 
-    from latbench.backends import reference
+    from latbench.backends.cpu import cpu_reference as reference
     from latbench.machines.ceilings import Ceilings, Kept
 
     known = Kept[Ceilings](environment["device"], environment["threads"], reference.WORK, _unmeasured).known()
@@ -206,7 +206,7 @@ def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from latbench.backends import gpu_installation as installation
+    from latbench.backends.gpu import gpu_installation as installation
     from latbench.base.number_format import size
 
     environment, host = facts["environment"], facts["host"]
@@ -264,7 +264,7 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _cold_weights() -> str:
     """From where a sweep's weights come, as far as copies of them help."""
-    from latbench.backends import MOST_COPIES, cold_bytes
+    from latbench.backends.cpu.prepare_point import MOST_COPIES, cold_bytes
     from latbench.base.number_format import size
     from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 

@@ -32,7 +32,7 @@ def layers(
     seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Of the order in which sparsities take turns.")] = 0,
 ) -> None:
     """Time a model's layers in DeepSparse, inside the network, with the same share of zeros imposed on all."""
-    from latbench.backends import deepsparse_environment
+    from latbench.backends.cpu import deepsparse_environment
 
     environment = deepsparse_environment.find()  # before anything that takes a while to load
 

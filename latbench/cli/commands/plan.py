@@ -42,7 +42,7 @@ def plan(
     from rich.table import Table
 
     from cost_models import Adaptive
-    from latbench.backends import available
+    from latbench.backends.registry import available
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.workloads import points as planning
@@ -135,8 +135,8 @@ def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
     For a GPU of this machine these are the installed engines, with their versions. For one elsewhere these are all
     engines, and the name is as far as `wanted` tells it. Raises UsageError for an unknown name.
     """
-    from latbench.backends import on_gpu
-    from latbench.backends.gpu_installation import installed
+    from latbench.backends.gpu import prepare_gpu_point as on_gpu
+    from latbench.backends.gpu.gpu_installation import installed
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
 

@@ -181,7 +181,7 @@ def _check(
     most_bytes: float | None,
 ) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
-    from latbench.backends import deepsparse_environment
+    from latbench.backends.cpu import deepsparse_environment
     from latbench.errors import UsageError
     from search.engines import BACKENDS
     from search.loss.pools import PLACES

@@ -17,8 +17,8 @@ def setup(
     """Install an engine into an environment of its own, beside latbench's cache, and run it once."""
     import time
 
-    from latbench.backends import deepsparse
-    from latbench.backends import deepsparse_environment as environment
+    from latbench.backends.cpu import deepsparse
+    from latbench.backends.cpu import deepsparse_environment as environment
     from latbench.errors import UsageError
 
     if engine != "deepsparse":

@@ -149,7 +149,7 @@ class Target:
 
 def _cpu_here(threads: int | None, sessions: int) -> Target:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
-    from latbench import backends
+    from latbench.backends import registry
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.sweeping import sweep as sweeping
@@ -157,7 +157,7 @@ def _cpu_here(threads: int | None, sessions: int) -> Target:
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
     cpu = sweeping.Cpu(threads or devices.cores())
-    there = [name for name, version in backends.available().items() if version is not None]
+    there = [name for name, version in registry.available().items() if version is not None]
     run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
     return Target(cpu.device, cpu.threads, there, run)
 
@@ -166,7 +166,7 @@ def _gpu_here(wanted: str, given: Sequence[str], how: How) -> Target:
     """Return a GPU of this machine, with the engines that can use it. Raises EnvironmentUnusable where the GPU is not
     here, or where an engine that is needed cannot use it.
     """
-    from latbench.backends.gpu_installation import installed
+    from latbench.backends.gpu.gpu_installation import installed
     from latbench.machines import gpu_discovery as discovery
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine
@@ -187,8 +187,8 @@ def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> li
     Prints why others are left out. Raises EnvironmentUnusable where an engine that is needed cannot use it. Engines
     given by name are all needed; otherwise these are the dense baseline and our kernels.
     """
-    from latbench.backends.gpu_installation import NEEDED, installed, missing, refused_by_driver
-    from latbench.backends.on_gpu import BACKENDS
+    from latbench.backends.gpu.gpu_installation import NEEDED, installed, missing, refused_by_driver
+    from latbench.backends.gpu.prepare_gpu_point import BACKENDS
     from latbench.sweeping.sweep import alone
 
     named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
@@ -303,7 +303,7 @@ def gpu_blocks(
     """Return the points of a GPU that a command line asks for by workloads, patterns, sparsities and backends, in
     blocks, the most telling first; `there` are the backends that can be used `where` it is measured.
     """
-    from latbench.backends import on_gpu
+    from latbench.backends.gpu import prepare_gpu_point as on_gpu
     from latbench.sweeping import gpu_points as on_gpus
     from latbench.workloads import points as plan
     from latbench.workloads import workload as workloads
@@ -399,11 +399,11 @@ def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, whe
 
     stderr hears of standard ones that are not installed, because the fastest dense may be among them.
     """
-    from latbench import backends
+    from latbench.backends import registry
     from latbench.workloads import points as plan
 
-    needed = {name: packages for name, (_, packages) in backends.BACKENDS.items()}
-    here = (name for name, version in backends.available().items() if version is not None)
+    needed = {name: packages for name, (_, packages) in registry.BACKENDS.items()}
+    here = (name for name, version in registry.available().items() if version is not None)
     installed = set(here if there is None else there)
     if given:
         return _named(given, needed, installed, where)

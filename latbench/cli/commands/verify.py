@@ -51,7 +51,7 @@ def _show(verdict: Verdict, followed: Profile, last_line: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from latbench.backends.deepsparse_environment import LICENCE
+    from latbench.backends.cpu.deepsparse_environment import LICENCE
     from latbench.base.number_format import ratio, seconds
 
     table = Table(box=None, pad_edge=False)

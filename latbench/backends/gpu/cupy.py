@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import cupy
 
-from latbench.backends import Unsupported
-from latbench.backends.cublas import float64, on_device, widened
-from latbench.backends.gpu_layers import GpuLayer
-from latbench.backends.on_gpu import GpuEngine, copies
+from latbench.backends.gpu.cublas import float64, on_device, widened
+from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies
+from latbench.backends.registry import Unsupported
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point

@@ -9,9 +9,9 @@ from __future__ import annotations
 import cupy
 import numpy as np
 
-from latbench.backends import Unsupported
-from latbench.backends.gpu_layers import GpuLayer, bits
-from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.backends.gpu.gpu_layers import GpuLayer, bits
+from latbench.backends.gpu.prepare_gpu_point import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.backends.registry import Unsupported
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point

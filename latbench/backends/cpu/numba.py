@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 import sparse_kernels
-from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.plans import conv2d, linear

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from latbench.backends import Unsupported
-from latbench.backends.gpu_layers import GpuLayer
-from latbench.backends.on_gpu import GpuEngine, copies, only
-from latbench.backends.torch_gpu import activations, float64, on_device
+from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies, only
+from latbench.backends.gpu.torch_gpu import activations, float64, on_device
+from latbench.backends.registry import Unsupported
 from latbench.timing.gpu_drivers import torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.timing.sampling import Clock

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import numpy as np
 from scipy import sparse
 
-from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.backends.compressed import compressed
+from latbench.backends.cpu.compressed_weight import compressed
+from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import Unsupported
-from latbench.backends import gpu_layers as layers
-from latbench.backends.gpu_layers import GpuLayer
+from latbench.backends.gpu import gpu_layers as layers
+from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.registry import Unsupported
 from latbench.machines import devices, nvml
 from latbench.timing import gpu_drivers as drivers
 from latbench.timing import gpu_events as timing
@@ -91,20 +91,21 @@ _BSR = dict.fromkeys(("bsr", "bsr_tuned"), ("triton",))
 
 # Each of our own may crash alone. Of other libraries those that are no baseline do not share the baseline's process.
 BACKENDS = {
-    "torch_gpu": Backend("latbench.backends.torch_gpu", ("torch",), "torch", {**_BLAS, "cudnn": ("cudnn",)}),
+    "torch_gpu": Backend("latbench.backends.gpu.torch_gpu", ("torch",), "torch", {**_BLAS, "cudnn": ("cudnn",)}),
     "torch_sparse": Backend(
-        "latbench.backends.torch_sparse", ("torch",), "torch_sparse",
+        "latbench.backends.gpu.torch_sparse", ("torch",), "torch_sparse",
         {**_SPARSE_LT, **_BSR, "cutlass": ()}, packed=tuple(_BSR),
     ),
     # CuPy refuses to call libraries while a stream is captured.
-    "cublas": Backend("latbench.backends.cublas", _CUPY, "cupy_peers", _BLAS, captured=False),
+    "cublas": Backend("latbench.backends.gpu.cublas", _CUPY, "cupy_peers", _BLAS, captured=False),
     "cusparse": Backend(
-        "latbench.backends.cusparse", _CUPY, "cupy_peers", {"": ("cusparse",)}, packed=("csr", "bsr"), captured=False
+        "latbench.backends.gpu.cusparse", _CUPY, "cupy_peers", {"": ("cusparse",)},
+        packed=("csr", "bsr"), captured=False,
     ),
-    "cupy": Backend("latbench.backends.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
+    "cupy": Backend("latbench.backends.gpu.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
     # Its launches go to the default stream, which cannot be captured.
     "numba_cuda": Backend(
-        "latbench.backends.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvvm",)}, packed=("auto",),
+        "latbench.backends.gpu.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvvm",)}, packed=("auto",),
         checked_by=_CUPY, ours=True, captured=False,
     ),
 }  # fmt: skip

@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from latbench.backends import Engine, Layer, Unsupported, copies_for
+from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import KERNELS, ROUNDED, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape

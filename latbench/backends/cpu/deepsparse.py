@@ -25,8 +25,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends import synthetic_layer
-from latbench.backends.deepsparse_environment import Environment
+from latbench.backends.cpu.deepsparse_environment import Environment
+from latbench.backends.cpu.prepare_point import synthetic_layer
 from latbench.errors import EnvironmentUnusable
 from latbench.timing.sampling import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
 from latbench.workloads.points import Point
@@ -201,7 +201,7 @@ def analyse(
 def check(environment: Environment) -> None:
     """Run one small sparse layer. Raises EnvironmentUnusable where that fails or computes something else."""
     try:
-        from latbench.backends.onnxruntime import one_node_model
+        from latbench.backends.cpu.onnxruntime import one_node_model
     except ImportError as error:
         raise EnvironmentUnusable("DeepSparse runs ONNX models: `pip install latbench[onnx]` first") from error
     point = Point("cpu", "deepsparse", "auto", LinearShape(32, 64, 8), Unstructured(), 0.75, threads=1)

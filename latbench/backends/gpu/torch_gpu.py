@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from latbench.backends import Unsupported
-from latbench.backends.gpu_layers import GpuLayer
-from latbench.backends.on_gpu import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.backends.gpu.gpu_layers import GpuLayer
+from latbench.backends.gpu.prepare_gpu_point import SPLIT_SUMS, GpuEngine, copies, only
+from latbench.backends.registry import Unsupported
 from latbench.timing.gpu_drivers import torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point

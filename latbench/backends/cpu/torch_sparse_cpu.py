@@ -11,9 +11,10 @@ import warnings
 import numpy as np
 import torch
 
-from latbench.backends import Engine, Layer, Unsupported, copies_for
-from latbench.backends.compressed import compressed
-from latbench.backends.torch import Run, inference
+from latbench.backends.cpu.compressed_weight import compressed
+from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
+from latbench.backends.cpu.torch import Run, inference
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 

@@ -2,7 +2,7 @@
 
 DeepSparse was given up in 2025: its newest package is an empty stub, and the last real one, 1.8.0, wants an older
 Python, NumPy and onnx than latbench. So it gets an environment with nothing but its native library and the NumPy that
-goes with it, and runs there in processes of its own (`latbench.backends.deepsparse`).
+goes with it, and runs there in processes of its own (`latbench.backends.cpu.deepsparse`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def handed_on(threads: int) -> HandedOn:
 
 def find(threads: int) -> Ceilings:
     """Measure the ceilings of this process's CPU with `threads` threads; takes some seconds."""
-    from latbench.backends import ceiling_kernels
+    from latbench.backends.cpu import ceiling_kernels
     from sparse_kernels.cpu.codegen.cpu_target import host
 
     rates: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""What runs in DeepSparse's own environment: one process, one model. `latbench.backends.deepsparse` starts it.
+"""What runs in DeepSparse's own environment: one process, one model. `latbench.backends.cpu.deepsparse` starts it.
 
     python -I deepsparse_worker.py DESCRIPTOR PARENT_PID ENGINE
 

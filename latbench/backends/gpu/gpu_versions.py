@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 from latbench.workloads.points import Point
 
 if TYPE_CHECKING:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from latbench.backends import Layer, Unsupported
+from latbench.backends.cpu.prepare_point import Layer
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight, pack
 from sparse_kernels.patterns import NM, BlockWise, Unstructured

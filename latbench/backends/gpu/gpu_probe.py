@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.backends import Unsupported, on_gpu
+from latbench.backends.gpu import prepare_gpu_point as on_gpu
+from latbench.backends.registry import Unsupported
 from latbench.machines import cuda_libraries as libraries
 from latbench.workloads.points import Point
 
@@ -79,7 +80,7 @@ class Refused(Exception):
 
 def _refuse_cpu_build(backend: str) -> None:
     """Raise Refused for a torch without CUDA, whose own words do not say what to do."""
-    if not on_gpu.BACKENDS[backend].module.startswith("latbench.backends.torch"):
+    if not on_gpu.BACKENDS[backend].module.startswith("latbench.backends.gpu.torch"):
         return
     torch: Any = importlib.import_module("torch")
     if torch.version.cuda is None:

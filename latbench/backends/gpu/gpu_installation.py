@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from latbench.backends.on_gpu import BACKENDS
+from latbench.backends.gpu.prepare_gpu_point import BACKENDS
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import nvml
 from latbench.machines.gpu_names import Gpu

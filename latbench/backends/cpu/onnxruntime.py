@@ -15,7 +15,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from latbench.backends import MOST_SESSIONS, Engine, Layer, Unsupported, copies_for
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, Layer, copies_for
+from latbench.backends.registry import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape, Shape
 
