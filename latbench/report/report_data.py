@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from latbench.errors import BadData
-from latbench.report import accuracy, predictions, ranking, roofline
-from latbench.report import frames as data
-from latbench.report.inputs import Inputs
+from latbench.report import point_frames as data
+from latbench.report.report_inputs import Inputs
+from latbench.report.sections import accuracy, predictions, ranking
+from latbench.report.sections import roofline_chart as roofline
 from latbench.tables import table as tables
 
 if TYPE_CHECKING:

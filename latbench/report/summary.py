@@ -8,8 +8,8 @@ import rich.table
 from rich.markup import escape
 
 from latbench.base import number_format as units
-from latbench.report import overview
-from latbench.report.inputs import Inputs
+from latbench.report.pages import overview
+from latbench.report.report_inputs import Inputs
 
 KEYS = (
     "target", "met", "predicted_seconds", "predicted_low", "predicted_high", "measured_seconds", "measured_speedup",

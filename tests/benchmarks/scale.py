@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 import cost_models
-from latbench.report import inputs
+from latbench.report import report_inputs as inputs
 from latbench.tables import compare
 from latbench.tables import merge as merging
 from latbench.tables import table as tables

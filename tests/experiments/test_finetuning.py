@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from latbench.errors import PromiseMissed
-from latbench.report import accuracy
+from latbench.report.sections import accuracy
 from search.profile import LayerChoice, Profile
 
 

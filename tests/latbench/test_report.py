@@ -26,9 +26,13 @@ from typer.testing import CliRunner
 from latbench.base import bundled_data as bundled
 from latbench.cli.commands.report import report
 from latbench.errors import BadData, EnvironmentUnusable, LatbenchError, UsageError
-from latbench.report import figures, html, inputs, paper, sections, summary
-from latbench.report import frames as data
+from latbench.report import figures, summary
+from latbench.report import paper_figures as paper
+from latbench.report import point_frames as data
 from latbench.report import report_data as contents
+from latbench.report import report_inputs as inputs
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import html_page as html
 from latbench.tables import storage as places
 from latbench.tables import table as tables
 
@@ -377,7 +381,7 @@ def test_a_damaged_manifest_is_one_line(files: Any, damage: dict[str, Any], monk
 def test_the_command_loads_nothing_heavy_before_it_runs() -> None:
     code = "import sys, latbench.cli.commands.report; "
     code += "print({'pandas', 'plotly', 'jinja2', 'torch', 'matplotlib'} & set(sys.modules));"
-    code += "import latbench.report.html, latbench.report.inputs;"
+    code += "import latbench.report.pages.html_page, latbench.report.report_inputs;"
     code += "print({'scipy', 'sklearn', 'torch', 'matplotlib'} & set(sys.modules))"  # nor for a table alone
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["set()", "set()"]

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from latbench.base import number_format as units
-from latbench.report import frames as data
-from latbench.report import overview
+from latbench.report import point_frames as data
+from latbench.report.pages import overview
 
 rows_of = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("report_rows.py"))))
 row, frame = rows_of.row, rows_of.frame

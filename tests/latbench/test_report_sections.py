@@ -17,21 +17,15 @@ import scipy.stats
 from cost_models import AnchoredLookup, Boosted, Transfer
 from cost_models.storage import ModelFile
 from latbench.errors import BadData
-from latbench.report import (
-    accuracy,
-    comparison,
-    figures,
-    overview,
-    predictions,
-    ranking,
-    roofline,
-    sections,
-    trade_off,
-)
-from latbench.report import frames as data
-from latbench.report import inputs as reading
+from latbench.report import figures
+from latbench.report import point_frames as data
 from latbench.report import report_data as content
-from latbench.report import speedup_map as maps
+from latbench.report import report_inputs as reading
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import comparison, overview
+from latbench.report.pages import speedup_map as maps
+from latbench.report.sections import accuracy, predictions, ranking, trade_off
+from latbench.report.sections import roofline_chart as roofline
 from search import frames
 from search.profile import LayerChoice, Profile
 

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from latbench.report import comparison, html, inputs
+from latbench.report import report_inputs as inputs
+from latbench.report.pages import comparison
+from latbench.report.pages import html_page as html
 from latbench.tables import table as tables
 
 pytestmark = pytest.mark.slow

@@ -125,7 +125,7 @@ def _show(changes: Sequence[Change], counts: Counter[str], most: int) -> None:
 def _words(changes: Sequence[Change]) -> Callable[[Change], str]:
     """A function that tells a point from the others: its shape, pattern and engine, and what else differs."""
     from latbench.base import number_format as units
-    from latbench.report import frames as data
+    from latbench.report import point_frames as data
 
     plain = {*data.SHAPE, "model", "backend", "kernel_requested", "pattern", "sparsity_target"}
     keys = [change.key for change in changes]

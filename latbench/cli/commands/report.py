@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from latbench.report.inputs import Inputs
+    from latbench.report.report_inputs import Inputs
     from latbench.tables.compare import Change
     from latbench.tables.storage import Place
 
@@ -46,8 +46,9 @@ def report(
 
     from latbench.base.files import write_text_atomically
     from latbench.errors import UsageError
-    from latbench.report import html, inputs
     from latbench.report import report_data as content
+    from latbench.report import report_inputs as inputs
+    from latbench.report.pages import html_page as html
     from latbench.report.summary import summarise, summary_table
     from latbench.tables import storage as places
 
@@ -66,7 +67,7 @@ def report(
         )  # fmt: skip
         shown = content.of(read)
         if figures is not None:  # first: what is missing for it is said before anything is written
-            from latbench.report import paper
+            from latbench.report import paper_figures as paper
 
             paper.write(shown, read, figures)
         write_text_atomically(output, html.page_text(html.build(read, shown, command)))
@@ -77,7 +78,9 @@ def report(
 
 def _compare(table: Place, against: Place, output: Path, command: list[str]) -> None:
     from latbench.base.files import write_text_atomically
-    from latbench.report import comparison, html, inputs
+    from latbench.report import report_inputs as inputs
+    from latbench.report.pages import comparison
+    from latbench.report.pages import html_page as html
 
     first, second = comparison.sides(inputs.read(table), inputs.read(against))
     changes = _changes(first.inputs, second.inputs)

@@ -604,7 +604,7 @@ def speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """
     from rich.table import Table
 
-    from latbench.report.frames import SETTING, SHAPE, engine_name, with_rivals
+    from latbench.report.point_frames import SETTING, SHAPE, engine_name, with_rivals
     from latbench.tables import table as tables
 
     timed = with_rivals(tables.timed(frame))

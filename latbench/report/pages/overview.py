@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Section, Table, Tile, table
 from latbench.report.report_data import Content
 from sparse_kernels import patterns

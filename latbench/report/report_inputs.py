@@ -14,8 +14,8 @@ import pandas as pd
 
 from latbench.base import files
 from latbench.errors import BadData, UsageError
-from latbench.report import accuracy as results
-from latbench.report import trade_off
+from latbench.report.sections import accuracy as results
+from latbench.report.sections import trade_off
 from latbench.tables import latest_rows as latest
 from latbench.tables import table as tables
 from latbench.tables.storage import Place

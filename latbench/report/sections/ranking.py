@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Table, count_cell, table
 from latbench.report.figures import Figure, colour, line_at, plain, reach, short
 

@@ -18,9 +18,7 @@ import pandas as pd
 from latbench.base import number_format as units
 from latbench.base.files import write_bytes_atomically, write_text_atomically
 from latbench.errors import EnvironmentUnusable
-from latbench.report import frames as data
-from latbench.report import predictions, roofline, trade_off
-from latbench.report import speedup_map as maps
+from latbench.report import point_frames as data
 from latbench.report.figures import (
     COLOURS,
     DASHES,
@@ -34,8 +32,11 @@ from latbench.report.figures import (
     symbol,
     thinned,
 )
-from latbench.report.inputs import Inputs
+from latbench.report.pages import speedup_map as maps
 from latbench.report.report_data import Content
+from latbench.report.report_inputs import Inputs
+from latbench.report.sections import predictions, trade_off
+from latbench.report.sections import roofline_chart as roofline
 
 COLUMN, PAGE = 3.5, 7.0  # inches: the width of a column, and of both
 STYLE: dict[Any, Any] = {

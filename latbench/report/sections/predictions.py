@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
 
 if TYPE_CHECKING:

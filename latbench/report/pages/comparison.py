@@ -19,12 +19,14 @@ import pandas as pd
 from latbench.base import bundled_data as bundled
 from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import figures, overview, sections
-from latbench.report import frames as data
-from latbench.report import speedup_map as maps
+from latbench.report import figures
+from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Chart, Section, Table, Tile, count_cell, table
 from latbench.report.figures import Figure, colour, line_at, plain, short, thinned, time_axis
-from latbench.report.inputs import Inputs
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import overview
+from latbench.report.pages import speedup_map as maps
+from latbench.report.report_inputs import Inputs
 from latbench.tables.compare import KINDS, Change
 from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR
 

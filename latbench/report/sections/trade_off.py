@@ -16,7 +16,7 @@ import pandas as pd
 
 from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Chart, Section, table
 from latbench.report.figures import (
     GAIN,

@@ -13,11 +13,13 @@ import pandas as pd
 
 from latbench.base import bundled_data as bundled
 from latbench.base import number_format as units
-from latbench.report import figures, overview, predictions, ranking
-from latbench.report import frames as data
+from latbench.report import figures
+from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
-from latbench.report.inputs import Inputs
+from latbench.report.pages import overview
 from latbench.report.report_data import Content
+from latbench.report.report_inputs import Inputs
+from latbench.report.sections import predictions, ranking
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile

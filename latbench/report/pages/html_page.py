@@ -1,5 +1,5 @@
 """One HTML file without any request: sections, styles, script, data and plotly in one text, under a policy that
-forbids the network. The template, the styles and the script are files beside this module; autoescape is on.
+forbids the network. The template, the styles and the script are files in `report/templates`; autoescape is on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import jinja2
 
 from latbench.base import number_format as units
 from latbench.errors import EnvironmentUnusable
-from latbench.report import accuracy, overview, roofline, sections, trade_off
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report import report_data as contents
-from latbench.report import speedup_map as maps
 from latbench.report.elements import Chart, Section
-from latbench.report.inputs import Inputs
+from latbench.report.pages import common_sections as sections
+from latbench.report.pages import overview
+from latbench.report.pages import speedup_map as maps
 from latbench.report.report_data import Content
+from latbench.report.report_inputs import Inputs
+from latbench.report.sections import accuracy, trade_off
+from latbench.report.sections import roofline_chart as roofline
 
 SHAPES = 400  # that the tables and the chart show: more than anybody reads, and 4 to 10 kB each
 
@@ -129,7 +132,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("latbench.report").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("latbench.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _environment() -> jinja2.Environment:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import frames as data
+from latbench.report import point_frames as data
 from latbench.report.elements import Chart, Section
 from latbench.report.figures import CELLS, Figure, plain
 from latbench.report.report_data import Content
