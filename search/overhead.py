@@ -125,7 +125,7 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
 
 def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
     """What whole-model times depend on, whatever the layers become."""
-    versions = {name: registry.version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    versions = {name: registry.find_version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
     return {
         "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
         "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},

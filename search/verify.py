@@ -251,7 +251,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if backend == "deepsparse" else registry.version(backend)
+    return deepsparse_environment.VERSION if backend == "deepsparse" else registry.find_version(backend)
 
 
 def manifest_hash(folder: Path) -> str:

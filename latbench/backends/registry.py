@@ -1,30 +1,44 @@
-"""Which engines of a CPU there are, and which of them are installed here."""
+"""Which layer engines are installed here, in which version, and which packages one lacks."""
 
 from __future__ import annotations
 
-from latbench.machines import devices
+from collections.abc import Sequence
 
-# Each engine: its module, and the packages it cannot run without; the first one's version stands in the table.
-BACKENDS = {
-    "torch": ("latbench.backends.cpu.torch", ("torch",)),
-    "onnxruntime": ("latbench.backends.cpu.onnxruntime", ("onnxruntime", "onnx")),
-    "openvino": ("latbench.backends.cpu.openvino", ("openvino",)),
-    "numba": ("latbench.backends.cpu.numba", ("numba",)),
-    "torch_sparse_cpu": ("latbench.backends.cpu.torch_sparse_cpu", ("torch",)),
-    "scipy": ("latbench.backends.cpu.scipy", ("scipy",)),
-}
+from latbench.base.engines import CPU_ENGINES, GPU_ENGINES, LayerEngine
+from latbench.machines import devices
 
 
 class Unsupported(Exception):
-    """The engine does not do this; the message says why."""
+    """An engine cannot run this layer; the message says why."""
 
 
-def available() -> dict[str, str | None]:
-    """Every engine with the version that is installed here; None where a package is missing."""
-    return {name: version(name) for name in BACKENDS}
+def find_version(name: str) -> str | None:
+    """Return the installed version of a layer engine; None if it lacks a package."""
+    engine = CPU_ENGINES.get(name) or GPU_ENGINES[name]
+    packages = [find_package(group) for group in engine.packages]
+    return devices.version(packages[0]) if packages[0] is not None and all(packages) else None
 
 
-def version(name: str) -> str | None:
-    """The version of an engine; None unless all of its packages are installed."""
-    versions = [devices.version(package) for package in BACKENDS[name][1]]
-    return versions[0] if all(versions) else None
+def list_cpu_versions() -> dict[str, str | None]:
+    """Return the installed version of every CPU engine; None if it lacks a package."""
+    return {name: find_version(name) for name in CPU_ENGINES}
+
+
+def list_gpu_versions() -> dict[str, str | None]:
+    """Return the installed version of every GPU engine; None if it lacks a package."""
+    return {name: find_version(name) for name in GPU_ENGINES}
+
+
+def find_package(alternatives: Sequence[str]) -> str | None:
+    """Return the first of these packages that is installed; None if none is."""
+    return next((name for name in alternatives if devices.version(name)), None)
+
+
+def list_used_packages(engine: LayerEngine) -> tuple[str, ...]:
+    """List the installed packages that an engine runs with."""
+    return tuple(name for name in map(find_package, engine.packages) if name is not None)
+
+
+def list_missing_groups(engine: LayerEngine) -> list[tuple[str, ...]]:
+    """List the groups of alternatives of which an engine needs a package that is not installed."""
+    return [group for group in engine.packages if find_package(group) is None]

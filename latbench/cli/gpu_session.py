@@ -37,8 +37,9 @@ from typing import Any
 
 import pandas as pd
 
-from latbench.backends.gpu.gpu_installation import NEEDED, installed, missing, refused_by_driver
+from latbench.backends.gpu.gpu_installation import installed, missing, refused_by_driver
 from latbench.base import files
+from latbench.base.engines import GPU_ENGINES, list_standard
 from latbench.errors import EnvironmentUnusable, Incomplete, LatbenchError, PromiseMissed, UsageError
 from latbench.machines import nvml
 from latbench.sweeping import (
@@ -348,7 +349,7 @@ def main(given: Sequence[str] | None = None) -> None:
         remarks = [f"{name} is left out: {reason}" for name, reason in refusals.items()]
         for remark in remarks:
             log(remark)
-        for name in NEEDED:
+        for name in list_standard(GPU_ENGINES):
             if name in refusals:
                 raise EnvironmentUnusable(f"nothing to measure without {name}: {refusals[name]}")
         swept = measure(

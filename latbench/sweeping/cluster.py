@@ -94,7 +94,7 @@ def look(gpu: str | None) -> Seen:
         machine = GpuMachine(find_gpu(gpu))
         backends_here = frozenset(installed())
         return Seen(machine.device, devices.cores(), backends_here, sources(), (machine.versions,))
-    there = frozenset(name for name, version in registry.available().items() if version is not None)
+    there = frozenset(name for name, version in registry.list_cpu_versions().items() if version is not None)
     return Seen(devices.cpu_device(), devices.cores(), there, sources())
 
 

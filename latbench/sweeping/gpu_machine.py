@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from latbench.backends.gpu.gpu_installation import installed
 from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.gpu.gpu_versions import DRIVER, Versions
-from latbench.backends.gpu.prepare_gpu_point import BACKENDS, MOST_COPIES, UUID
+from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
+from latbench.base.engines import GPU_ENGINES
 from latbench.base.environments import env_id
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices, nvml
@@ -42,7 +43,7 @@ SETTINGS = Settings(rel_error=0.005, max_seconds=0.2, round_seconds=0.02)
 
 _BESIDE = ("ceilings", "reference")  # processes that time no point
 BUSY_SECONDS = 30.0  # that whoever needs one of these waits until it has started
-MOST_PROCESSES = 8  # at the same time: one for each name of a process in BACKENDS, and these
+MOST_PROCESSES = 8  # at the same time: one for each name of a process in GPU_ENGINES, and these
 
 _LARGEST_L2 = 128 * 2**20  # B200's; only for the estimate of memory
 _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, and the libraries'
@@ -165,7 +166,7 @@ class GpuMachine:
 
     def process(self, backend: str) -> str:
         """Libraries share a process, which saves loading them; each of our own backends may crash alone."""
-        return BACKENDS[backend].process
+        return GPU_ENGINES[backend].process
 
     def worker(self, process: str) -> Worker:
         """A process that sees this GPU and no other: the one of that name that `start` began, or a new one."""

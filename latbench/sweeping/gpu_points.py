@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+from latbench.base.engines import GPU_ENGINES
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point, sparsities_of
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise
@@ -118,7 +118,7 @@ CONV_WISHES = (
 def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: Kernel, seed: int = 0) -> Point:
     """A point in the mode that its backend allows."""
     backend, name, layout = kernel
-    launch = "graph" if BACKENDS[backend].captured else "call"
+    launch = "graph" if GPU_ENGINES[backend].captures_graphs else "call"
     return Point(
         device, backend, name, shape, pattern, sparsity, threads=1, seed=seed, epilogue="none",
         cache_mode="rotated", launch_mode=launch, dtype="float16", layout=layout,
@@ -126,7 +126,7 @@ def point(device: str, shape: Shape, pattern: Pattern, sparsity: float, kernel: 
 
 
 def wished(
-    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = BACKENDS, seed: int = 0
+    device: str, shape: Shape, wishes: Iterable[Wish], backends: Collection[str] = GPU_ENGINES, seed: int = 0
 ) -> list[Point]:
     """The points of `wishes` for one shape, on `backends`, without patterns that do not fit it."""
     found: dict[Point, None] = {}
@@ -166,17 +166,17 @@ def probes(device: str, backends: Collection[str]) -> dict[str, Point]:
     }  # fmt: skip
 
 
-def smoke(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[Point]:
+def smoke(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[Point]:
     """One point of every kernel of every engine, on small layers: prepared together, they show whether all work."""
     found: dict[tuple[object, ...], Point] = {}
     for shape in (SMOKE_LINEAR, SMOKE_CONV):
         for each in wished(device, shape, _wishes(shape), backends, seed):
-            ours = each.pattern if BACKENDS[each.backend].ours else None
+            ours = each.pattern if GPU_ENGINES[each.backend].ours else None
             found.setdefault((shape, each.backend, each.kernel, each.layout, ours), each)
     return list(found.values())
 
 
-def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -> list[list[Point]]:
+def standard(device: str, backends: Collection[str] = GPU_ENGINES, seed: int = 0) -> list[list[Point]]:
     """The standard sweep: the first MOST_POINTS of `staged` on the standard shapes, without its last tier."""
     blocks: list[list[Point]] = []
     left = MOST_POINTS
@@ -188,7 +188,7 @@ def standard(device: str, backends: Collection[str] = BACKENDS, seed: int = 0) -
 
 
 def staged(
-    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = BACKENDS,
+    shapes: Iterable[Shape], device: str, *, backends: Collection[str] = GPU_ENGINES,
     patterns: Sequence[Pattern] | None = None, sparsities: Sequence[float] | None = None, seed: int = 0,
 ) -> list[list[Point]]:  # fmt: skip
     """Every point of every distinct shape, in blocks of one shape each, the most telling first.

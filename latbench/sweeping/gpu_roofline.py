@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from latbench.base.engines import GPU_ENGINES
 from latbench.machines import devices
 from latbench.machines.ceilings import Kept
 from latbench.sweeping.roofline_pace import Pace
@@ -39,8 +40,9 @@ class GpuPace(Pace[GpuCeilings]):
 
 def units(point: Point, kernel: str) -> str:
     """The units that bound a kernel: the point's element type on tensor cores, unless it is known to use none."""
-    ours = point.backend == "numba_cuda" or (point.backend == "cupy" and kernel.startswith("cuda.csr."))
-    return ORDINARY if ours else point.dtype
+    engine = GPU_ENGINES.get(point.backend)
+    ordinary = engine is not None and (not engine.tensor_cores or kernel.startswith("cuda.csr."))
+    return ORDINARY if ordinary else point.dtype
 
 
 def fewer_products(point: Point) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.backends.gpu.gpu_installation import NEEDED
+from latbench.base.engines import GPU_ENGINES, list_standard
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.tables import table as tables
 
@@ -26,7 +26,7 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
     Returns
     -------
     Outcome
-        ``failed`` where a point of NEEDED failed, where none of an engine of NEEDED was timed, or where nothing was.
+        ``failed`` where a point of a standard engine failed, where one has no timed point, or where nothing has.
         Otherwise a refusal is no failure. Its output has a line for each point that was not timed, with the reason.
     """
     if rows is None or rows.empty:
@@ -36,8 +36,9 @@ def judge(rows: pd.DataFrame | None) -> Outcome:
     refused = latest["status"] == "unsupported"
     failed = latest[~timed & ~refused]
     asked, worked = set(latest["backend"]), set(latest["backend"][timed])
-    without = asked.intersection(NEEDED) - worked
-    needed = failed[failed["backend"].isin(NEEDED)]
+    standard = list_standard(GPU_ENGINES)
+    without = asked.intersection(standard) - worked
+    needed = failed[failed["backend"].isin(standard)]
     lines = [
         f"  {row['status']}: {' '.join(row[name] for name in _NAMED)}: {row['error']}"
         for _, row in latest[~timed].iterrows()

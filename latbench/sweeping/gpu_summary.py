@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from latbench.base.engines import GPU_ENGINES
 from latbench.tables import table as tables
 
-OURS = ("cupy", "numba_cuda")
+OURS = tuple(name for name, engine in GPU_ENGINES.items() if engine.ours)
 THROTTLED = "throttled"
 LIBRARIES = ("cublas", "cudnn", "cusparse", "cusparselt", "triton")  # whose times ours are compared with
 

@@ -208,7 +208,7 @@ class Cpu:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
-        return registry.version(point.backend)
+        return registry.find_version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """See Machine: a row of a CPU holds whatever its version."""

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         def __init__(self, gpu):
             super().__init__()
             self.gpu = gpu
-            self.versions = dict.fromkeys(points.BACKENDS, "1")
+            self.versions = dict.fromkeys(points.GPU_ENGINES, "1")
 
         def environment(self):
             row = {**nvml.environment(self.gpu), "cublas": "13.1.0.3", "triton": "3.6.0"}
@@ -55,11 +55,11 @@ def main(arguments: list[str]) -> int:
             return {"env_id": env_id(row), **row}
 
         def process(self, backend):
-            return points.BACKENDS[backend].process
+            return points.GPU_ENGINES[backend].process
 
     session.GpuMachine = Machine
     session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
-    session.installed = lambda: dict.fromkeys(points.BACKENDS, "1")
+    session.installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
     session.measure.__kwdefaults__["settings"] = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
     return session.run(arguments)
 

@@ -17,6 +17,7 @@ from latbench.backends import registry
 from latbench.backends.cpu import prepare_point
 from latbench.backends.cpu.prepare_point import Engine, Layer, Rotation
 from latbench.backends.registry import Unsupported
+from latbench.base.engines import CPU_ENGINES
 from latbench.workloads.points import KERNELS, Point
 from sparse_kernels import oracle
 from sparse_kernels.cpu.codegen import cpu_target as target
@@ -430,6 +431,7 @@ def test_a_shuffled_mask_is_one_that_packs_and_is_not_in_order(rng: np.random.Ge
 
 
 def test_an_engine_whose_package_is_missing_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert registry.available()["numba"]
-    monkeypatch.setitem(registry.BACKENDS, "numba", ("latbench.backends.cpu.numba", ("numba", "no-such-package")))
-    assert registry.available()["numba"] is None
+    assert registry.list_cpu_versions()["numba"]
+    lacking = replace(CPU_ENGINES["numba"], packages=(("numba",), ("no-such-package",)))
+    monkeypatch.setitem(CPU_ENGINES, "numba", lacking)
+    assert registry.list_cpu_versions()["numba"] is None

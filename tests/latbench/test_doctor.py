@@ -1,5 +1,6 @@
 """doctor: what it reads from a machine's files, what it advises, and how it tells."""
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from latbench.backends import registry
 from latbench.backends.cpu import cpu_reference as reference
+from latbench.base.engines import CPU_ENGINES
 from latbench.machines import devices, nvml
 from latbench.machines import gpu_discovery as discovery
 from latbench.machines import noise_sources as disturbances
@@ -143,7 +144,8 @@ def test_each_disturbance_is_a_sentence_with_its_remedy(change: dict[str, Any], 
 
 
 def test_doctor_tells_what_it_found(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BACKENDS, "onnxruntime", ("x", ("no-such-package",)))
+    lacking = dataclasses.replace(CPU_ENGINES["onnxruntime"], packages=(("no-such-package",),))
+    monkeypatch.setitem(CPU_ENGINES, "onnxruntime", lacking)
     monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     monkeypatch.setattr(
         disturbances, "host", lambda steal: Host(processors=4, cores=2, governor="powersave", load=0.1)

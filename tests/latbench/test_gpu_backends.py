@@ -16,6 +16,7 @@ from latbench.backends.gpu import prepare_gpu_point as on_gpu
 from latbench.backends.gpu.gpu_layers import GpuLayer, rounded
 from latbench.backends.gpu.prepare_gpu_point import GpuEngine
 from latbench.backends.registry import Unsupported
+from latbench.base.engines import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker_process import TaskFailed
 from latbench.sweeping import gpu_points as points
@@ -79,9 +80,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = ModuleType("fake_gpu_engine")
     module.prepare = prepare  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_gpu_engine", module)
-    monkeypatch.setitem(
-        on_gpu.BACKENDS, "cupy", dataclasses.replace(on_gpu.BACKENDS["cupy"], module="fake_gpu_engine")
-    )
+    monkeypatch.setitem(GPU_ENGINES, "cupy", dataclasses.replace(GPU_ENGINES["cupy"], module="fake_gpu_engine"))
     return settings
 
 
@@ -389,9 +388,9 @@ def test_memory_that_runs_out_says_nothing_of_what_torch_supports() -> None:
 
 def test_every_backend_of_the_plan_has_a_module() -> None:
     planned = {each.backend for block in points.standard("x") for each in block}
-    assert planned == set(on_gpu.BACKENDS)
+    assert planned == set(GPU_ENGINES)
     root = Path(on_gpu.__file__).parent
-    for backend in on_gpu.BACKENDS.values():
+    for backend in GPU_ENGINES.values():
         assert (root / f"{backend.module.rpartition('.')[2]}.py").is_file()
 
 
@@ -400,7 +399,7 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     assert machine.device == "nvidia-h200"
     worker = machine.worker("cupy")
     assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
-    shared = [name for name in on_gpu.BACKENDS if machine.process(name) in ("cupy", "numba_cuda")]
+    shared = [name for name in GPU_ENGINES if machine.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+from latbench.base.engines import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices
 from latbench.machines.cuda_libraries import LIBRARIES, OPENED
@@ -67,7 +67,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_every_engine_is_in_the_table_of_what_is_opened() -> None:
-    assert OPENED.keys() == BACKENDS.keys()
+    assert OPENED.keys() == GPU_ENGINES.keys()
     assert {name for names in OPENED.values() for name in names} == LIBRARIES.keys()
 
 
@@ -104,7 +104,7 @@ def test_the_extra_for_cuda_13_brings_every_library_but_torchs() -> None:
     ours = [wanted for wanted in _extra("cuda13") if wanted.name != "torch"]
     brought = set(_brought(ours))
     opened = {
-        name for backend, names in OPENED.items() if "torch" not in BACKENDS[backend].packages for name in names
+        name for backend, names in OPENED.items() if ("torch",) not in GPU_ENGINES[backend].packages for name in names
     }
     missing = {name for name in opened if LIBRARIES[name].wheels[13] not in brought}
     assert not missing

@@ -33,7 +33,7 @@ def test_what_tells_most_comes_first(standard: list[list[Point]]) -> None:
     }
     # The first shape meets every backend, in well under a quarter of the points.
     of_first = [each for block in standard for each in block if each.shape == first[0].shape]
-    assert {each.backend for each in of_first} == set(points.BACKENDS) and len(of_first) < 100
+    assert {each.backend for each in of_first} == set(points.GPU_ENGINES) and len(of_first) < 100
 
 
 def test_what_the_kernels_have_to_show_are_the_first_blocks(standard: list[list[Point]]) -> None:
@@ -101,7 +101,7 @@ def test_a_user_may_ask_for_any_pattern_and_sparsity() -> None:
     peers = {each.kernel for each in asked if each.pattern == NM(2, 4)}
     assert peers == {"auto", "cusparselt", "cusparselt_tuned", "cutlass"}
     everything = flat(points.staged([SHAPE], "x"))
-    assert {each.backend for each in everything} == set(points.BACKENDS)
+    assert {each.backend for each in everything} == set(points.GPU_ENGINES)
     of_vectors = {each.sparsity for each in everything if each.pattern == VectorWise(128)}
     assert of_vectors == set(points.SPARSITIES)
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from latbench.backends import registry
 from latbench.backends.gpu import gpu_installation as installation
 from latbench.backends.gpu import gpu_probe
 from latbench.backends.gpu import prepare_gpu_point as on_gpu
 from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.registry import Unsupported
+from latbench.base.engines import GPU_ENGINES
 from latbench.machines.gpu_names import Gpu
 from latbench.runners.worker import resolve
 from latbench.runners.worker_process import TaskFailed, Worker, WorkerDied
@@ -39,13 +41,13 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 # In the process of an engine ---------------------------------------------------------------------------------------
 
 
-PROBES = points.probes("nvidia-h200", on_gpu.BACKENDS)
+PROBES = points.probes("nvidia-h200", GPU_ENGINES)
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What on_gpu.prepare makes of each backend's point: facts, or an exception; and a torch for CUDA."""
-    answers: dict[str, Any] = {name: {"kernel_used": f"{name}.some.kernel"} for name in on_gpu.BACKENDS}
+    answers: dict[str, Any] = {name: {"kernel_used": f"{name}.some.kernel"} for name in GPU_ENGINES}
     answers["cupy"] = {"kernel_used": "cuda.vector_sm90+finish_sm90.sm_90a"}
 
     def prepare(point: Point) -> Any:
@@ -88,7 +90,7 @@ def test_torch_has_to_be_built_for_cuda(prepared: dict[str, Any]) -> None:
 
 
 def test_every_backend_has_a_small_point_of_its_own() -> None:
-    assert set(PROBES) == set(on_gpu.BACKENDS)
+    assert set(PROBES) == set(GPU_ENGINES)
     assert all(point.backend == name and point.shape == points.SMOKE_LINEAR for name, point in PROBES.items())
     assert all(point.pattern.refuses(point.shape) is None for point in PROBES.values())
     assert set(points.probes("x", ["cupy"])) == {"cupy"}
@@ -128,7 +130,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(Worker, "call", call)
     packages = {"torch": "2.11.0", "cupy-cuda13x": "14.2.0", "numba-cuda": "0.30.4"}
-    monkeypatch.setattr(on_gpu.devices, "version", packages.get)
+    monkeypatch.setattr(registry.devices, "version", packages.get)
     known["packages"] = packages
     return known
 
@@ -136,7 +138,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_processes_start_together_and_are_handed_out_once(answers: dict[str, Any]) -> None:
     at = GpuMachine(GPU)
     began = time.monotonic()
-    assert at.start(list(on_gpu.BACKENDS)) == {}
+    assert at.start(list(GPU_ENGINES)) == {}
     assert time.monotonic() - began < 1.5  # seven processes, 0.3 s each
     first = at.worker("ceilings")
     assert first.name == "ceilings" and at.worker("ceilings") is not first
@@ -175,7 +177,7 @@ def test_versions_are_those_that_the_processes_have_loaded(answers: dict[str, An
     at = GpuMachine(GPU)
     before = at.environment()
     assert at.versions.libraries["cublas"] == "13.0 of the wheel"
-    at.start(list(on_gpu.BACKENDS))
+    at.start(list(GPU_ENGINES))
     assert at.versions.libraries == {"cublas": "13.0 of the wheel", "nvrtc": None, "driver": "580.159.03"}
     assert at.versions.loaded["torch"]["cublas"] == "13.1.0.3" and at.versions.loaded["cupy"]["nvrtc"] == "13.0"
     assert at.versions.architecture == "sm_90a" and at.versions.packages["cupy"] == "14.2.0"
@@ -200,7 +202,7 @@ def test_a_process_that_dies_takes_its_engines_along_and_no_others(
     at = GpuMachine(GPU)
     closed: list[str] = []
     monkeypatch.setattr(Worker, "close", lambda worker: closed.append(worker.name))
-    assert at.start(list(on_gpu.BACKENDS)) == {
+    assert at.start(list(GPU_ENGINES)) == {
         "cublas": "the cupy_peers worker ended by signal SIGSEGV",
         "cusparse": "the cupy_peers worker ended by signal SIGSEGV",
         "torch_sparse": "Triton is missing",
@@ -211,7 +213,7 @@ def test_a_process_that_dies_takes_its_engines_along_and_no_others(
 
 def test_what_is_made_for_a_newer_driver_is_refused(answers: dict[str, Any], a_gpu: Any) -> None:
     a_gpu.nvmlSystemGetCudaDriverVersion_v2 = lambda: 12040
-    refusals = installation.refused_by_driver(GPU, on_gpu.BACKENDS)
+    refusals = installation.refused_by_driver(GPU, GPU_ENGINES)
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     assert refusals["cupy"] == (
         "the NVIDIA driver 580.159.03 is too old: it runs CUDA 12.4, and cupy-cuda13x needs CUDA 13; install a newer "
@@ -242,7 +244,7 @@ def test_the_extra_is_for_the_driver_and_for_the_gpu(cuda: str | None, capabilit
 
 def test_a_cupy_that_would_load_another_cudas_libraries_is_refused(answers: dict[str, Any]) -> None:
     answers["packages"] |= {"cupy-cuda13x": None, "cupy-cuda12x": "14.2.0", "nvidia-cublas": "13.1.1.3"}
-    refusals = installation.refused_by_driver(GPU, on_gpu.BACKENDS)
+    refusals = installation.refused_by_driver(GPU, GPU_ENGINES)
     assert set(refusals) == {"cublas", "cusparse", "cupy", "numba_cuda"}
     said = "cupy-cuda12x would load the libraries of CUDA 13, which are installed too (nvidia-cublas)"
     assert said in refusals["cupy"]
@@ -254,5 +256,5 @@ def test_workers_see_one_gpu_and_ours_may_crash_alone() -> None:
     worker = at.worker("cupy")
     assert worker._environment["CUDA_VISIBLE_DEVICES"] == worker._environment[on_gpu.UUID] == "GPU-3f2a"
     assert [at.process(name) for name in ("cupy", "numba_cuda", "torch_gpu")] == ["cupy", "numba_cuda", "torch"]
-    shared = [name for name in on_gpu.BACKENDS if at.process(name) in ("cupy", "numba_cuda")]
+    shared = [name for name in GPU_ENGINES if at.process(name) in ("cupy", "numba_cuda")]
     assert shared == ["cupy", "numba_cuda"]

@@ -1,13 +1,13 @@
 """plan and sweep as a user meets them: what they print, and how they end."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from latbench.backends import registry
-from latbench.backends.gpu import prepare_gpu_point as on_gpu
+from latbench.base.engines import CPU_ENGINES, GPU_ENGINES
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
 from latbench.machines import gpu_discovery as discovery
@@ -119,7 +119,7 @@ def test_a_gpu_is_planned_for_without_one(latbench: Any, tiny: Path, monkeypatch
     monkeypatch.setattr(discovery, "gpus", lambda: ([], "no NVIDIA driver"))
     chosen = ("--workload", tiny, "--patterns", "dense,nm:2:4,vector:8", "--sparsities", "0.8")
     document = json.loads(latbench("plan", "--gpu", "A100", *chosen, "--json").out)
-    assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(on_gpu.BACKENDS)
+    assert document["device"] == "nvidia-a100" and set(document["backends"]) <= set(GPU_ENGINES)
     assert document["patterns"]["nm:2:4"] and document["estimated_seconds"] > 10 and document["estimated_bytes"] > 0
     assert "no kernel compiled" in document["assumed"]
     ours = json.loads(latbench("plan", "--gpu", "a100", *chosen, "--backends", "cupy", "--json").out)
@@ -184,8 +184,13 @@ def test_a_wrong_request_is_one_line_and_code_2(latbench: Any, arguments: list[s
     assert words in latbench(*arguments).refused(2)
 
 
+def lacking(monkeypatch: pytest.MonkeyPatch, name: str, *packages: str) -> None:
+    needed = tuple((package,) for package in packages)
+    monkeypatch.setitem(CPU_ENGINES, name, dataclasses.replace(CPU_ENGINES[name], packages=needed))
+
+
 def test_an_engine_that_is_not_installed_is_named(latbench: Any, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.BACKENDS, "onnxruntime", ("x", ("onnxruntime", "no-such-package")))
+    lacking(monkeypatch, "onnxruntime", "onnxruntime", "no-such-package")
     ran = latbench("sweep", "--cpu", "--workload", tiny, "--patterns", "dense", "--dry-run")
     assert ran.code == 0 and "onnxruntime" not in ran.out
     assert "onnxruntime is left out, it is not installed here: pip install onnxruntime no-such-package" in ran.err
@@ -203,8 +208,8 @@ def test_backends_are_chosen_by_name_or_all(latbench: Any, tiny: Path, monkeypat
         "numba",
         "torch_sparse_cpu",
     }
-    assert used("--backends", "all") == set(registry.BACKENDS)
-    monkeypatch.setitem(registry.BACKENDS, "openvino", ("x", ("no-such-package",)))
+    assert used("--backends", "all") == set(CPU_ENGINES)
+    lacking(monkeypatch, "openvino", "no-such-package")
     assert "openvino" not in used("--backends", "all")
     refused = latbench("sweep", "--cpu", "--workload", tiny, "--backends", "openvino", "--dry-run").refused(3)
     assert refused == "latbench: openvino is not installed here: pip install no-such-package"

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.registry import BACKENDS, Unsupported
+from latbench.backends.registry import Unsupported
 from latbench.base import cgroups
+from latbench.base.engines import BFLOAT16, CPU_ENGINES
 from latbench.machines import devices
 from latbench.workloads.minimum_work import inputs_read
 from latbench.workloads.points import Point
@@ -103,10 +104,10 @@ def prepare(point: Point) -> Rotation:
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
     layer = synthetic_layer(point)
-    engine = importlib.import_module(BACKENDS[point.backend][0]).prepare(point, layer)
+    engine = importlib.import_module(CPU_ENGINES[point.backend].module).prepare(point, layer)
     first = engine.output(engine.calls[0]())
-    packed = rounded(layer.packed) if point.dtype_w == "bfloat16" else layer.packed
-    roundoff = oracle.BFLOAT16_ROUNDOFF if point.dtype_a == "bfloat16" else 0.0
+    packed = rounded(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
+    roundoff = oracle.BFLOAT16_ROUNDOFF if point.dtype_a == BFLOAT16 else 0.0
     error = _check(point.shape, layer, packed, first, roundoff)
     for call in engine.calls[1:]:  # one result at a time: all of them may be gigabytes
         y = engine.output(call())

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+from latbench.backends import registry
+from latbench.base.engines import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import nvml
 from latbench.machines.gpu_names import Gpu
-
-NEEDED = ("torch_gpu", "cupy")
-"""The dense baseline and our kernels: without one of them there is nothing to compare."""
 
 NEWEST_CUDA = 13  # that the extras of pyproject.toml are for
 OLDEST_OF_NEWEST = 7.5  # the compute capability: CUDA 13 knows no Volta
@@ -20,8 +18,7 @@ _MADE_FOR = {"cupy-cuda13x": 13, "cupy-cuda12x": 12}  # the CUDA that the driver
 
 def installed() -> dict[str, str]:
     """Return the backends whose packages are installed here, with their versions."""
-    versions = {name: backend.version() for name, backend in BACKENDS.items()}
-    return {name: version for name, version in versions.items() if version is not None}
+    return {name: version for name, version in registry.list_gpu_versions().items() if version is not None}
 
 
 def missing(gpu: Gpu) -> dict[str, str]:
@@ -29,8 +26,8 @@ def missing(gpu: Gpu) -> dict[str, str]:
     facts = _facts(gpu)
     advice = f"pip install 'latbench[{extra(facts['cuda_driver'], facts['compute_capability'])}]'"
     return {
-        name: f"{' or '.join(backend.missing[:2])} is not installed: {advice}"
-        for name, backend in BACKENDS.items() if backend.missing
+        name: f"{' or '.join(missing[0][:2])} is not installed: {advice}"
+        for name, engine in GPU_ENGINES.items() if (missing := registry.list_missing_groups(engine))
     }  # fmt: skip
 
 
@@ -42,7 +39,7 @@ def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     cuda = facts["cuda_driver"]
     refusals = {}
     for backend in backends:
-        for package in BACKENDS[backend].used:
+        for package in registry.list_used_packages(GPU_ENGINES[backend]):
             needs = _MADE_FOR.get(package)
             if needs is not None and mixed is not None:
                 refusals[backend] = mixed

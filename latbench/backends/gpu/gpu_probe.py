@@ -16,6 +16,7 @@ from typing import Any
 
 from latbench.backends.gpu import prepare_gpu_point as on_gpu
 from latbench.backends.registry import Unsupported
+from latbench.base.engines import CUDA_KERNELS, GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.workloads.points import Point
 
@@ -47,11 +48,11 @@ def probe(points: Mapping[str, Point]) -> Probed:
         try:
             _refuse_cpu_build(name)
             facts = on_gpu.prepare(point).facts
-            if name == "cupy":
+            if GPU_ENGINES[name].kernels == CUDA_KERNELS:
                 architecture = facts["kernel_used"].rpartition(".")[2]
         except Unsupported as error:
             # A peer without a kernel for this GPU says so in its rows. Ours have nothing else to offer.
-            if on_gpu.BACKENDS[name].ours:
+            if GPU_ENGINES[name].ours:
                 refusals[name] = sentence(error)
         except Exception as error:  # noqa: BLE001 - what libraries raise has no base class in common
             refusals[name] = sentence(error)
@@ -80,7 +81,7 @@ class Refused(Exception):
 
 def _refuse_cpu_build(backend: str) -> None:
     """Raise Refused for a torch without CUDA, whose own words do not say what to do."""
-    if not on_gpu.BACKENDS[backend].module.startswith("latbench.backends.gpu.torch"):
+    if ("torch",) not in GPU_ENGINES[backend].packages:
         return
     torch: Any = importlib.import_module("torch")
     if torch.version.cuda is None:

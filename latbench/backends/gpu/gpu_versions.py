@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+from latbench.base.engines import CUDA_KERNELS, GPU_ENGINES, NUMBA_CUDA_KERNELS
 from latbench.workloads.points import Point
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Versions:
 
     def _holds(self, backend: str, kernel: str, op: str, format: str, text: str | None) -> bool:
         found = _TEXT.fullmatch(text) if isinstance(text, str) else None
-        if found is None or backend not in BACKENDS or found["package"] != self.packages.get(backend):
+        if found is None or backend not in GPU_ENGINES or found["package"] != self.packages.get(backend):
             return False
         parts = dict(part.rpartition(" ")[::2] for part in (found["parts"] or "").split(", ") if part)
         libraries = self._libraries(backend, kernel)
@@ -101,7 +101,7 @@ class Versions:
         return named and parts == {**libraries, **self._fingerprints(families)}
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
-        of_kernel, loaded = BACKENDS[backend].libraries, self.loaded.get(BACKENDS[backend].process, {})
+        of_kernel, loaded = GPU_ENGINES[backend].libraries, self.loaded.get(GPU_ENGINES[backend].process, {})
         names = (DRIVER, *of_kernel.get(kernel, of_kernel.get("", ())))
         known = {name: loaded.get(name) or self.libraries.get(name) for name in names}
         return {name: version for name, version in known.items() if version is not None}
@@ -127,8 +127,9 @@ def candidates(backend: str, op: str, format: str) -> tuple[str, ...]:
     from sparse_kernels.cuda import fingerprint as cuda
     from sparse_kernels.numba_cuda import fingerprint as numba
 
-    if backend == "cupy":
+    kernels = GPU_ENGINES[backend].kernels if backend in GPU_ENGINES else ""
+    if kernels == CUDA_KERNELS:
         return cuda.candidates(op, format)
-    if backend == "numba_cuda" and format in numba.MODULES:
+    if kernels == NUMBA_CUDA_KERNELS and format in numba.MODULES:
         return (_NUMBA + numba.MODULES[format],)
     return ()

@@ -13,7 +13,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ import numpy as np
 from latbench.backends.gpu import gpu_layers as layers
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.backends.registry import Unsupported
-from latbench.machines import devices, nvml
+from latbench.base.engines import GPU_ENGINES
+from latbench.machines import nvml
 from latbench.timing import gpu_drivers as drivers
 from latbench.timing import gpu_events as timing
 from latbench.timing.gpu_events import Call, Driver, EventTimer, Mode
@@ -39,76 +40,6 @@ SPLIT_SUMS = 16  # parts of a sum that cuBLAS may add in the element type, as to
 BROKEN = 86  # exit code of a worker whose CUDA context is gone
 
 UUID = "LATBENCH_GPU_UUID"  # tells a worker which GPU to watch
-
-
-@dataclass(frozen=True)
-class Backend:
-    """An engine: its module, the packages of which one must be installed, the process that it shares with others.
-    `checked_by`: packages of which one must be there, too, to check its results.
-
-    `libraries`: by kernel, those whose version its times depend on ("" for every other kernel), by the names of
-    `latbench.machines.cuda_libraries`. `packed`: the kernels that read weights in their pattern's format.
-    """
-
-    module: str
-    packages: tuple[str, ...]
-    process: str
-    libraries: Mapping[str, tuple[str, ...]]
-    packed: tuple[str, ...] = ()
-    checked_by: tuple[str, ...] = ()
-    ours: bool = False
-    captured: bool = True  # whether its launches can become a CUDA graph
-
-    @property
-    def package(self) -> str | None:
-        """The package that is installed; None if none is."""
-        return _installed(self.packages)
-
-    def version(self) -> str | None:
-        """The version of that package; None where anything that the engine needs is missing."""
-        return None if self.package is None or self.missing else devices.version(self.package)
-
-    @property
-    def used(self) -> tuple[str, ...]:
-        """The installed packages that it runs with."""
-        return tuple(name for name in (self.package, _installed(self.checked_by)) if name is not None)
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """Packages of which one has to be installed; none where the engine has all that it needs."""
-        needed = (self.packages, self.checked_by) if self.checked_by else (self.packages,)
-        return next((packages for packages in needed if _installed(packages) is None), ())
-
-
-def _installed(packages: Sequence[str]) -> str | None:
-    return next((name for name in packages if devices.version(name)), None)
-
-
-_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-_BLAS = {"": ("cublas",)}
-_SPARSE_LT = dict.fromkeys(("cusparselt", "cusparselt_tuned"), ("cusparselt",))
-_BSR = dict.fromkeys(("bsr", "bsr_tuned"), ("triton",))
-
-# Each of our own may crash alone. Of other libraries those that are no baseline do not share the baseline's process.
-BACKENDS = {
-    "torch_gpu": Backend("latbench.backends.gpu.torch_gpu", ("torch",), "torch", {**_BLAS, "cudnn": ("cudnn",)}),
-    "torch_sparse": Backend(
-        "latbench.backends.gpu.torch_sparse", ("torch",), "torch_sparse",
-        {**_SPARSE_LT, **_BSR, "cutlass": ()}, packed=tuple(_BSR),
-    ),
-    # CuPy refuses to call libraries while a stream is captured.
-    "cublas": Backend("latbench.backends.gpu.cublas", _CUPY, "cupy_peers", _BLAS, captured=False),
-    "cusparse": Backend(
-        "latbench.backends.gpu.cusparse", _CUPY, "cupy_peers", {"": ("cusparse",)},
-        packed=("csr", "bsr"), captured=False,
-    ),
-    "cupy": Backend("latbench.backends.gpu.cupy", _CUPY, "cupy", {"": ("nvrtc",)}, packed=("auto",), ours=True),
-    # Its launches go to the default stream, which cannot be captured.
-    "numba_cuda": Backend(
-        "latbench.backends.gpu.numba_cuda", ("numba-cuda",), "numba_cuda", {"": ("nvvm",)}, packed=("auto",),
-        checked_by=_CUPY, ours=True, captured=False,
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,7 +80,7 @@ def draw(point: Point) -> None:
     """Draw and pack the weight of `point`, which leaves the GPU alone; `prepare` finds it done."""
     if point.pattern.refuses(point.shape) is None:
         layer = layers.synthetic_layer(point)
-        if point.kernel in BACKENDS[point.backend].packed:
+        if point.kernel in GPU_ENGINES[point.backend].packed_kernels:
             _ = layer.packed
 
 
@@ -164,7 +95,7 @@ def prepare(point: Point) -> Timed:
         raise Unsupported(reason)
     layer = layers.synthetic_layer(point)
     with _alive():
-        engine = importlib.import_module(BACKENDS[point.backend].module).prepare(point, layer)
+        engine = importlib.import_module(GPU_ENGINES[point.backend].module).prepare(point, layer)
         calls = [Kept(call) for call in engine.calls]
         timer = _timer(point, engine, calls)
         for call in calls:

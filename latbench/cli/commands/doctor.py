@@ -45,6 +45,7 @@ def _facts() -> dict[str, Any]:
 
     from latbench.backends import registry
     from latbench.backends.cpu import deepsparse_environment
+    from latbench.base.engines import CPU_ENGINES
     from latbench.machines import devices
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
@@ -56,8 +57,8 @@ def _facts() -> dict[str, Any]:
     time.sleep(STEAL_SECONDS)
     host = disturbances.host(devices.telemetry(before)["steal_fraction"])
     engines = {
-        name: {"version": version, "missing": _missing(registry.BACKENDS[name][1])}
-        for name, version in registry.available().items()
+        name: {"version": version, "missing": [group[0] for group in registry.list_missing_groups(CPU_ENGINES[name])]}
+        for name, version in registry.list_cpu_versions().items()
     }
     gpus, no_gpu = discovery.gpus()
     facts = {
@@ -93,19 +94,15 @@ def _lock_advice(container: bool) -> list[str]:
     ]
 
 
-def _missing(packages: tuple[str, ...]) -> list[str]:
-    from latbench.machines import devices
-
-    return [package for package in packages if devices.version(package) is None]
-
-
 def _gpu_backends() -> dict[str, dict[str, Any]]:
     """The engines that run on GPUs: version, and the packages of which one has to be installed where none is."""
-    from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+    from latbench.backends import registry
+    from latbench.base.engines import GPU_ENGINES
 
+    missing = {name: registry.list_missing_groups(engine) for name, engine in GPU_ENGINES.items()}
     return {
-        name: {"version": (version := backend.version()), "missing": [] if version else list(backend.missing)}
-        for name, backend in BACKENDS.items()
+        name: {"version": version, "missing": list(missing[name][0]) if missing[name] else []}
+        for name, version in registry.list_gpu_versions().items()
     }
 
 

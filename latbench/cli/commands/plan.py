@@ -42,7 +42,7 @@ def plan(
     from rich.table import Table
 
     from cost_models import Adaptive
-    from latbench.backends.registry import available
+    from latbench.backends.registry import list_cpu_versions
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.workloads import points as planning
@@ -61,7 +61,7 @@ def plan(
         device, threads = devices.cpu_device(), threads or devices.cores()
         engines = cpu_backends(backends or [])
         check_ours(engines, tune=tune, bf16=bf16)
-        versions = {name: version for name, version in available().items() if name in engines}
+        versions = {name: version for name, version in list_cpu_versions().items() if name in engines}
     else:
         device, versions = _of_gpu(gpu)
         threads = 1
@@ -135,8 +135,8 @@ def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
     For a GPU of this machine these are the installed engines, with their versions. For one elsewhere these are all
     engines, and the name is as far as `wanted` tells it. Raises UsageError for an unknown name.
     """
-    from latbench.backends.gpu import prepare_gpu_point as on_gpu
     from latbench.backends.gpu.gpu_installation import installed
+    from latbench.base.engines import GPU_ENGINES
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
 
@@ -145,4 +145,4 @@ def _of_gpu(wanted: str) -> tuple[str, dict[str, str | None]]:
     gpu = names.choose(asked, here) if here else None
     if gpu is not None:
         return gpu.device, dict(installed())
-    return names.known_device(asked.name), dict.fromkeys(on_gpu.BACKENDS)
+    return names.known_device(asked.name), dict.fromkeys(GPU_ENGINES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from latbench import MOST_SEED
+from latbench.base.engines import NUMBA
 
 if TYPE_CHECKING:
     from search.profile import Profile
@@ -30,7 +31,7 @@ def search(
             help="What shall run the pruned model: numba, latbench's own kernels; numba-bf16, those in bfloat16; or "
             "deepsparse."
         ),
-    ] = "numba",
+    ] = NUMBA,
     patterns: Annotated[
         list[str] | None, typer.Option(help="Only these, such as vector:32,nm:2:4, and dense.")
     ] = None,
@@ -182,24 +183,23 @@ def _check(
 ) -> None:
     """Raise UsageError for options that do not go together, EnvironmentUnusable without the backend."""
     from latbench.backends.cpu import deepsparse_environment
+    from latbench.base.engines import PRUNED_ENGINES, is_deepsparse, runs_our_kernels
     from latbench.errors import UsageError
-    from search.engines import BACKENDS
     from search.loss.pools import PLACES
-    from search.options import OWN
     from search.pruning.one_shot.fill_database import ONE_SHOT_METHODS
     from search.strategies import STRATEGIES
 
     for kind, name, known in (
         ("strategy", strategy, STRATEGIES),
-        ("backend", backend, BACKENDS),
+        ("backend", backend, PRUNED_ENGINES),
         ("method", method, ONE_SHOT_METHODS),
         ("place of judges", judges, PLACES),
     ):
         if name not in known:
             raise UsageError(f"unknown {kind} {name!r}: known are {', '.join(known)}")
-    if backend in OWN and model is None:
+    if runs_our_kernels(backend) and model is None:
         raise UsageError("--model is missing: the cost model that `latbench fit` makes of the table")
-    if backend == "deepsparse":
+    if is_deepsparse(backend):
         if most_bytes is not None:
             raise UsageError("--most-bytes does not go with deepsparse: nothing tells how that packs its weights")
         if model is not None or patterns or sparsities:

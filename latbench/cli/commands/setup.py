@@ -19,10 +19,11 @@ def setup(
 
     from latbench.backends.cpu import deepsparse
     from latbench.backends.cpu import deepsparse_environment as environment
+    from latbench.base.engines import DEEPSPARSE, is_deepsparse
     from latbench.errors import UsageError
 
-    if engine != "deepsparse":
-        raise UsageError(f"unknown engine {engine!r}: known is deepsparse")
+    if not is_deepsparse(engine):
+        raise UsageError(f"unknown engine {engine!r}: known is {DEEPSPARSE}")
     if remove:
         typer.echo(f"{environment.folder()} is {'removed' if environment.remove() else 'not there'}")
         return

@@ -157,7 +157,7 @@ def _cpu_here(threads: int | None, sessions: int) -> Target:
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
     cpu = sweeping.Cpu(threads or devices.cores())
-    there = [name for name, version in registry.available().items() if version is not None]
+    there = [name for name, version in registry.list_cpu_versions().items() if version is not None]
     run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
     return Target(cpu.device, cpu.threads, there, run)
 
@@ -187,14 +187,14 @@ def _ready(machine: GpuMachine, given: Sequence[str], wait_seconds: float) -> li
     Prints why others are left out. Raises EnvironmentUnusable where an engine that is needed cannot use it. Engines
     given by name are all needed; otherwise these are the dense baseline and our kernels.
     """
-    from latbench.backends.gpu.gpu_installation import NEEDED, installed, missing, refused_by_driver
-    from latbench.backends.gpu.prepare_gpu_point import BACKENDS
+    from latbench.backends.gpu.gpu_installation import installed, missing, refused_by_driver
+    from latbench.base.engines import GPU_ENGINES, list_standard
     from latbench.sweeping.sweep import alone
 
-    named = [] if not given else _named(given, dict.fromkeys(BACKENDS, ()), BACKENDS, "here")
-    by_name = 0 < len(named) < len(BACKENDS)
+    named = [] if not given else _named(given, dict.fromkeys(GPU_ENGINES, ()), GPU_ENGINES, "here")
+    by_name = 0 < len(named) < len(GPU_ENGINES)
     wanted = named if by_name else list(installed())
-    needed = named if by_name else list(NEEDED)
+    needed = named if by_name else list(list_standard(GPU_ENGINES))
     refusals = missing(machine.gpu) | refused_by_driver(machine.gpu, installed())
     _refuse(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
@@ -303,12 +303,12 @@ def gpu_blocks(
     """Return the points of a GPU that a command line asks for by workloads, patterns, sparsities and backends, in
     blocks, the most telling first; `there` are the backends that can be used `where` it is measured.
     """
-    from latbench.backends.gpu import prepare_gpu_point as on_gpu
+    from latbench.base.engines import GPU_ENGINES
     from latbench.sweeping import gpu_points as on_gpus
     from latbench.workloads import points as plan
     from latbench.workloads import workload as workloads
 
-    needed = {name: backend.packages[:1] for name, backend in on_gpu.BACKENDS.items()}
+    needed = {name: engine.install_names[:1] for name, engine in GPU_ENGINES.items()}
     shapes = [layer.shape for name in names or workloads.bundled() for layer in workloads.load(name).layers]
     sparsities = plan.FINE_SPARSITIES if adaptive else None
     return on_gpus.staged(
@@ -400,10 +400,11 @@ def cpu_backends(given: Sequence[str], there: Collection[str] | None = None, whe
     stderr hears of standard ones that are not installed, because the fastest dense may be among them.
     """
     from latbench.backends import registry
+    from latbench.base.engines import CPU_ENGINES
     from latbench.workloads import points as plan
 
-    needed = {name: packages for name, (_, packages) in registry.BACKENDS.items()}
-    here = (name for name, version in registry.available().items() if version is not None)
+    needed = {name: engine.install_names for name, engine in CPU_ENGINES.items()}
+    here = (name for name, version in registry.list_cpu_versions().items() if version is not None)
     installed = set(here if there is None else there)
     if given:
         return _named(given, needed, installed, where)

@@ -23,15 +23,15 @@ def verify(
     remeasure: Annotated[bool, typer.Option("--remeasure", help="Measure again what was found before.")] = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns; exit 1 if it is slower than promised."""
+    from latbench.base.engines import PRUNED_ENGINES
     from latbench.cli.commands.progress import live
     from latbench.errors import PromiseMissed, UsageError
     from search import profile
     from search import task as tasks
     from search import verify as verification
-    from search.engines import BACKENDS
 
-    if backend is not None and backend not in BACKENDS:
-        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(BACKENDS)}")
+    if backend is not None and backend not in PRUNED_ENGINES:
+        raise UsageError(f"unknown backend {backend!r}: known are {', '.join(PRUNED_ENGINES)}")
 
     verification.manifest_hash(pruned)  # a folder that holds no pruned model is said first
     followed = profile.load(pruned / "profile.json")
@@ -52,6 +52,7 @@ def _show(verdict: Verdict, followed: Profile, last_line: str) -> None:
     from rich.table import Table
 
     from latbench.backends.cpu.deepsparse_environment import LICENCE
+    from latbench.base.engines import is_deepsparse
     from latbench.base.number_format import ratio, seconds
 
     table = Table(box=None, pad_edge=False)
@@ -66,7 +67,7 @@ def _show(verdict: Verdict, followed: Profile, last_line: str) -> None:
     console.print(table)
     for name, reason in verdict.left_out.items():
         console.print(f"{name} was left out: {reason}", highlight=False, soft_wrap=True)
-    if verdict.backend == "deepsparse":
+    if is_deepsparse(verdict.backend):
         console.print(LICENCE, highlight=False, soft_wrap=True)
     notes = [f"{verdict.score_name}: {verdict.score_dense:.4f} dense, {verdict.score_pruned:.4f} pruned"]
     if verdict.backend == followed.backend:

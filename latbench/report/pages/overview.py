@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from latbench.base import number_format as units
+from latbench.base.engines import MODEL_ENGINES, is_deepsparse
 from latbench.report import point_frames as data
 from latbench.report.elements import Cell, Section, Table, Tile, table
 from latbench.report.report_data import Content
@@ -158,9 +159,8 @@ def promise(verdict: Verdict, profile: Profile | None) -> Headline:
     off = verdict.measured_seconds / verdict.predicted_seconds - 1
     difference = f"{units.percent(abs(off))} {'above' if off > 0 else 'below'} it"
     inside = verdict.predicted_low <= verdict.measured_seconds <= verdict.predicted_high
-    where, whose = {
-        "deepsparse": (" on DeepSparse", ", for latbench's own kernels,"), "numba-bf16": (" in bfloat16", ""),
-    }.get(verdict.backend, ("", ""))  # fmt: skip
+    where = MODEL_ENGINES[verdict.backend].phrase if verdict.backend in MODEL_ENGINES else ""
+    whose = ", for latbench's own kernels," if is_deepsparse(verdict.backend) else ""
     lead = (
         f"The target was {target} over the fastest dense engine. Measured end to end, dense and pruned in turn, the "
         f"pruned model takes {measured}{where} where {verdict.dense_engine} takes {dense}: "
