@@ -18,7 +18,7 @@ def _python(code: str) -> str:
 
 def test_starting_the_command_line_loads_nothing_heavy() -> None:
     heavy = {"torch", "cupy", "numba", "sklearn", "pandas", "pyarrow", "matplotlib", "plotly", "onnxruntime"}
-    loaded = _python("import sys, latbench.cli.main as c; c.application(); print(*sys.modules)").split()
+    loaded = _python("import sys, latbench.cli.main as c; c.build_application(); print(*sys.modules)").split()
     assert not heavy & set(loaded)
 
 

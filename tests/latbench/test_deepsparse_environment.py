@@ -159,7 +159,7 @@ def test_installing_is_done_once_and_undone(machine: Machine, latbench: Any, mon
 
     before = len(machine.commands)
     code, out, err = latbench("setup", "deepsparse")
-    assert (code, err) == (0, "") and "is there already" in out
+    assert (code, err) == (0, "") and "is installed already" in out
     assert not any("venv" in command or "pip" in command for command in machine.commands[before:])
 
     assert latbench("setup", "deepsparse", "--remove")[1] == f"{environment.folder()} is removed\n"

@@ -113,7 +113,7 @@ def test_a_container_is_told_to_share_its_lock(
     assert f"in {own_lock.parent / 'locks'}" in shared and "in a container" in shared and "! this" not in shared
     monkeypatch.delenv("LATBENCH_LOCKS")
     alone = latbench("doctor").out
-    assert "! this is a container: sweeps in others on this machine do not see its lock in /tmp" in alone
+    assert "! this is a container: sweeps in other containers do not see its lock in /tmp" in alone
 
 
 def test_a_quiet_machine_needs_no_advice() -> None:
@@ -171,9 +171,9 @@ def test_a_virtual_machine_without_names_is_said(latbench: Any, monkeypatch: pyt
     monkeypatch.setattr(devices, "cpu_device", lambda: "intel-xeon-family-6-model-167")
     out = latbench("doctor").out
     assert "2.60 GHz nominal, the real one is hidden" in out
-    assert "other chips may be called intel-xeon-family-6-model-167, keep their tables apart" in out
+    assert "others may have the name intel-xeon-family-6-model-167: keep their tables apart" in out
     monkeypatch.setattr(devices, "cpu_device", lambda: "amd-epyc-9b14")
-    assert "other chips" not in latbench("doctor").out
+    assert "the hypervisor hides" not in latbench("doctor").out
 
 
 def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_doctor_tells_of_every_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatc
     [gpu] = json.loads(latbench("doctor", "--json").out)["gpus"]
     assert gpu["device"] == "nvidia-h200" and gpu["driver"] and gpu["clock_hertz"] > 1e9
     assert "GPU 0, NVIDIA H200" in (out := latbench("doctor").out) and f"driver {gpu['driver']}" in out
-    assert out.count("not measured yet: the first sweep does") == 2  # the rooflines of CPU and GPU
+    assert out.count("not measured yet: the first sweep measures it") == 2  # the rooflines of CPU and GPU
 
 
 def test_doctor_prints_what_to_type_for_each_gpu(latbench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_what_makes_a_gpu_quieter_is_said(latbench: Any, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "pynvml", busy)
     out = " ".join(latbench("doctor").out.split())
     assert "2 processes compute on it now" in out and "nvidia-smi -pm 1" in out
-    assert "W where 900 W are usual" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
+    assert "W instead of 900 W" in out and "sudo nvidia-smi -pl 900" in out and "nvidia-smi -lgc 1980" in out
     monkeypatch.setitem(sys.modules, "pynvml", fakes.FakeNvml(fakes.H200))  # that hides all of it
     out = latbench("doctor").out
     assert "processes compute" not in out and "-pm 1" not in out and "-pl" not in out

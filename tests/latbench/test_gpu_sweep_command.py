@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from latbench.backends import registry
-from latbench.cli.commands import sweep as command
+from latbench.cli import sweep_points
 from latbench.machines.gpu_names import Gpu
 from latbench.sweeping import gpu_machine as machine
 from latbench.sweeping import gpu_points as points
@@ -168,7 +168,7 @@ def test_a_first_sweep_is_the_most_telling_part_and_the_full_one_goes_on(
     full = points.staged(shapes, "nvidia-h200")
     first = [point.id for block in full[:3] for point in block]
     seconds = estimate.seconds([point for block in full[:3] for point in block])
-    monkeypatch.setattr(command, "QUICK_SECONDS", seconds + 1e-6)
+    monkeypatch.setattr("latbench.cli.commands.sweep.QUICK_SECONDS", seconds + 1e-6)
     quick = latbench(*arguments, "--quick")
     assert quick.code == 0 and f"latbench: {len(first)} points, about" in quick.err
     rows = tables.read(tmp_path / "table").sort_values("started_at", kind="stable")
@@ -188,9 +188,9 @@ def test_a_quick_sweep_of_the_standard_shapes_takes_about_five_minutes() -> None
     from latbench.sweeping import gpu_estimate as estimate
 
     blocks = points.staged(points.standard_shapes(), "nvidia-h200")
-    quick = command.within(blocks, command.QUICK_SECONDS)
+    quick = sweep_points.select_first_blocks(blocks, sweep_points.QUICK_SECONDS)
     wanted = [point for block in quick for point in block]
-    assert 200 < estimate.seconds(wanted) <= command.QUICK_SECONDS and len(wanted) >= 100
+    assert 200 < estimate.seconds(wanted) <= sweep_points.QUICK_SECONDS and len(wanted) >= 100
     # All that the kernels have to show on the first shape, and dense beside ours on every large one.
     assert {point.backend for point in wanted} >= {"torch_gpu", "cupy", "torch_sparse", "cublas", "cusparse"}
     assert {point.shape for point in wanted} >= set(points.LARGE)

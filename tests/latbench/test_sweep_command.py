@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from latbench.cli import main as cli
-from latbench.cli.commands.sweep import _tell, parse_duration
+from latbench.cli.options import parse_duration
+from latbench.cli.sweep_report import print_summary
 from latbench.errors import UsageError
 from latbench.machines import devices
 from latbench.sweeping import sweep
@@ -179,5 +180,5 @@ def test_a_failure_of_this_run_is_told_once(
     failed = row | {"status": "error", "samples_seconds": None}
     tables.write_part(tmp_path, [failed | {"started_at": at, "error": f"on day {at.day}"} for at in times])
     frame = tables.read(tmp_path)
-    _tell(tmp_path, [], Summary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
+    print_summary(tmp_path, [], Summary(dict.fromkeys(frame["point_id"], "error"), 0), frame)
     assert "1 error: on day 2" in (out := capsys.readouterr().out) and "day 1" not in out

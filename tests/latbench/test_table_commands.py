@@ -165,8 +165,8 @@ def test_a_plan_of_rounded_weights_in_several_sessions_is_that_of_its_sweep(latb
         (["sweep", "--cpu", "--sparsities", "75"], "between 0 and 1"),
         (["plan", "--patterns", "nm:4:2"], "N:M pattern"),
         (["plan", "--gpu", "voodoo"], "unknown GPU 'voodoo'"),
-        (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: kernels of a GPU are not tuned"),
-        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: a GPU's kernels have 16 bits already"),
+        (["plan", "--gpu", "a100", "--tune"], "--tune is not for --gpu: GPU kernels are not tuned"),
+        (["plan", "--gpu", "a100", "--bf16"], "--bf16 is not for --gpu: GPU kernels compute in 16 bits already"),
         (["plan", "--backends", "scipy", "--bf16"], "--bf16 is for backend numba"),
         (["plan", "--gpu", "a100", "--threads", "2"], "--threads is for a plan without --gpu"),
         (
@@ -226,7 +226,7 @@ def test_plan_counts_tuned_kernels_where_asked(latbench: Any, tiny: Path) -> Non
 def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, Any], tmp_path: Path) -> None:
     from rich.console import Console
 
-    from latbench.cli.commands.sweep import speedup_table
+    from latbench.cli.sweep_report import build_speedup_table
 
     def timed(seconds: float, **change: Any) -> dict[str, Any]:
         return row | change | {"samples_seconds": [seconds] * 9}
@@ -245,7 +245,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
             )),  # measured in other ways
         ],
     )  # fmt: skip
-    found = speedup_table(tables.read(tmp_path))
+    found = build_speedup_table(tables.read(tmp_path))
     assert found is not None
     heading, table = found
     assert "fastest dense engine (openvino in 1, torch prepacked in 1 of 2 layers)" in heading
@@ -261,7 +261,7 @@ def test_the_speedup_table_divides_by_the_fastest_dense_engine(row: dict[str, An
     tables.write_part(tmp_path, [
         timed(1.5, **both), timed(4.5, **dense, **both, backend="torch"), timed(0.5, m=8, sparsity_target=0.9, **both)
     ])  # fmt: skip
-    heading, table = speedup_table(tables.read(tmp_path)) or ("", None)
+    heading, table = build_speedup_table(tables.read(tmp_path)) or ("", None)
     assert heading.endswith("of 2 layers; in bfloat16 openvino in 1, torch bf16 in 1 of 2 layers), median of layers:")
     with console.capture() as captured:
         console.print(table)

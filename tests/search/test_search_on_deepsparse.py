@@ -180,8 +180,8 @@ def test_a_model_that_deepsparse_computes_wrongly_is_not_timed(
     [
         (["--backend", "deepspars"], 2, "unknown backend 'deepspars': known are numba, numba-bf16, deepsparse"),
         (["--strategy", "grid"], 2, "unknown strategy 'grid': known are staged, spdy, once, uniform"),
-        (["--model", "m.json", "--time-budget", "soon"], 2, "a time is a number with s, m or h behind it"),
-        ([], 2, "--model is missing: the cost model that `latbench fit` makes of the table"),
+        (["--model", "m.json", "--time-budget", "soon"], 2, "a duration is a number followed by s, m or h"),
+        ([], 2, "--model is missing: give the cost model that `latbench fit` makes of the table"),
         (["--backend", "deepsparse", "--model", "m.json"], 2, "--model, --patterns and --sparsities do not go with"),
         (["--backend", "deepsparse", "--patterns", "nm:2:4"], 2, "--model, --patterns and --sparsities do not go"),
         (["--backend", "deepsparse", "--sparsities", "fine"], 2, "--model, --patterns and --sparsities do not go"),
