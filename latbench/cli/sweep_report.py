@@ -115,12 +115,12 @@ def build_speedup_table(frame: pd.DataFrame) -> tuple[str, Table] | None:
     """
     from rich.table import Table
 
-    from latbench.report.point_frames import SETTING, SHAPE, engine_name, with_rivals
+    from latbench.report.point_frames import SETTING, SHAPE, add_float32_rivals, format_engine
     from latbench.tables import table as tables
 
-    timed = with_rivals(tables.timed(frame))
+    timed = add_float32_rivals(tables.timed(frame))
     names = zip(timed["backend"], timed["kernel_requested"], strict=True)
-    timed = timed.assign(engine=[engine_name(*pair) for pair in names])
+    timed = timed.assign(engine=[format_engine(*pair) for pair in names])
     layer = [*SHAPE, *SETTING]  # times of different modes are not compared
     dense = timed[timed["pattern"] == "dense"]
     fastest = dense.loc[dense.groupby(layer, dropna=False)["median_seconds"].idxmin()].set_index(layer)

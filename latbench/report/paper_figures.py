@@ -18,7 +18,7 @@ import pandas as pd
 from latbench.base import number_format as units
 from latbench.base.files import write_bytes_atomically, write_text_atomically
 from latbench.errors import EnvironmentUnusable
-from latbench.report import point_frames as data
+from latbench.report import point_frames
 from latbench.report.figures import (
     COLOURS,
     DASHES,
@@ -26,15 +26,15 @@ from latbench.report.figures import (
     LOSS,
     OTHER_COLOURS,
     Look,
-    colour,
-    family,
-    looks,
-    symbol,
-    thinned,
+    assign_looks,
+    find_colour,
+    find_format,
+    find_symbol,
+    select_sample,
 )
-from latbench.report.pages import speedup_map as maps
-from latbench.report.report_data import Content
-from latbench.report.report_inputs import Inputs
+from latbench.report.pages import speedup_map
+from latbench.report.report_data import ReportData
+from latbench.report.report_inputs import ReportInputs
 from latbench.report.sections import predictions, trade_off
 from latbench.report.sections import roofline_chart as roofline
 
@@ -66,7 +66,7 @@ class Drawing:
     width: float = COLUMN
 
 
-def write(content: Content, inputs: Inputs, folder: Path) -> list[Path]:
+def write_figures(content: ReportData, inputs: ReportInputs, folder: Path) -> list[Path]:
     """Write NAME.pdf, NAME.svg and NAME.csv of every figure that the content has; returns the paths.
 
     Raises EnvironmentUnusable where matplotlib is not installed or the disk refuses.
@@ -79,7 +79,7 @@ def write(content: Content, inputs: Inputs, folder: Path) -> list[Path]:
             "--figures needs matplotlib, which is not installed: pip install 'latbench[report]'"
         ) from error
     written = []
-    for name, drawing in drawings(content, inputs).items():
+    for name, drawing in list_drawings(content, inputs).items():
         with mpl.rc_context(STYLE):
             figure = Figure(figsize=(drawing.width, drawing.height))
             drawing.draw(figure, drawing.rows)
@@ -92,7 +92,7 @@ def write(content: Content, inputs: Inputs, folder: Path) -> list[Path]:
     return written
 
 
-def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
+def list_drawings(content: ReportData, inputs: ReportInputs) -> dict[str, Drawing]:
     """The figures by name, in the order of the page."""
     found: dict[str, Drawing] = {}
     if content.times is not None and inputs.verdict is not None:
@@ -109,11 +109,11 @@ def drawings(content: Content, inputs: Inputs) -> dict[str, Drawing]:
     if content.accuracy is not None:
         methods = content.accuracy.loc[content.accuracy["pattern"] != "dense", "method"].nunique()
         found["accuracy"] = Drawing(content.accuracy, _accuracy, 0.4 + 2.0 * max(1, methods))
-    shown = data.at(content.speedups, content.places[:PANELS])
+    shown = point_frames.select_places(content.speedups, content.places[:PANELS])
     found["speedup"] = Drawing(shown, _speedups, 0.7 + 1.5 * math.ceil(min(PANELS, len(content.places)) / 3), PAGE)
     places = content.places[:MAP_ROWS]
-    best = data.at(data.fastest_pattern(content.speedups), places)
-    rows = best.merge(content.starts[[*data.PLACE, "break_even"]], on=data.PLACE)
+    best = point_frames.select_places(point_frames.select_fastest_patterns(content.speedups), places)
+    rows = best.merge(content.starts[[*point_frames.PLACE, "break_even"]], on=point_frames.PLACE)
     found["map"] = Drawing(rows, lambda figure, rows: _map(figure, rows, places), 0.8 + 0.22 * len(places), PAGE)
     if len(content.roofline):
         found["roofline"] = Drawing(content.roofline, _roofline, 2.6)
@@ -140,7 +140,7 @@ def _profile(figure: Any, rows: pd.DataFrame) -> None:
         f"{row.name_} {row.pattern}" + (f" {units.percent(row.sparsity)}" if row.sparsity else "")
         for row in rows.rename(columns={"name": "name_"}).itertuples()
     ]
-    _bars(axes, rows, scale, [colour(family(pattern)) for pattern in rows["pattern"]], names)
+    _bars(axes, rows, scale, [find_colour(find_format(pattern)) for pattern in rows["pattern"]], names)
     axes.set_xlabel(f"predicted time, {unit}")
 
 
@@ -157,7 +157,7 @@ def _frontier(figure: Any, rows: pd.DataFrame, chosen: tuple[float, float, float
     line = rows[rows["kind"] == trade_off.EFFICIENT]
     axes.step(line["seconds"] * 1e3, line["error"], where="post", color="black", label="least error")
     uniform = rows[rows["kind"] == trade_off.UNIFORM]
-    look_of = looks(uniform["pattern"])
+    look_of = assign_looks(uniform["pattern"])
     for pattern, own in uniform.groupby("pattern", sort=True):
         style = _style(look_of[str(pattern)]) | {"linestyle": ""}
         axes.plot(own["seconds"] * 1e3, own["error"], label=f"all {pattern}", **style)
@@ -177,7 +177,7 @@ def _accuracy(figure: Any, rows: pd.DataFrame) -> None:
     scale = 100 if rows["accuracy"].between(0, 1).all() else 1
     methods = sorted(sparse["method"].unique())
     panels = np.atleast_1d(figure.subplots(max(1, len(methods)), 1, sharex=True, sharey=True))
-    look_of = looks(sparse["pattern"])
+    look_of = assign_looks(sparse["pattern"])
     for axes, method in zip(panels, methods, strict=False):
         for pattern, line in sparse[sparse["method"] == method].groupby("pattern", sort=True):
             half = (line["high"] - line["accuracy"]).fillna(0.0) * scale
@@ -220,11 +220,11 @@ def _legend_above(figure: Any, panels: Iterable[Any], columns: int) -> None:
 
 
 def _speedups(figure: Any, rows: pd.DataFrame) -> None:
-    places = data.places(rows)
+    places = point_frames.list_places(rows)
     columns = min(3, len(places))
     grid = figure.subplots(math.ceil(len(places) / columns), columns, sharex=True, sharey=True, squeeze=False)
     panels = grid.ravel()
-    look_of = looks(rows["pattern"])
+    look_of = assign_looks(rows["pattern"])
     for axes, (setting, shape) in zip(panels, places, strict=False):
         own = rows[(rows["setting"] == setting) & (rows["shape"] == shape)]
         for pattern, look in look_of.items():
@@ -240,7 +240,7 @@ def _speedups(figure: Any, rows: pd.DataFrame) -> None:
         axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis)
-        axes.set_title(data.place_label(setting, shape), fontsize=6)
+        axes.set_title(point_frames.format_place(setting, shape), fontsize=6)
     for empty in range(len(places), len(panels)):  # the panel above one is the last of its column
         panels[empty].set_visible(False)
         panels[empty - columns].xaxis.set_tick_params(labelbottom=True)
@@ -253,7 +253,7 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
     from matplotlib.colors import LinearSegmentedColormap
 
     axes = figure.subplots()
-    columns = maps.spread(data.common_sparsities(rows))
+    columns = speedup_map.select_spread(point_frames.list_common_sparsities(rows))
     gains = {(row.setting, row.shape, row.sparsity): row.speedup for row in rows.itertuples()}
     starts = {(row.setting, row.shape): row.break_even for row in rows.itertuples()}
     grid = np.array([[gains.get((*place, sparsity), math.nan) for sparsity in columns] for place in places])
@@ -275,7 +275,7 @@ def _map(figure: Any, rows: pd.DataFrame, places: list[tuple[str, str]]) -> None
     x = np.array([_position(starts[place], columns) for place in places])
     axes.plot(np.repeat(x, 2), np.arange(len(places)).repeat(2) + np.tile([-0.5, 0.5], len(places)), color="black")
     axes.set_xticks(range(len(columns)), [units.percent(sparsity) for sparsity in columns])
-    axes.set_yticks(range(len(places)), [data.place_label(*place) for place in places])
+    axes.set_yticks(range(len(places)), [point_frames.format_place(*place) for place in places])
     axes.set_title("speedup of the fastest pattern over the fastest dense engine")
     axes.set_xlabel("sparsity (line: break-even)")
 
@@ -287,15 +287,15 @@ def _position(start: float, columns: list[float]) -> float:
 
 
 def _roofline(figure: Any, rows: pd.DataFrame) -> None:
-    rows = thinned(rows, roofline.POINTS)  # the data beside it has all
+    rows = select_sample(rows, roofline.POINTS)  # the data beside it has all
     axes = figure.subplots()
     axes.plot(rows["flop_per_byte"], rows["roof_flop_per_second"] / 1e9, "_", color="0.6", label="roof")
     for name, own in rows.groupby("format", sort=True):
         axes.plot(
             own["flop_per_byte"],
             own["flop_per_second"] / 1e9,
-            MARKERS[symbol(str(name))],
-            color=colour(str(name)),
+            MARKERS[find_symbol(str(name))],
+            color=find_colour(str(name)),
             label=str(name),
             markersize=2.5,
             alpha=0.7,
@@ -305,15 +305,15 @@ def _roofline(figure: Any, rows: pd.DataFrame) -> None:
 
 
 def _predictions(figure: Any, rows: pd.DataFrame) -> None:
-    rows = thinned(rows, predictions.POINTS)
+    rows = select_sample(rows, predictions.POINTS)
     axes = figure.subplots()
     for name, own in rows.groupby("format", sort=True):
         ends = np.abs(np.stack([own["predicted"] - own["low"], own["high"] - own["predicted"]])) / own[
             "measured"
         ].to_numpy(float)
         axes.errorbar(
-            own["measured"] * 1e6, own["ratio"], yerr=np.nan_to_num(ends), fmt=MARKERS[symbol(str(name))],
-            color=colour(str(name)), label=str(name), elinewidth=0.5, markersize=2.5,
+            own["measured"] * 1e6, own["ratio"], yerr=np.nan_to_num(ends), fmt=MARKERS[find_symbol(str(name))],
+            color=find_colour(str(name)), label=str(name), elinewidth=0.5, markersize=2.5,
         )  # fmt: skip
     axes.axhline(1, color="black", linestyle="--", linewidth=0.8)
     axes.set(xscale="log", xlabel="measured, µs", ylabel="predicted / measured")

@@ -1,6 +1,6 @@
-"""What a report is made from: a table, and the files of the steps done after it. All are read here and only here.
+"""The inputs of a report: a table, and the files of the steps after it. Only this module reads them.
 
-What reads them loads torch or scikit-learn, seconds that a report of a table alone does not take.
+Readers of other files load torch or scikit-learn, which takes seconds, and which a report of a table does not need.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from latbench.base import files
+from latbench.base import files as digests
 from latbench.errors import BadData, UsageError
-from latbench.report.sections import accuracy as results
-from latbench.report.sections import trade_off
+from latbench.report.sections import accuracy, trade_off
 from latbench.tables import latest_rows as latest
 from latbench.tables import table as tables
 from latbench.tables.storage import Place
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from cost_models.storage import ModelFile
     from search.verify import Verdict
 
-# What a report shows of a table.
+# The columns that a report shows.
 COLUMNS = [
     *(field.name for field in tables.KEY), "point_id", "started_at", "backend_version", "format", "kernel_used",
     "sparsity_actual", "sample_count", "median_seconds", "low_seconds", "high_seconds", "drift_ratio",
@@ -37,8 +36,8 @@ COLUMNS = [
 
 
 @dataclass(frozen=True)
-class Source:
-    """A file that the report was made from: what it is, its path as given, its hash."""
+class SourceFile:
+    """A file that the report was made from: its role, its path as given, its hash."""
 
     role: str
     path: Place
@@ -46,12 +45,69 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Everything a report shows. All but the table may be absent.
+class ReportFiles:
+    """The files beside a table that a report may show; None for a file that is not given.
 
-    table: the latest row of each point with each status that it ever had, so a time and how it failed before;
-    its texts are categories. manifest_hash: of the pruned model's manifest, as a verification of it records it.
-    trade_offs: `trade_off.tidy`; results: `accuracy.read`.
+    Attributes
+    ----------
+    model : Path or None
+        Cost model from `latbench fit`.
+    profile : Path or None
+        Profile from `latbench search`.
+    pruned : Path or None
+        Folder from `latbench prune`.
+    verify : Path or None
+        Folder from `latbench verify`.
+    workload : str or None
+        Workload from `latbench trace`: a file or a bundled name.
+    database : Path or None
+        Layer database of the search.
+    accuracy : Path or None
+        Results of experiments, as `sections.accuracy` reads them.
+    """
+
+    model: Path | None = None
+    profile: Path | None = None
+    pruned: Path | None = None
+    verify: Path | None = None
+    workload: str | None = None
+    database: Path | None = None
+    accuracy: Path | None = None
+
+    def by_role(self) -> dict[str, Path]:
+        """Return the path of each given file by its role in the report."""
+        paths = {
+            "cost model": self.model,
+            "profile": self.profile,
+            "pruned model": self.pruned and self.pruned / "manifest.json",
+            "verification": self.verify and self.verify / "verify.json",
+            "layer database": self.database and self.database / "database.json",
+            "workload": workloads.find(self.workload) if self.workload else None,
+            "accuracies": self.accuracy,
+        }
+        return {role: path for role, path in paths.items() if path}
+
+
+@dataclass(frozen=True)
+class ReportInputs:
+    """Everything a report shows. Only the table is always present.
+
+    Attributes
+    ----------
+    table : DataFrame
+        The latest row of each point with each status that it ever had. Its texts are categories.
+    table_hash : str
+        Hash of the table.
+    environments : list of dict
+        Machines and software that its rows name.
+    manifest_hash : str or None
+        Hash of the pruned model's manifest, as a verification records it.
+    trade_offs : DataFrame or None
+        The frame of `sections.trade_off`.
+    results : DataFrame or None
+        The rows of `sections.accuracy.read_results`.
+    sources : tuple of SourceFile
+        The files, the table first.
     """
 
     table: pd.DataFrame
@@ -64,71 +120,70 @@ class Inputs:
     verdict: Verdict | None = None
     trade_offs: pd.DataFrame | None = None
     results: pd.DataFrame | None = None
-    sources: tuple[Source, ...] = field(default=())
+    sources: tuple[SourceFile, ...] = field(default=())
 
 
-def read(
-    table: Place,
-    model: Path | None = None,
-    profile: Path | None = None,
-    pruned: Path | None = None,
-    verify: Path | None = None,
-    *,
-    workload: str | None = None,
-    database: Path | None = None,
-    accuracy: Path | None = None,
-) -> Inputs:
-    """Read a table and what else is given; `pruned`, `verify` and `database` are folders, `workload` may be a name.
+def read_inputs(table: Place, files: ReportFiles | None = None) -> ReportInputs:
+    """Read a table and the files beside it.
 
-    Raises BadData in a sentence when something is missing, foreign or truncated, and UsageError where a workload or a
-    database is given without what it goes with.
+    Parameters
+    ----------
+    table : Place
+        The path or URI of the table.
+    files : ReportFiles, optional
+        The other files; none by default.
+
+    Returns
+    -------
+    ReportInputs
+        What a report shows.
+
+    Raises
+    ------
+    BadData
+        If a file is missing, damaged or of another kind.
+    UsageError
+        If a workload or a database is given without the files it goes with.
     """
-    if database and not (profile and workload):
+    given = files or ReportFiles()
+    if given.database and not (given.profile and given.workload):
         raise UsageError(
-            "--database shows what each speed costs: it needs the --profile of its search and the --workload of "
+            "--database shows the error at each speedup: it needs the --profile of its search and the --workload of "
             "latbench trace"
         )
-    if workload and not database:
+    if given.workload and not given.database:
         raise UsageError("--workload names the layers of a --database: give both")
-    table_hash = tables.table_hash(table)  # first, while there is no frame beside it in memory
+    table_hash = tables.table_hash(table)  # first, while no frame is in memory beside it
     frame = latest.frame(table, COLUMNS, per=["point_id", "status"], useful=latest.every)
     if frame.empty:
         raise BadData(f"{table} holds no rows: run latbench sweep first")
-    found = Inputs(
+    found = ReportInputs(
         table=frame,
         table_hash=table_hash,
         environments=tables.read_env(table).to_dict("records"),
-        model=_model(model) if model else None,
-        profile=profiles.load(profile) if profile else None,
-        verdict=_verdict(verify / "verify.json") if verify else None,
-        results=results.read(accuracy) if accuracy else None,
-        sources=(Source("table", table, table_hash),),
+        model=_read_model(given.model) if given.model else None,
+        profile=profiles.load(given.profile) if given.profile else None,
+        verdict=_read_verdict(given.verify / "verify.json") if given.verify else None,
+        results=accuracy.read_results(given.accuracy) if given.accuracy else None,
+        sources=(SourceFile("table", table, table_hash),),
     )
-    if pruned:
-        manifest, manifest_hash = _pruned(pruned)
+    if given.pruned:
+        manifest, manifest_hash = _read_manifest(given.pruned)
         found = replace(found, manifest=manifest, manifest_hash=manifest_hash)
-    if workload and database and found.profile:
-        found = replace(found, trade_offs=trade_off.read(frame, found.profile, workload, database))
-    given = {
-        "cost model": model,
-        "profile": profile,
-        "pruned model": pruned and pruned / "manifest.json",
-        "verification": verify and verify / "verify.json",
-        "layer database": database and database / "database.json",
-        "workload": workloads.find(workload) if workload else None,
-        "accuracies": accuracy,
-    }
-    sources = [Source(role, path, files.sha256(path)) for role, path in given.items() if path]
+    if given.workload and given.database and found.profile:
+        trade_offs = trade_off.read_trade_offs(frame, found.profile, given.workload, given.database)
+        found = replace(found, trade_offs=trade_offs)
+    sources = [SourceFile(role, path, digests.sha256(path)) for role, path in given.by_role().items()]
     return replace(found, sources=(*found.sources, *sources))
 
 
-def _model(path: Path) -> ModelFile:
+def _read_model(path: Path) -> ModelFile:
     from cost_models import storage
 
     return storage.read(path)
 
 
-def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
+def _read_manifest(folder: Path) -> tuple[Mapping[str, Any], str]:
     from search.pruning.storage.model_folder import read_manifest
     from search.verify import manifest_hash
 
@@ -137,12 +192,14 @@ def _pruned(folder: Path) -> tuple[Mapping[str, Any], str]:
         _check_manifest(manifest)
     except (KeyError, TypeError, AttributeError) as error:
         name = folder / "manifest.json"
-        raise BadData(f"{name} is not as latbench prune wrote it ({type(error).__name__}: {error})") from error
+        raise BadData(
+            f"{name} is not a manifest that latbench prune wrote ({type(error).__name__}: {error})"
+        ) from error
     return manifest, manifest_hash(folder)
 
 
 def _check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Raise KeyError, AttributeError or TypeError if something is missing that a report shows, or is no number."""
+    """Raise KeyError, AttributeError or TypeError for a missing value that a report shows, or one of a wrong type."""
     numbers = [
         layer[name] for layer in manifest["layers"].values() for name in ("weights", "kept_weights", "packed_bytes")
     ]
@@ -159,11 +216,11 @@ def _check_manifest(manifest: Mapping[str, Any]) -> None:
 _FLOP = ("total", "dense_total")
 
 
-def _verdict(path: Path) -> Verdict:
+def _read_verdict(path: Path) -> Verdict:
     from search import verify as verification
 
     if not path.is_file():
-        raise BadData(f"{path} does not exist: make it with latbench verify")
+        raise BadData(f"{path} does not exist: run latbench verify first")
     verdict = verification.load(path)
     if verdict is None:
         raise BadData(f"{path} is not what latbench verify writes: verify again")

@@ -146,9 +146,9 @@ def _point_describer(changes: Sequence[Change]) -> Callable[[Change], str]:
 
     def describe(change: Change) -> str:
         key = change.key
-        layer = key["model"] or "" if key["op"] == "model" or key["m"] is None else point_frames.shape_label(key)
+        layer = key["model"] or "" if key["op"] == "model" or key["m"] is None else point_frames.format_shape(key)
         sparsity = units.percent(key["sparsity_target"]) if key["sparsity_target"] else ""
-        engine = point_frames.engine_name(key["backend"], key["kernel_requested"] or "")
+        engine = point_frames.format_engine(key["backend"], key["kernel_requested"] or "")
         settings = [f"{key[name]} threads" if name == "threads" else str(key[name]) for name in others]
         return ", ".join(text for text in (layer, f"{key['pattern']} {sparsity}".strip(), engine, *settings) if text)
 

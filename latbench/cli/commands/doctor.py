@@ -200,8 +200,8 @@ def _for_a_quieter(gpu: dict[str, Any]) -> list[str]:
         )
     if clock := gpu["gpu_application_clock_hertz"] or gpu["gpu_max_clock_hertz"]:
         found.append(
-            f"its clock varies with heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f}, or a lower clock that the "
-            "power limit sustains, fixes it; -rgc undoes that"
+            f"its clock varies with heat and power: sudo nvidia-smi -lgc {clock / 1e6:.0f}, or a lower clock that "
+            "the power limit sustains, fixes it; -rgc undoes that"
         )
     return found
 

@@ -51,7 +51,7 @@ def report(
     from latbench.errors import UsageError
     from latbench.report import report_data, report_inputs
     from latbench.report.pages import html_page
-    from latbench.report.summary import summarise, summary_table
+    from latbench.report.summary import build_summary_table, summarise
     from latbench.tables import storage as places
 
     console, command = Console(), ["latbench", *map(places.shown, sys.argv[1:])]
@@ -65,7 +65,7 @@ def report(
     files = report_inputs.ReportFiles(model, profile, pruned, verify, workload, database, accuracy)
     with Console(stderr=True).status(escape(f"Reading {table} and drawing the report")):
         inputs = report_inputs.read_inputs(places.at(table), files)
-        content = report_data.build_content(inputs)
+        content = report_data.build_report_data(inputs)
         if figures is not None:  # first, so that a missing library is reported before anything is written
             from latbench.report import paper_figures
 
@@ -73,7 +73,7 @@ def report(
         write_text_atomically(output, html_page.build_html(html_page.build_page(inputs, content, command)))
         if summary:
             write_text_atomically(summary, json.dumps(summarise(inputs), indent=2) + "\n")
-    console.print(summary_table(inputs, str(output)))
+    console.print(build_summary_table(inputs, str(output)))
 
 
 def _compare(table: Place, against: Place, output: Path, command: list[str]) -> None:

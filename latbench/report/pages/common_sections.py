@@ -1,4 +1,4 @@
-"""What each section says: from a report's inputs to sentences, tables and charts, still without HTML."""
+"""Sections of the page of one table, some of them shared with the comparison: sentences, tables and charts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pandas as pd
 
 from latbench.base import bundled_data as bundled
 from latbench.base import number_format as units
-from latbench.report import figures
-from latbench.report import point_frames as data
-from latbench.report.elements import Cell, Chart, Section, Table, count_cell, facts, share_cell, table
+from latbench.report import figures, point_frames
+from latbench.report.elements import Cell, Chart, Section, Table, build_facts, build_table, format_count, format_share
 from latbench.report.pages import overview
-from latbench.report.report_data import Content
-from latbench.report.report_inputs import Inputs
+from latbench.report.report_data import ReportData
+from latbench.report.report_inputs import ReportInputs
 from latbench.report.sections import predictions, ranking
 
 if TYPE_CHECKING:
@@ -29,67 +28,75 @@ if TYPE_CHECKING:
 Place = tuple[str, str]
 
 FLAGS = {
-    "in_cache": "in_cache (small weights, whose copies may all have stayed in the cache)",
-    "no_roofline": "no_roofline (the device's limits were unknown)",
-    "preempted": "preempted (others took the cores, or a host moved them apart, in all tries)",
+    "in_cache": "in_cache (small weights: all copies may have stayed in the cache)",
+    "no_roofline": "no_roofline (the limits of the device were unknown)",
+    "preempted": "preempted (other programs took the cores, or the host moved them apart, in all tries)",
     "slow_spell": "slow_spell (the machine was slower than in the rest of the sweep)",
     "spike": "spike (far above both neighbouring sparsities, twice)",
 }
-CHART_POINTS = 12_000  # that the interactive chart carries over all shapes, some 180 bytes each
-SLOW = 1.1  # times as long as usual, from which on a point is pointed at
+CHART_POINTS = 12_000  # drawn over all shapes, about 180 bytes each
+SLOW = 1.1  # times the usual pace: slower points are counted
 FAILURE_REASONS = 200  # rows of the failure table; the counts above it cover all
 
 
-def shapes(content: Content, places: Sequence[Place]) -> Section:
-    """Of each of `places`: speedup over sparsity, the same as a map, and all kernels ranked; break-evens of all."""
+def build_shapes(content: ReportData, places: Sequence[Place]) -> Section:
+    """Build the section with speedups, a map and ranked kernels of each of `places`, and the break-evens of all."""
     choices: list[tuple[str, Mapping[str, figures.Figure]]] = []
-    ordered = ranking.at_levels(content.ranked, content.speedups)
-    drawn = _that_fit(places, content.speedups, ordered)
-    gains, ranked = (data.by_place(data.at(frame, drawn)) for frame in (content.speedups, ordered))
-    starts = data.by_place(data.at(content.break_evens, places))
+    ordered = ranking.select_levels(content.ranked, content.speedups)
+    drawn = _select_drawn(places, content.speedups, ordered)
+    gains, ranked = (
+        point_frames.group_by_place(point_frames.select_places(frame, drawn)) for frame in (content.speedups, ordered)
+    )
+    starts = point_frames.group_by_place(point_frames.select_places(content.break_evens, places))
     for place in drawn:
-        rank = ranking.figure(ranked[place], gains[place][0]["dense_seconds"])
-        choices.append((data.place_label(*place), {**figures.shape_view(gains[place], starts[place]), "rank": rank}))
+        rank = ranking.draw_figure(ranked[place], gains[place][0]["dense_seconds"])
+        choices.append(
+            (point_frames.format_place(*place), {**figures.draw_shape(gains[place], starts[place]), "rank": rank})
+        )
     sentences = [
-        "Every sparse kernel is set against the fastest dense engine timed at the same shape in the same way; that "
-        "engine is named in each chart. Above the line at 1× sparse is faster. A ring marks the break-even sparsity, "
-        "above which a pattern stays faster up to the highest sparsity measured (log speedup is interpolated between "
-        "measured points). Bars are 95% intervals, both times at their worst and at their best. Below, every engine "
-        f"and pattern at that shape in order, dense and at {_listed(data.levels(content.speedups, ranking.LEVELS))}."
+        "Every sparse kernel is compared with the fastest dense engine of the same shape and setting; each chart "
+        "names that engine. Above the line at 1× sparse is faster. A ring marks the break-even sparsity: above it a "
+        "pattern stays faster up to the highest measured sparsity (log speedup is interpolated between measured "
+        "points). Bars are 95% intervals, from both times at their worst to both at their best. The last chart ranks "
+        "every engine and pattern at that shape, dense and at "
+        f"{_format_levels(point_frames.select_levels(content.speedups, ranking.LEVELS))}."
     ]
     if len(choices) < len(places):
-        sentences.append(f"The chart carries the {len(choices)} shapes with the longest dense time, the table more.")
-    if left_out := data.without_dense(content.points):
+        sentences.append(f"The chart has the {len(choices)} shapes with the longest dense time; the table has more.")
+    if left_out := point_frames.count_without_dense(content.points):
         sentences.append(
-            f"{units.count(left_out)} sparse points have no dense time at their shape and setting, "
-            "so no speedup: sweep a dense engine at these shapes to see them."
+            f"{units.count(left_out)} sparse points have no speedup, because no dense time has their shape and "
+            "setting: sweep a dense engine at these shapes."
         )
-    overall = ranking.summary(ordered)
+    overall = ranking.build_summary(ordered)
     titles = {
-        "lines": "Speedup over sparsity",
+        "lines": "Speedup by sparsity",
         "heat": "The same as a map",
         "rank": "Every engine and pattern in order",
     }
     chart = Chart("shapes", "One shape: speedups and kernels", choices=choices, label="Layer shape", titles=titles)
     tables = [
         (
-            "Break-even sparsity: from there on, up to the highest measured, the pattern is faster than dense (≈: "
-            "not beyond the noise; not for good: only below the highest)",
+            "Break-even sparsity: from there up to the highest measured one the pattern is faster than dense (≈: "
+            "within the noise; not throughout: only below the highest)",
             _break_even(starts, places),
         ),
-        ("Kernels over all shapes: how often each is the fastest at its sparsity", ranking.summary_table(overall)),
+        (
+            "Kernels over all shapes, with the number of shapes where each is the fastest at its sparsity",
+            ranking.build_summary_table(overall),
+        ),
     ]
     return Section("shapes", "Shape by shape, kernel by kernel", sentences, [chart], tables)
 
 
-def _that_fit(places: Sequence[Place], *frames: pd.DataFrame) -> Sequence[Place]:
-    """The first of `places`, one at least, that have no more than CHART_POINTS rows in these frames."""
-    counts = [frame.groupby(data.PLACE, sort=False).size().to_dict() for frame in frames]
+def _select_drawn(places: Sequence[Place], *frames: pd.DataFrame) -> Sequence[Place]:
+    """Select the first of `places`, at least one, that have at most CHART_POINTS rows in these frames."""
+    counts = [frame.groupby(point_frames.PLACE, sort=False).size().to_dict() for frame in frames]
     points = np.cumsum([sum(count.get(place, 0) for count in counts) for place in places])
     return places[: max(1, int(np.searchsorted(points, CHART_POINTS, side="right")))]
 
 
-def _listed(levels: Sequence[float]) -> str:
+def _format_levels(levels: Sequence[float]) -> str:
     *others, last = [units.percent(level) for level in levels]
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -100,8 +107,8 @@ def _break_even(break_evens: Mapping[Any, Sequence[Mapping[str, Any]]], places: 
     for place in places:
         starts = {row["pattern"]: _start_cell(row) for row in break_evens[place]}
         cells = [starts.get(pattern, Cell(units.NOTHING)) for pattern in patterns]
-        rows.append([Cell(data.place_label(*place)), *cells])
-    return table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
+        rows.append([Cell(point_frames.format_place(*place)), *cells])
+    return build_table(["layer shape", *(f"#{pattern}" for pattern in patterns)], rows)
 
 
 def _start_cell(start: Mapping[str, Any]) -> Cell:
@@ -109,7 +116,7 @@ def _start_cell(start: Mapping[str, Any]) -> Cell:
     if math.isnan(start["break_even"]):
         if not math.isnan(start["possible"]):
             return Cell("≈ never", 2.0, best, 0.0)  # sorts after every sparsity
-        return Cell("not for good" if start["best"] > 1 else "never", 2.0, best, -0.35)
+        return Cell("not throughout" if start["best"] > 1 else "never", 2.0, best, -0.35)
     text = units.percent_up(start["break_even"], 3)
     if start["sparsities"] == 1:
         text = f"at {text}"
@@ -119,29 +126,29 @@ def _start_cell(start: Mapping[str, Any]) -> Cell:
     return Cell("≈ " * unsure + text, start["break_even"], best, 0.0 if unsure else 1 - start["break_even"])
 
 
-def environment(inputs: Inputs) -> Section:
-    """The device, the software, and how every row was measured."""
+def build_environment(inputs: ReportInputs) -> Section:
+    """Build the section of the device, the software and the settings of measurement."""
     frame = inputs.table
-    rows = data.layer_rows(frame)
-    tables = [("How it was measured: one value holds for all rows, several are kept apart", _method(frame))]
+    rows = point_frames.select_layer_rows(frame)
+    tables = [("Settings of measurement; several values of one setting are kept apart", _method(frame))]
     backends = [
         [
             Cell(str(backend)),
             Cell(_names(part["backend_version"])),
-            count_cell(part["point_id"].nunique()),
+            format_count(part["point_id"].nunique()),
             Cell(_names(part["kernel_used"])),
         ]
         for backend, part in rows.groupby("backend")
     ]
-    tables.append(("Engines", table(["backend", "version", "#points", "kernels used"], backends)))
+    tables.append(("Engines", build_table(["backend", "version", "#points", "kernels used"], backends)))
     for number, record in enumerate(inputs.environments, start=1):
         title = "Machine and software" if len(inputs.environments) == 1 else f"Machine and software {number}"
-        tables.append((title, facts(_fact(name, value) for name, value in record.items() if says_something(value))))
-    return Section("environment", "Device, and how it was measured", [], [], tables)
+        tables.append((title, build_facts(_fact(name, value) for name, value in record.items() if is_known(value))))
+    return Section("environment", "Device and settings of measurement", [], [], tables)
 
 
 def _method(frame: pd.DataFrame) -> Table:
-    rows = data.layer_rows(frame)
+    rows = point_frames.select_layer_rows(frame)
     meanings = {
         "rotated": "rotated (copies of the weights in turn, so that they do not stay in the cache)",
         "isolated": "isolated (one layer alone, in its engine's own process)",
@@ -150,19 +157,21 @@ def _method(frame: pd.DataFrame) -> Table:
     titles = {"dtype_w": "weight type", "dtype_a": "activation type", "dtype_out": "output type"}
     pairs = [
         (titles.get(name, name.replace("_", " ")), meanings.get(value, value))
-        for name, value in data.settings(frame).items()
+        for name, value in point_frames.summarise_settings(frame).items()
     ]
     counts = rows["sample_count"].dropna()
     if len(counts):
         middle, fewest, most = (int(counts.agg(how)) for how in ("median", "min", "max"))
         pairs.append(("samples a point", f"{middle} at the median, {fewest} to {most}"))
-    if flags := data.flag_counts(frame):
+    if flags := point_frames.count_flags(frame):
         said = ", ".join(f"{FLAGS.get(flag, flag)} {units.count(found)}" for flag, found in flags.items())
-        pairs.append(("points that carry a flag", f"{said}, of {units.count(len(data.timed_rows(rows)))}"))
+        pairs.append(
+            ("points that carry a flag", f"{said}, of {units.count(len(point_frames.select_timed_rows(rows)))}")
+        )
     first, last = rows["started_at"].min(), rows["started_at"].max()
     if pd.notna(first):
         pairs.append(("measured", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M} UTC"))
-    return facts(pairs)
+    return build_facts(pairs)
 
 
 def _names(column: pd.Series) -> str:
@@ -174,87 +183,93 @@ def _fact(name: str, value: Any) -> tuple[str, object]:
     return title, units.size(value) if name.endswith("_bytes") else value
 
 
-def says_something(value: object) -> bool:
-    """Whether a fact about a machine is known."""
+def is_known(value: object) -> bool:
+    """Return whether a fact about a machine is known."""
     return value is not None and value != "" and not (isinstance(value, float) and math.isnan(value))
 
 
-def noise(inputs: Inputs, content: Content) -> Section:
-    """How wide the intervals are, how the rows ended and why some failed."""
+def build_noise(inputs: ReportInputs, content: ReportData) -> Section:
+    """Build the section of interval widths, statuses of rows and reasons of failures."""
     frame, widths = inputs.table, content.noise
-    ends, failed = data.statuses(frame), data.failures(frame)
+    ends, failed = point_frames.count_statuses(frame), point_frames.count_failures(frame)
     sentences = [
-        "The width of the 95% interval of each point's median, relative to the median. "
-        "Differences smaller than this are noise."
+        "Noise is the width of the 95% interval of each point's median, relative to the median. "
+        "Smaller differences are not significant."
     ]
-    if said := _pace(data.pace(frame)):
+    if said := _pace(point_frames.list_pace(frame)):
         sentences.append(said)
     if len(failed) > FAILURE_REASONS:
-        sentences.append(f"The {FAILURE_REASONS} most frequent of {len(failed)} reasons for failures are listed.")
+        sentences.append(
+            f"The table lists the {FAILURE_REASONS} most frequent of {len(failed)} reasons for failures."
+        )
     shares = ["median", "p90", "largest"]
     spread = [
-        [row["backend"], row["format"], count_cell(row["rows"]), *(share_cell(row[name]) for name in shares),
-         count_cell(row["noisy"])]
+        [row["backend"], row["format"], format_count(row["rows"]), *(format_share(row[name]) for name in shares),
+         format_count(row["noisy"])]
         for row in widths.to_dict("records")
     ]  # fmt: skip
-    ended = [[row.pop("backend"), *(count_cell(count) for count in row.values())] for row in ends.to_dict("records")]
+    ended = [
+        [row.pop("backend"), *(format_count(count) for count in row.values())] for row in ends.to_dict("records")
+    ]
     heads = ["backend", "format", "#points", "#median width", "#90% below", "#widest", "#still noisy"]
     tables = [
-        ("Noise by engine and format", table(heads, spread)),
+        ("Noise by engine and format", build_table(heads, spread)),
         (
-            "How the points ended; one that was measured again counts once for each end",
-            table(["backend", "#ends", *(f"#{name}" for name in ends.columns[2:])], ended),
+            "Statuses of the points; a point that was measured again counts once for each status",
+            build_table(["backend", "#statuses", *(f"#{name}" for name in ends.columns[2:])], ended),
         ),
     ]
     if len(failed):
         rows = [
-            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), count_cell(row["rows"])]
+            [row["backend"], str(row["pattern"]), row["status"], str(row["reason"]), format_count(row["rows"])]
             for row in failed.head(FAILURE_REASONS).to_dict("records")
         ]
-        tables.append(("Failures by reason", table(["backend", "pattern", "status", "reason", "#points"], rows)))
+        tables.append(
+            ("Failures by reason", build_table(["backend", "pattern", "status", "reason", "#points"], rows))
+        )
     else:
         sentences.append("No point failed.")
-    drawn = figures.noise(content.noise_curve) if len(widths) else None  # none where samples are too few
-    charts = [Chart("noise", "Share of points within a width", drawn)] if drawn else []
+    drawn = figures.draw_noise(content.noise_curve) if len(widths) else None  # none where samples are too few
+    charts = [Chart("noise", "Share of points by width of the interval", drawn)] if drawn else []
     return Section("noise", "Noise and failures", sentences, charts, tables)
 
 
 def _pace(ratios: pd.Series) -> str:
-    """How slow the machine was while points were timed, as the fixed work beside them told; empty where unknown."""
+    """Return sentences on the pace of the machine by the fixed work beside the points; empty where unknown."""
     if ratios.empty:
         return ""
     middle, most = units.ratio(float(ratios.median())), units.ratio(float(ratios.max()))
     slow = int((ratios > SLOW).sum())
     return (
-        f"Fixed work that was timed beside the points took {middle} as long as usual at the median point, {most} at "
-        f"most; beside {units.count(slow)} of {units.count(len(ratios))} it took over {units.ratio(SLOW)}, and "
-        "these may be too slow by as much. Times are shown as they were measured."
+        f"Fixed work beside the points took {middle} as long as usual at the median point, and {most} at most. "
+        f"Beside {units.count(slow)} of {units.count(len(ratios))} points it took over {units.ratio(SLOW)}: their "
+        "times may be too long by this factor. Times are shown as measured."
     )
 
 
-def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
-    """Layer by layer: pattern, sparsity, predicted time. `layers`: content.profile_layers."""
+def build_profile(chosen: Profile, layers: pd.DataFrame) -> Section:
+    """Build the section of a profile; `layers` is the frame of `report_data.build_profile_layers`."""
     total = chosen.predicted_seconds
     predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
     fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
-    ceiling = "So nothing but the layers' own times bounds the speedup."
+    ceiling = "Only the times of the layers bound the speedup."
     if chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
-        ceiling = f"So the ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
+        ceiling = f"The ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
     sentences = [
-        f"Predicted for the whole model: {predicted}, for a target of {units.ratio(chosen.target)} over "
-        f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)}; batch {chosen.batch}, "
-        f"{units.threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}.",
-        f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: layers and overhead that are not "
-        f"searched. {ceiling}",
-        f"The sum of the layers' times, each on its own, missed the whole model by "
-        f"{units.percent(chosen.additivity_before)} (median); with what was fitted around them, by "
-        f"{units.percent(chosen.additivity_after)}. A verification meets the target with a probability of "
+        f"The predicted time of the whole model is {predicted}, for a target of {units.ratio(chosen.target)} over "
+        f"{chosen.dense_engine} at {units.seconds(chosen.dense_seconds)} (batch {chosen.batch}, "
+        f"{units.threads(chosen.threads)}, {chosen.backend} kernels, strategy {chosen.strategy}).",
+        f"{fixed} of it, {units.percent(chosen.fixed_seconds / total)}, is fixed: other layers and overhead. "
+        f"{ceiling}",
+        f"The sum of separate layer times differs from the whole model by {units.percent(chosen.additivity_before)} "
+        f"(median), and by {units.percent(chosen.additivity_after)} after the fitted correction. A verification "
+        "meets the target with a probability of "
         f"{units.percent(chosen.risk)}.",
     ]
     if (weights := chosen.weights) is not None:
         sentences.append(
-            f"All weights of the model, packed, take {units.size(weights.packed)} of the {units.size(weights.most)} "
-            f"that they were allowed; dense they take {units.size(weights.dense)}."
+            f"All packed weights take {units.size(weights.packed)} of {units.size(weights.most)} allowed; dense "
+            f"weights take {units.size(weights.dense)}."
         )
     rows = [
         [row["name"], row["pattern"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
@@ -263,12 +278,12 @@ def profile(chosen: Profile, layers: pd.DataFrame) -> Section:
         for row in layers.to_dict("records")
     ]  # fmt: skip
     heads = ["layer", "pattern", "#sparsity", "#predicted time", "#share of the model", "#relative error"]
-    charts = [Chart("profile", "Predicted time of each layer, with its interval", figures.profile(layers))]
-    return Section("profile", "The profile", sentences, charts, [("Layer by layer", table(heads, rows))])
+    charts = [Chart("profile", "Predicted time of each layer, with its interval", figures.draw_profile(layers))]
+    return Section("profile", "The profile", sentences, charts, [("Layer by layer", build_table(heads, rows))])
 
 
-def pruned(manifest: Mapping[str, Any]) -> Section:
-    """What is left of the weights, and what each stage of pruning made of loss and score."""
+def build_pruned(manifest: Mapping[str, Any]) -> Section:
+    """Build the section of kept weights, and of loss and score after each stage of pruning."""
     layers = list(manifest["layers"].values())
     weights, kept, size = (sum(layer[key] for layer in layers) for key in ("weights", "kept_weights", "packed_bytes"))
     share = units.percent(1 - kept / weights) if weights else units.NOTHING
@@ -276,41 +291,44 @@ def pruned(manifest: Mapping[str, Any]) -> Section:
         f"{units.count(kept)} of {units.count(weights)} weights are kept in {len(layers)} layers ({share} pruned); "
         f"packed they take {units.size(size)}, dense {units.size(4 * weights)}."
     )
-    if "stages" not in manifest:  # saved from a user's own training
+    if "stages" not in manifest:  # saved by a training of the user
         return Section("pruned", "The pruned model", [sentence], [], [])
     sentence += " The stage with the least loss on the calibration data is kept."
     name = str(manifest["score_name"])
     trained = any(stage.get("training_flop") for stage in manifest["stages"])
     rows = [
         [Cell(stage["name"]), Cell(f"{stage['loss']:.4g}", stage["loss"]),
-         Cell(overview.score(stage["score"], name), stage["score"]),
+         Cell(overview.format_score(stage["score"], name), stage["score"]),
          *([_flop_cell(stage.get("training_flop"))] if trained else []),
-         Cell("kept" if stage["name"] == manifest["method"] else "left")]
+         Cell("kept" if stage["name"] == manifest["method"] else "dropped")]
         for stage in manifest["stages"]
     ]  # fmt: skip
     heads = ["stage", "#calibration loss", f"#{name}", *(["#training FLOP, of dense"] if trained else []), "result"]
-    stages = table(heads, rows)
+    stages = build_table(heads, rows)
     return Section("pruned", "The pruned model", [sentence], [], [("Stages", stages)])
 
 
 def _flop_cell(flop: Mapping[str, Any] | None) -> Cell:
-    return share_cell(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
+    return format_share(flop["total"] / flop["dense_total"]) if flop else Cell(units.NOTHING)
 
 
-def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
-    """Promised and measured, beside the dense engines it was measured against. `times`: content.promise_times."""
+def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Section:
+    """Build the section of promised and measured times beside the dense engines.
+
+    `times` is the frame of `report_data.build_promise_times`.
+    """
     budget = verdict.dense_seconds / verdict.target
     sentences = [
-        "Dense engines and pruned model were timed end to end, each engine in a process of its own, in turns. "
+        "Dense engines and the pruned model were timed end to end in turns, each in a process of its own. "
         f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
     ]
     if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
         ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
-        sentences.append(f"The ceiling, with every searched layer free, is {ceiling}: {reached} of it is reached.")
+        sentences.append(f"The ceiling, if searched layers took no time, is {ceiling}; {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]
 
     def gain(row: Mapping[Any, Any]) -> Cell:
-        # The measured one is that of dense and pruned calls in turns, not of two medians.
+        # The measured speedup is that of dense and pruned calls in turns, not of two medians.
         found = verdict.measured_speedup if row["kind"] == "measured" else verdict.dense_seconds / row["seconds"]
         return Cell(units.ratio(found), found)
 
@@ -323,29 +341,29 @@ def promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame) -> Se
         "promise",
         "Promised and measured",
         sentences,
-        [Chart("promise", "Whole-model times; the dashed line is the target", figures.promise(times, budget))],
-        [("Times", table(heads, rows))],
+        [Chart("promise", "Whole-model times; the dashed line is the target", figures.draw_promise(times, budget))],
+        [("Times", build_table(heads, rows))],
     )
 
 
-def provenance(inputs: Inputs, command: Sequence[str]) -> Section:
-    """Where it all comes from: files with their hashes, versions, the command; whether the files belong together."""
+def build_provenance(inputs: ReportInputs, command: Sequence[str]) -> Section:
+    """Build the section of files with hashes, versions and the command, and whether the files belong together."""
     files = [[source.role, bundled.said(source.path), source.digest[:16]] for source in inputs.sources]
-    tables = [("Files", table(["what", "file", "hash"], files)), *made_with(command)]
-    return Section("provenance", "Provenance", [line for line, _ in belonging(inputs)], [], tables)
+    tables = [("Files", build_table(["what", "file", "hash"], files)), *build_versions(command)]
+    return Section("provenance", "Provenance", [line for line, _ in check_sources(inputs)], [], tables)
 
 
-def made_with(command: Sequence[str]) -> list[tuple[str, Table]]:
-    """What wrote this report: versions and the command."""
+def build_versions(command: Sequence[str]) -> list[tuple[str, Table]]:
+    """Build the tables of versions and of the command."""
     versions = [(name, _version(name)) for name in ("latbench", "plotly", "pandas", "numpy", "torch", "numba")]
     return [
-        ("Versions that wrote this report", facts([*versions, ("python", platform.python_version())])),
-        ("Command", facts([("this report", " ".join(command))])),
+        ("Versions that wrote this report", build_facts([*versions, ("python", platform.python_version())])),
+        ("Command", build_facts([("this report", " ".join(command))])),
     ]
 
 
-def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
-    """Sentences that say whether the given files were made from each other, and whether that is so."""
+def check_sources(inputs: ReportInputs) -> list[tuple[str, bool]]:
+    """Return a sentence for each pair of files that should belong together, and whether they do."""
     digests = {source.role: source.digest for source in inputs.sources}
     followed = inputs.manifest["files"]["profile.json"] if inputs.manifest else None
     links = [
@@ -362,9 +380,9 @@ def belonging(inputs: Inputs) -> list[tuple[str, bool]]:
     return [*found, *((sentence, False) for sentence in _strangers(inputs))]
 
 
-def _strangers(inputs: Inputs) -> list[str]:
-    """Where the given files are of unlike devices, threads, tasks or targets."""
-    measured = data.settings(inputs.table)
+def _strangers(inputs: ReportInputs) -> list[str]:
+    """Return sentences on files of different devices, threads, tasks or targets."""
+    measured = point_frames.summarise_settings(inputs.table)
     sentences = []
     for name, record in (("profile", inputs.profile), ("verification", inputs.verdict)):
         for what, value in (("device", record and record.device), ("threads", record and str(record.threads))):
@@ -391,45 +409,45 @@ ACCURACY = {
     "mape": "mean absolute error",
     "within_5": "points predicted within 5%",
     "within_10": "points predicted within 10%",
-    "nominal_coverage": "share that the intervals promise to hold",
-    "coverage": "share that they hold",
-    "width": "width of the intervals, relative",
-    "noise_floor": "noise floor: half of the points for one who knew every true time",
+    "nominal_coverage": "nominal coverage of the intervals",
+    "coverage": "measured coverage",
+    "width": "relative width of the intervals",
+    "noise_floor": "noise floor: median error of a model that knows every true time",
 }
 
 
-def cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
-    """How well the cost model predicts what it has not seen, beside the noise of the measurements themselves.
+def build_cost_model(model: ModelFile, held_out: pd.DataFrame | None) -> Section:
+    """Build the section of the cost model's errors on held-out points, beside the noise of the measurements.
 
-    held_out: predictions.tidy, None where there is nothing to show.
+    `held_out` is the frame of `predictions.build_frame`, None where there is nothing to show.
     """
     settings = ", ".join(f"{name} {value}" for name, value in sorted(model.estimator.get_params().items()))
-    methods, title = model.validation, "How well the cost model predicts"
+    methods, title = model.validation, "Errors of the cost model"
     sentences = [
-        f"{type(model.estimator).__name__}" + (f" ({settings})" if settings else "") + ". Errors are those of points "
-        "that were held out, whole shapes or whole sparsities at a time. The noise floor is the median error "
-        "that knowing every true time would leave, since the measured ones are not exact."
+        f"{type(model.estimator).__name__}"
+        + (f" ({settings})" if settings else "")
+        + ". Errors are those of held-out "
+        "points: whole shapes, or whole sparsities. The noise floor is the median error of a model that knows every "
+        "true time, because measured times are not exact."
     ]
     charts, tables = [], []
     if held_out is None:
-        sentences.append(
-            "No point could be held out and predicted anew: the table is another, or has too few shapes."
-        )
+        sentences.append("No point could be held out and predicted: the table is another one, or has too few shapes.")
     else:
-        sentences.append(predictions.sentence(held_out))
-        caption = f"Predicted against measured, {held_out['held_out'].iloc[0]}; a cross is outside its interval"
-        charts.append(Chart("predictions", caption, predictions.figure(held_out)))
+        sentences.append(predictions.format_coverage(held_out))
+        caption = f"Predicted over measured time, {held_out['held_out'].iloc[0]}; a cross is outside its interval"
+        charts.append(Chart("predictions", caption, predictions.draw_figure(held_out)))
     if methods:
         rows = [
-            [Cell(meaning), *(share_cell(figures_of.get(key)) for figures_of in methods.values())]
+            [Cell(meaning), *(format_share(figures_of.get(key)) for figures_of in methods.values())]
             for key, meaning in ACCURACY.items()
         ]
-        counts = [count_cell(int(figures_of.get("held_out") or 0)) for figures_of in methods.values()]
+        counts = [format_count(int(figures_of.get("held_out") or 0)) for figures_of in methods.values()]
         heads = ["figure", *(f"#{method}" for method in methods)]
         charts.append(
-            Chart("model", "Errors of held-out predictions, with the noise floor", figures.accuracy(methods))
+            Chart("model", "Errors of held-out predictions, with the noise floor", figures.draw_model_errors(methods))
         )
-        tables.append(("On held-out points", table(heads, [*rows, [Cell("held-out points"), *counts]])))
+        tables.append(("On held-out points", build_table(heads, [*rows, [Cell("held-out points"), *counts]])))
     else:
-        sentences.append("It was saved without a validation.")
+        sentences.append("The model file has no validation.")
     return Section("model", title, sentences, charts, tables)

@@ -1,8 +1,7 @@
-"""Two tables side by side: two devices, or one device before and after a change.
+"""The page of two tables side by side: two devices, or one device before and after a change.
 
-What is compared is the fastest kernel that either side has for a shape, pattern and sparsity, measured in one way
-(but for device and threads, where the devices differ). A ratio is the second side's seconds over the first's: above 1
-the first is faster.
+It compares the fastest kernels of both sides for a shape, pattern and sparsity in equal settings, but for device and
+threads where the devices differ. A ratio is the second side's seconds over the first's: above 1 the first is faster.
 """
 
 from __future__ import annotations
@@ -19,74 +18,91 @@ import pandas as pd
 from latbench.base import bundled_data as bundled
 from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import figures
-from latbench.report import point_frames as data
-from latbench.report.elements import Cell, Chart, Section, Table, Tile, count_cell, table
-from latbench.report.figures import Figure, colour, line_at, plain, short, thinned, time_axis
+from latbench.report import figures, point_frames
+from latbench.report.elements import Cell, Chart, FigureTile, Section, Table, build_table, format_count
+from latbench.report.figures import (
+    Figure,
+    build_time_axis,
+    draw_line,
+    escape_name,
+    find_colour,
+    round_values,
+    select_sample,
+)
 from latbench.report.pages import common_sections as sections
-from latbench.report.pages import overview
-from latbench.report.pages import speedup_map as maps
-from latbench.report.report_inputs import Inputs
+from latbench.report.pages import overview, speedup_map
+from latbench.report.report_inputs import ReportInputs
 from latbench.tables.compare import KINDS, Change
 from latbench.tables.significance import FASTER, SAME, SLOWER, UNCLEAR
 
 SHAPES = 300  # rows of the table; the figures over all shapes count every one
 CHANGES = 300
-POINTS = 2500  # that the chart carries
-LEVEL = 0.75  # the sparsity that stands for all, or the nearest that both sides have
+POINTS = 2500  # drawn
+LEVEL = 0.75  # the sparsity shown, or the nearest one of both sides
 
 Place = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the tables: what it is called on the page, and its frames as `data` makes them."""
+    """One of the tables: its name on the page, its inputs, and its frames of `point_frames`."""
 
     name: str
-    inputs: Inputs
+    inputs: ReportInputs
     points: pd.DataFrame
     speedups: pd.DataFrame
     break_evens: pd.DataFrame
     starts: pd.DataFrame
 
 
-def sides(first: Inputs, second: Inputs) -> tuple[Side, Side]:
-    """Both tables, with settings called alike. Where the devices differ, settings do not name them, nor the threads
-    if each side has one number of them. Raises BadData where such a side is of several devices.
+def build_sides(first: ReportInputs, second: ReportInputs) -> tuple[Side, Side]:
+    """Build both sides, with equal labels of settings.
+
+    Where the devices differ, settings do not name them, nor the threads if each side has one number of them. Raises
+    BadData where such a side is of several devices.
     """
-    rows = [data.timed_rows(data.layer_rows(one.table)) for one in (first, second)]
-    devices = [data.settings(one.table)["device"] for one in (first, second)]
-    threads = [data.settings(one.table)["threads"] for one in (first, second)]
+    rows = [point_frames.select_timed_rows(point_frames.select_layer_rows(one.table)) for one in (first, second)]
+    devices = [point_frames.summarise_settings(one.table)["device"] for one in (first, second)]
+    threads = [point_frames.summarise_settings(one.table)["threads"] for one in (first, second)]
     across: tuple[str, ...] = ()
     if devices[0] != devices[1]:
         if several := [name for name in devices if ", " in name]:
             raise BadData(f"one side is of several devices, {several[0]}: compare tables of one device each")
         across = ("device",) if any(", " in count for count in threads) else ("device", "threads")
-    apart = [name for name in data.differing(*rows) if name not in across]
+    apart = [name for name in point_frames.list_differing_columns(*rows) if name not in across]
     paths = [one.sources[0].path for one in (first, second)]
     brief = [path.name for path in paths]
     names = devices if across else brief if brief[0] != brief[1] else list(map(str, paths))
     found = []
     for name, one in zip(names, (first, second), strict=True):
-        points = data.points(one.table, apart)
-        speedups = data.speedup(points)
-        found.append(Side(name, one, points, speedups, data.break_even(speedups), data.earliest(speedups)))
+        points = point_frames.build_points(one.table, apart)
+        speedups = point_frames.build_speedups(points)
+        found.append(
+            Side(
+                name,
+                one,
+                points,
+                speedups,
+                point_frames.build_break_evens(speedups),
+                point_frames.build_earliest_starts(speedups),
+            )
+        )
     return found[0], found[1]
 
 
-def paired(first: Side, second: Side) -> pd.DataFrame:
-    """One row a shape, pattern and sparsity that both have, the most gained first.
+def build_pairs(first: Side, second: Side) -> pd.DataFrame:
+    """Build a frame with a row for each shape, pattern and sparsity of both sides, the highest ratio first.
 
     Columns: setting, shape, pattern, format, sparsity; first, second (seconds) with _low, _high and _engine of each;
-    ratio, low, high (both intervals at their worst and at their best). Raises BadData where there is none.
+    ratio, low, high (both intervals at their worst and at their best). Raises BadData where no row is common.
     """
-    by = [*data.PLACE, "pattern", "sparsity"]
-    best = [data.fastest(side.points, by) for side in (first, second)]
+    by = [*point_frames.PLACE, "pattern", "sparsity"]
+    best = [point_frames.select_fastest(side.points, by) for side in (first, second)]
     both = best[0].merge(best[1][[*by, "seconds", "low", "high", "engine"]], on=by, suffixes=("", "_second"))
     if both.empty:
         raise BadData(
-            f"{first.name} and {second.name} have no layer shape, pattern and sparsity in common that were measured "
-            "in one way: nothing can be compared"
+            f"{first.name} and {second.name} have no layer shape, pattern and sparsity in common in equal settings, "
+            "so nothing can be compared"
         )
     tidy = both[[*by, "format"]].assign(
         first=both["seconds"], second=both["seconds_second"],
@@ -98,9 +114,9 @@ def paired(first: Side, second: Side) -> pd.DataFrame:
     return tidy.sort_values("ratio", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def build(first: Side, second: Side, changes: Sequence[Change] | None, command: Sequence[str]) -> dict[str, Any]:
-    """The page as values, as `html.page_text` reads them. `changes`: of one device, by `compare.compare`."""
-    pairs = paired(first, second)
+def build_page(first: Side, second: Side, changes: Sequence[Change] | None, command: Sequence[str]) -> dict[str, Any]:
+    """Build the page as values, as `html_page.build_html` reads them; `changes` are those of one device."""
+    pairs = build_pairs(first, second)
     parts = [
         _changes(changes) if changes is not None else None,
         _shapes(first, second, pairs),
@@ -128,20 +144,22 @@ def _headline(first: Side, second: Side, pairs: pd.DataFrame, changes: Sequence[
         title = _who_is_faster(first, second, dense, sparse)
     kinds = (("Dense", "shapes", dense), ("Sparse", "points", sparse))
     who = [_sure(kind, things, own, first, second) for kind, things, own in kinds if len(own)]
-    lead = f"{' '.join(who)} Compared is the fastest kernel of either side at each shape, pattern and sparsity."
+    lead = f"{' '.join(who)} The page compares the fastest kernel of each side at each shape, pattern and sparsity."
     if counts[UNCLEAR]:
-        lead += f" {units.count(counts[UNCLEAR])} points are too noisy, or too near the noise, to be judged."
+        lead += f" {units.count(counts[UNCLEAR])} points cannot be judged, because the difference is near the noise."
     starts = [_start(side) for side in (first, second)]
     tiles = [
-        Tile("Dense", _middle(dense), f"{first.name} over {second.name}, median of {len(dense)} shapes"),
-        Tile("Sparse", _middle(sparse), f"the same, median of {len(sparse)} points"),
-        Tile("Sparsity pays from", f"{starts[0]} / {starts[1]}", f"median shape of {first.name} / {second.name}"),
+        FigureTile("Dense", _middle(dense), f"{first.name} over {second.name}, median of {len(dense)} shapes"),
+        FigureTile("Sparse", _middle(sparse), f"the same, median of {len(sparse)} points"),
+        FigureTile(
+            "Sparsity pays from", f"{starts[0]} / {starts[1]}", f"median shape of {first.name} / {second.name}"
+        ),
     ]
     return overview.Headline(title, lead, tiles)
 
 
 def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.DataFrame) -> str:
-    """Which side is faster and by how much, dense and sparse told apart: one may be faster at only one of them."""
+    """Return a title with the faster side and its ratio, for dense and for sparse points."""
     found = [_lead(kind, own, first, second) for kind, own in (("dense", dense), ("sparse", sparse)) if len(own)]
     one = found[0]
     title = f"{one.winner} is {one.ratio} as fast as {one.loser}, {one.kind}"
@@ -158,7 +176,7 @@ def _who_is_faster(first: Side, second: Side, dense: pd.DataFrame, sparse: pd.Da
 
 
 class _Lead(NamedTuple):
-    """Which side is faster at points of one kind, and how many times; alike: only within the noise, where known."""
+    """The faster side at points of one kind, and its ratio; `alike`: the difference is within a known noise."""
 
     kind: str
     winner: str
@@ -176,12 +194,12 @@ def _lead(kind: str, own: pd.DataFrame, first: Side, second: Side) -> _Lead:
 
 
 def _median(ratios: pd.Series) -> float:
-    """The same, upside down, whichever side comes first."""
+    """Return the median of the logarithms as a ratio, which is inverted if the sides change places."""
     return float(np.exp(np.log(ratios).median()))
 
 
 def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) -> str:
-    """At how many shapes or points which side is faster beyond both intervals, in a sentence."""
+    """Return a sentence with the numbers of shapes or points where each side is faster beyond both intervals."""
     ours, theirs = int((own["low"] > 1).sum()), int((own["high"] < 1).sum())
     unknown = int(own[["low", "high"]].isna().any(axis=1).sum())
     unsure = len(own) - ours - theirs - unknown
@@ -194,8 +212,8 @@ def _sure(kind: str, things: str, own: pd.DataFrame, first: Side, second: Side) 
     if unsure:
         said += f"; at {units.count(unsure)} the difference is within the noise"
     if unknown == len(own):
-        return f"{said}; how sure that is cannot be told: the noise of none is known."
-    return f"{said}; of {units.count(unknown)} the noise is unknown." if unknown else f"{said}."
+        return f"{said}; the certainty is unknown, because the noise of no point is known."
+    return f"{said}; the noise of {units.count(unknown)} is unknown." if unknown else f"{said}."
 
 
 def _middle(pairs: pd.DataFrame) -> str:
@@ -205,16 +223,16 @@ def _middle(pairs: pd.DataFrame) -> str:
 def _start(side: Side) -> str:
     if side.starts.empty:
         return units.NOTHING
-    start, at_lowest = overview.typical_start(side.starts)
+    start, at_lowest = overview.find_typical_start(side.starts)
     return "never" if start == math.inf else ("≤ " if at_lowest else "") + units.percent_up(start)
 
 
 def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
-    """Shape by shape: dense times, what to use on either side, and from which sparsity on it pays there."""
+    """Build the section with dense times, patterns to use and break-evens of both sides at each shape."""
     dense = pairs[pairs["pattern"] == "dense"].sort_values("second", ascending=False, kind="stable")
     level = _level(pairs)
     uses = [_uses(side, level) for side in (first, second)]
-    sparse = {(row["setting"], row["shape"]): row for row in best_of(pairs, level).to_dict("records")}
+    sparse = {(row["setting"], row["shape"]): row for row in select_best(pairs, level).to_dict("records")}
     rows: list[list[Cell | str]] = []
     moved = 0
     for row in dense.to_dict("records"):
@@ -223,7 +241,7 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
         moved += ours.value != theirs.value
         if len(rows) < SHAPES:
             rows.append([
-                Cell(data.place_label(*place)),
+                Cell(point_frames.format_place(*place)),
                 Cell(units.seconds(row["first"]), row["first"], str(row["first_engine"])),
                 Cell(units.seconds(row["second"]), row["second"], str(row["second_engine"])),
                 _ratio_cell(row),
@@ -234,46 +252,46 @@ def _shapes(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
     heads = ["layer shape", f"#dense, {first.name}", f"#dense, {second.name}", "#ratio, dense", f"#ratio at {at}",
              f"use on {first.name}", f"use on {second.name}"]  # fmt: skip
     sentences = [
-        f"A ratio above 1× says that {first.name} is faster; at {at} it is that of the fastest patterns of both. "
-        f"Which pattern to use differs at {moved} of {len(dense)} shapes."
+        f"A ratio above 1× means that {first.name} is faster; the ratio at {at} is that of the fastest patterns of "
+        f"both sides. The pattern to use differs at {moved} of {len(dense)} shapes."
         if len(dense)
         else "No shape has a dense time on both sides."
     ]
     tables = []
     if rows:
         tables.append(
-            ("Dense times, and the pattern that is fastest most often", replace(table(heads, rows), cards=True))
+            ("Dense times, and the pattern that is fastest most often", replace(build_table(heads, rows), cards=True))
         )
-    starts = earliest_starts(first, second)
+    starts = build_starts(first, second)
     if len(starts):
         earlier, later = (
             int((starts[name] < starts[other]).sum()) for name, other in (("first", "second"), ("second", "first"))
         )
         sentences.append(
             f"Sparsity pays earlier on {first.name} at {earlier} of {len(starts)} shapes and on {second.name} at "
-            f"{later}; at the others from the same sparsity on, the lowest measured or never."
+            f"{later}. At the other shapes it pays from the same sparsity, from the lowest measured one, or never."
         )
         tables.append(
             (
-                "From which sparsity on some pattern pays, up to the highest measured",
+                "Sparsity from which a pattern pays, up to the highest measured one",
                 _start_table(starts, first, second),
             )
         )
-    return Section("pays", "What to use where", sentences, tables=tables)
+    return Section("pays", "The pattern to use at each shape", sentences, tables=tables)
 
 
 def _level(pairs: pd.DataFrame) -> float:
-    """The sparsity nearest to LEVEL of those that both sides have at most shapes."""
-    common = data.common_sparsities(pairs[pairs["pattern"] != "dense"])
+    """Return the sparsity nearest to LEVEL among those that both sides have at most shapes."""
+    common = point_frames.list_common_sparsities(pairs[pairs["pattern"] != "dense"])
     return float(common[np.abs(common - LEVEL).argmin()]) if len(common) else LEVEL
 
 
-def best_of(pairs: pd.DataFrame, sparsity: float) -> pd.DataFrame:
-    """Of each setting and shape the fastest pattern of either side at one sparsity; columns as `paired`.
+def select_best(pairs: pd.DataFrame, sparsity: float) -> pd.DataFrame:
+    """Select the fastest pattern of each side at one sparsity, for each setting and shape; columns as `build_pairs`.
 
-    Only patterns that both sides have count; engines and pattern are those of the first side.
+    Only patterns of both sides count; engines and pattern are those of the first side.
     """
-    return _fastest_of_either(pairs[(pairs["sparsity"] - sparsity).abs() < 0.01], data.PLACE)
+    return _fastest_of_either(pairs[(pairs["sparsity"] - sparsity).abs() < 0.01], point_frames.PLACE)
 
 
 def _fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -286,18 +304,18 @@ def _fastest_of_either(pairs: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     ).reset_index()  # fmt: skip
 
 
-def earliest_starts(first: Side, second: Side) -> pd.DataFrame:
-    """From where on a pattern pays (`data.earliest`) at each setting and shape of both sides, the widest apart first.
+def build_starts(first: Side, second: Side) -> pd.DataFrame:
+    """Build a frame of the sparsities from which a pattern pays on both sides, the widest difference first.
 
     Columns: setting, shape; first, second (sparsity, inf for never); first_pattern, second_pattern (empty for never);
-    first_lowest, second_lowest: whether it pays already at the lowest sparsity measured.
+    first_lowest, second_lowest: whether it pays at the lowest measured sparsity already.
     """
     columns = {"break_even": "", "pattern": "_pattern", "at_lowest": "_lowest"}
     ours, theirs = (
         side.starts.fillna({"break_even": math.inf}).rename(columns={old: name + end for old, end in columns.items()})
         for name, side in (("first", first), ("second", second))
     )
-    both = ours.merge(theirs, on=data.PLACE)
+    both = ours.merge(theirs, on=point_frames.PLACE)
     apart = (both["first"].clip(upper=2.0) - both["second"].clip(upper=2.0)).abs()
     return both.loc[apart.sort_values(ascending=False, kind="stable").index].reset_index(drop=True)
 
@@ -320,27 +338,27 @@ def _start_table(starts: pd.DataFrame, first: Side, second: Side) -> Table:
             difference = Cell(f"only on {only.name}", math.copysign(2.0, apart), "", math.copysign(0.6, apart))
         else:
             difference = Cell(f"{100 * apart:+.1f}", apart, "", max(-1.0, min(1.0, 3 * apart)))
-        rows.append([Cell(data.place_label(row["setting"], row["shape"])), *cells, difference])
+        rows.append([Cell(point_frames.format_place(row["setting"], row["shape"])), *cells, difference])
     heads = ["layer shape", f"#pays from, {first.name}", f"#pays from, {second.name}",
              f"#percentage points earlier on {first.name}"]  # fmt: skip
-    return table(heads, rows)
+    return build_table(heads, rows)
 
 
 def _uses(side: Side, level: float) -> dict[Place, Cell]:
-    """The pattern to use at each shape and from where, and the gain at a sparsity; cells sort and compare by the
-    pattern.
-    """
-    starts = data.by_place(side.break_evens)
-    best = data.by_place(data.fastest_pattern(side.speedups)) if len(side.speedups) else {}
+    """Return a cell for each place with the pattern to use, its break-even and its gain; cells sort by pattern."""
+    starts = point_frames.group_by_place(side.break_evens)
+    best = (
+        point_frames.group_by_place(point_frames.select_fastest_patterns(side.speedups)) if len(side.speedups) else {}
+    )
     found = {}
     for place, rows in starts.items():
-        use = overview.favourite(rows, best[place])
+        use = overview.select_favourite(rows, best[place])
         gains = [row["speedup"] for row in best[place] if abs(row["sparsity"] - level) < 0.01]
         gain = f"{units.ratio(gains[0])} at {units.percent(level)}" if gains else ""
         if use is None:
             found[place] = Cell("stay dense", "dense", gain)
         else:
-            found[place] = Cell(f"{use['pattern']} {overview.begins(use)}", str(use["pattern"]), gain)
+            found[place] = Cell(f"{use['pattern']} {overview.format_start(use)}", str(use["pattern"]), gain)
     return found
 
 
@@ -351,39 +369,42 @@ def _ratio_cell(row: Mapping[Any, Any]) -> Cell:
 
 
 def _map(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
-    """Ratios by shape and sparsity, a slice a pattern; and every pair over its time."""
-    order = pairs.groupby(data.PLACE)["second"].max().sort_values(ascending=False, kind="stable")
-    places = list(order.index[: maps.SHAPES])
-    labels = [plain(data.place_label(*place)) for place in places]
-    here = data.at(pairs, places)
+    """Build the section with a map of ratios for each pattern, and a chart of every shared point."""
+    order = pairs.groupby(point_frames.PLACE)["second"].max().sort_values(ascending=False, kind="stable")
+    places = list(order.index[: speedup_map.SHAPES])
+    labels = [escape_name(point_frames.format_place(*place)) for place in places]
+    here = point_frames.select_places(pairs, places)
     limit = max(0.1, float(np.abs(np.log2(here["ratio"])).max()))
-    kinds = {maps.FASTEST: _fastest_of_either(here, [*data.PLACE, "sparsity"])}
+    kinds = {speedup_map.FASTEST: _fastest_of_either(here, [*point_frames.PLACE, "sparsity"])}
     by_pattern = dict(list(here.groupby("pattern", sort=True)))
-    kinds |= dict(sorted(by_pattern.items(), key=lambda item: -len(item[1])))  # what was measured most first
+    kinds |= dict(sorted(by_pattern.items(), key=lambda item: -len(item[1])))  # the most measured pattern first
     choices = []
     for pattern, own in kinds.items():
-        columns = maps.spread(np.sort(own["sparsity"].unique()))
+        columns = speedup_map.select_spread(np.sort(own["sparsity"].unique()))
         found = {
             (row["setting"], row["shape"], row["sparsity"]): (float(row["ratio"]), _hover(row, first, second))
             for row in own.to_dict("records")
         }
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
         heads = [units.percent(sparsity) if sparsity else "dense" for sparsity in columns]
-        choices.append((str(pattern), {"map": maps.heat_map(grid, heads, labels, limit)}))
+        choices.append((str(pattern), {"map": speedup_map.draw_heat_map(grid, heads, labels, limit)}))
     sentences = [f"Blue: {first.name} is faster; orange: {second.name} is."]
     if len(places) < len(order):
-        sentences.append(f"The map has the {len(places)} shapes that take longest, of {len(order)}.")
+        sentences.append(f"The map has the {len(places)} slowest of {len(order)} shapes.")
     charts = [
         Chart(
-            "map", f"How many times as fast {first.name} is, by shape and sparsity", choices=choices, label="Pattern"
+            "map",
+            f"Ratio of times ({first.name} is faster above 1×) by shape and sparsity",
+            choices=choices,
+            label="Pattern",
         ),
         Chart(
             "pairs",
             f"Every shared point by its time; above 1× {first.name} is faster",
-            _scatter(thinned(pairs, POINTS), first, second),
+            _scatter(select_sample(pairs, POINTS), first, second),
         ),
     ]
-    return Section("map", "Where which is faster", sentences, charts)
+    return Section("map", "Map of ratios", sentences, charts)
 
 
 def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
@@ -393,10 +414,11 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
         own = pairs[pairs["format"] == name]
         if len(own):
             traces.append({
-                "type": "scatter", "mode": "markers", "name": plain(name), "x": short(own["second"]),
-                "y": short(own["ratio"]),
+                "type": "scatter", "mode": "markers", "name": escape_name(name), "x": round_values(own["second"]),
+                "y": round_values(own["ratio"]),
                 "marker": {
-                    "color": colour(str(name)), "symbol": figures.symbol(str(name)), "size": 7, "opacity": 0.8,
+                    "color": find_colour(str(name)), "symbol": figures.find_symbol(str(name)), "size": 7,
+                    "opacity": 0.8,
                 },
                 "text": [_hover(row, first, second) for row in own.to_dict("records")],
                 "hovertemplate": "%{text}<extra></extra>",
@@ -404,12 +426,12 @@ def _scatter(pairs: pd.DataFrame, first: Side, second: Side) -> Figure:
     low, high = min(0.9, float(pairs["ratio"].min())), max(1.1, float(pairs["ratio"].max()))
     shortest, longest = float(pairs["second"].min()), float(pairs["second"].max())
     layout = {
-        "xaxis": time_axis(f"time on {plain(second.name)}", shortest, longest),
+        "xaxis": build_time_axis(f"time on {escape_name(second.name)}", shortest, longest),
         "yaxis": {
             "title": {"text": "times as fast"}, "type": "log",
-            "range": [math.log10(low) - 0.03, math.log10(high) + 0.03], **figures.log_ticks(low, high, "×"),
+            "range": [math.log10(low) - 0.03, math.log10(high) + 0.03], **figures.build_log_ticks(low, high, "×"),
         },
-        "shapes": [line_at(y=1)], "height": 420,
+        "shapes": [draw_line(y=1)], "height": 420,
     }  # fmt: skip
     return {"data": traces, "layout": layout}
 
@@ -418,30 +440,31 @@ def _hover(row: Mapping[Any, Any], first: Side, second: Side) -> str:
     names = dict.fromkeys([row["pattern"], row.get("second_pattern", row["pattern"])])
     what = " and ".join(names) + (f" at {units.percent(row['sparsity'])}" if row["sparsity"] else "")
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(what)}<br>{units.ratio(row['ratio'], row['low'], row['high'])}<br>"
-        f"{units.seconds(row['first'])}, {plain(row['first_engine'])} ({plain(first.name)})<br>"
-        f"{units.seconds(row['second'])}, {plain(row['second_engine'])} ({plain(second.name)})"
+        f"<b>{escape_name(row['shape'])}</b><br>{escape_name(what)}<br>"
+        f"{units.ratio(row['ratio'], row['low'], row['high'])}<br>"
+        f"{units.seconds(row['first'])}, {escape_name(row['first_engine'])} ({escape_name(first.name)})<br>"
+        f"{units.seconds(row['second'])}, {escape_name(row['second_engine'])} ({escape_name(second.name)})"
     )
 
 
 def _by_pattern(first: Side, second: Side, pairs: pd.DataFrame) -> Section:
-    """Ratios by pattern, and from where each pays on either side."""
+    """Build the section with ratios and break-evens by pattern."""
     rows: list[list[Cell | str]] = []
     for pattern, own in pairs.groupby("pattern", sort=True):
         middle, least, most = _median(own["ratio"]), float(own["ratio"].min()), float(own["ratio"].max())
         starts = [_pattern_start(side, str(pattern)) for side in (first, second)]
         rows.append([
-            str(pattern), count_cell(len(own)), Cell(units.ratio(middle), middle), Cell(units.ratio(least), least),
+            str(pattern), format_count(len(own)), Cell(units.ratio(middle), middle), Cell(units.ratio(least), least),
             Cell(units.ratio(most), most), *starts,
         ])  # fmt: skip
     heads = ["pattern", "#points", "#median ratio", "#least", "#most",
              f"#pays from, {first.name}", f"#pays from, {second.name}"]  # fmt: skip
-    sentence = "Break-even sparsities are those of the median shape; never: it does not pay at half of the shapes."
+    sentence = "Break-even sparsities are those of the median shape; never: no gain at half of the shapes."
     return Section(
         "patterns",
         "Pattern by pattern",
         [sentence],
-        tables=[("Ratios and break-even sparsities", table(heads, rows))],
+        tables=[("Ratios and break-even sparsities", build_table(heads, rows))],
     )
 
 
@@ -449,7 +472,7 @@ def _pattern_start(side: Side, pattern: str) -> Cell:
     own = side.break_evens[side.break_evens["pattern"] == pattern]
     if own.empty:
         return Cell(units.NOTHING)
-    start, at_lowest = overview.typical_start(own)
+    start, at_lowest = overview.find_typical_start(own)
     if start == math.inf:
         return Cell("never", 2.0)
     sign = "at " if (own["sparsities"] == 1).all() else "≤ " if at_lowest else ""
@@ -457,46 +480,46 @@ def _pattern_start(side: Side, pattern: str) -> Cell:
 
 
 def _changes(changes: Sequence[Change]) -> Section:
-    """Every point that became slower or faster, or got lost, judged by its samples."""
+    """Build the section of points that became slower or faster, or are missing, judged by their samples."""
     counts = Counter(change.kind for change in changes)
     told = [change for change in changes if change.kind != SAME]
     rows: list[list[Cell | str]] = [
-        [change.kind, change_label(change), Cell(units.seconds(change.before), change.before),
+        [change.kind, format_change(change), Cell(units.seconds(change.before), change.before),
          Cell(units.seconds(change.after), change.after),
          Cell(units.ratio(change.ratio, change.low, change.high), change.ratio, change.reason)]
         for change in told[:CHANGES]
     ]  # fmt: skip
     said = ", ".join(f"{units.count(counts[kind])} {kind}" for kind in KINDS if counts[kind])
     sentences = [
-        f"Point by point, judged by the samples of both and by how unlike two runs of equal work are: {said}. A time "
-        "over the other's above 1× is slower."
+        f"Points are judged by the samples of both sides and the usual difference between two equal runs: {said}. A "
+        "ratio above 1× is slower."
     ]
     if len(told) > len(rows):
-        sentences.append(f"{len(rows)} of {len(told)} that are not the same are listed, the most slowed first.")
+        sentences.append(f"The table lists {len(rows)} of {len(told)} changed points, the largest slowdown first.")
     heads = ["verdict", "point", "#before", "#after", "#after / before"]
-    tables = [("What changed", table(heads, rows))] if rows else []
-    return Section("changes", "What became slower or faster", sentences, tables=tables)
+    tables = [("Changed points", build_table(heads, rows))] if rows else []
+    return Section("changes", "Slower and faster points", sentences, tables=tables)
 
 
-def change_label(change: Change) -> str:
-    """A point in words: shape, pattern, sparsity, engine."""
+def format_change(change: Change) -> str:
+    """Return a point in words: shape, pattern, sparsity, engine."""
     key = change.key
-    what = key["model"] or "" if key["op"] == "model" or key["m"] is None else data.shape_label(key)
+    what = key["model"] or "" if key["op"] == "model" or key["m"] is None else point_frames.format_shape(key)
     sparsity = units.percent(key["sparsity_target"]) if key["sparsity_target"] else ""
-    engine = data.engine_name(key["backend"], key["kernel_requested"] or "")
+    engine = point_frames.format_engine(key["backend"], key["kernel_requested"] or "")
     return ", ".join(text for text in (what, f"{key['pattern']} {sparsity}".strip(), engine) if text)
 
 
 def _environment(first: Side, second: Side) -> Section:
-    """Machines, software and ways of measuring in two columns, what differs first."""
+    """Build the section of machines, software and settings in two columns, differences first."""
     known = [_facts(side) for side in (first, second)]
     names = list(dict.fromkeys([*known[0], *known[1]]))
     rows = [(name, *(found.get(name, units.NOTHING) for found in known)) for name in names]
     rows.sort(key=lambda row: row[1] == row[2])
     differ = sum(row[1] != row[2] for row in rows)
     cells = [[row[0].replace("_", " "), row[1], row[2]] for row in rows]
-    sentence = f"{differ} of {len(rows)} facts differ; they come first."
-    found: Table = table(["what", first.name, second.name], cells)
+    sentence = f"{differ} of {len(rows)} facts differ. They come first."
+    found: Table = build_table(["what", first.name, second.name], cells)
     return Section("environment", "Devices and software", [sentence], tables=[("Both sides", found)])
 
 
@@ -504,13 +527,15 @@ def _facts(side: Side) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for record in side.inputs.environments:
         for name, value in record.items():
-            if name != "env_id" and sections.says_something(value):
+            if name != "env_id" and sections.is_known(value):
                 values = found.setdefault(name, [])
                 text = units.size(value) if name.endswith("_bytes") else str(value)
                 if text not in values:
                     values.append(text)
     facts = {name: ", ".join(values) for name, values in found.items()}
-    return {name.removesuffix("_bytes"): text for name, text in facts.items()} | data.settings(side.inputs.table)
+    return {name.removesuffix("_bytes"): text for name, text in facts.items()} | point_frames.summarise_settings(
+        side.inputs.table
+    )
 
 
 def _provenance(first: Side, second: Side, command: Sequence[str]) -> Section:
@@ -519,5 +544,5 @@ def _provenance(first: Side, second: Side, command: Sequence[str]) -> Section:
         for side in (first, second)
         for source in side.inputs.sources
     ]
-    tables = [("Files", table(["side", "what", "file", "hash"], files)), *sections.made_with(command)]
+    tables = [("Files", build_table(["side", "what", "file", "hash"], files)), *sections.build_versions(command)]
     return Section("provenance", "Provenance", tables=tables)

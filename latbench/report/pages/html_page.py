@@ -1,5 +1,7 @@
-"""One HTML file without any request: sections, styles, script, data and plotly in one text, under a policy that
-forbids the network. The template, the styles and the script are files in `report/templates`; autoescape is on.
+"""The page of one table, and the HTML file of any page: sections, styles, script, data and plotly in one text.
+
+A content security policy forbids the network. Template, styles and script are files in `report/templates`; the
+template escapes texts.
 """
 
 from __future__ import annotations
@@ -16,82 +18,83 @@ import jinja2
 
 from latbench.base import number_format as units
 from latbench.errors import EnvironmentUnusable
-from latbench.report import point_frames as data
-from latbench.report import report_data as contents
+from latbench.report import point_frames, report_data
 from latbench.report.elements import Chart, Section
 from latbench.report.pages import common_sections as sections
-from latbench.report.pages import overview
-from latbench.report.pages import speedup_map as maps
-from latbench.report.report_data import Content
-from latbench.report.report_inputs import Inputs
+from latbench.report.pages import overview, speedup_map
+from latbench.report.report_data import ReportData
+from latbench.report.report_inputs import ReportInputs
 from latbench.report.sections import accuracy, trade_off
 from latbench.report.sections import roofline_chart as roofline
 
-SHAPES = 400  # that the tables and the chart show: more than anybody reads, and 4 to 10 kB each
+SHAPES = 400  # shown in tables and charts, 4 to 10 kB each
 
 
-def render(inputs: Inputs, *, command: Sequence[str], now: datetime | None = None) -> str:
-    """The whole report as one HTML text.
+def render(inputs: ReportInputs, *, command: Sequence[str], now: datetime | None = None) -> str:
+    """Build the whole report as one HTML text.
 
     Raises BadData if the table holds no time to show, EnvironmentUnusable if plotly is not installed.
     """
-    return page_text(build(inputs, contents.of(inputs), command), now)
+    return build_html(build_page(inputs, report_data.build_report_data(inputs), command), now)
 
 
-def page_text(page: Mapping[str, Any], now: datetime | None = None) -> str:
-    """One HTML text from a page as values: headline, subtitle, warnings and sections, as `build` gives them."""
-    plotly, script = plotly_script(), _asset("report.js")
-    figures = json.dumps(charts(page["sections"]), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+def build_html(page: Mapping[str, Any], now: datetime | None = None) -> str:
+    """Build the HTML text of a page: headline, subtitle, warnings and sections, as `build_page` returns them."""
+    plotly, script = read_plotly(), _read_template("report.js")
+    figures = json.dumps(build_charts(page["sections"]), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _environment().get_template("report.html.j2").render(
         **page,
         made=(now or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        policy=_policy([plotly, script]),
-        style=_asset("report.css"),
+        policy=_build_policy([plotly, script]),
+        style=_read_template("report.css"),
         plotly=plotly,
         script=script,
-        # Nothing in a string of JSON may end the script element it lies in.
+        # No string of JSON may end the script element around it.
         figures=figures.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
     )  # fmt: skip
 
 
-def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str, Any]:
-    """The page as values, ready for the template: headline, warnings and sections."""
+def build_page(inputs: ReportInputs, content: ReportData, command: Sequence[str]) -> dict[str, Any]:
+    """Build the page as values for the template: headline, subtitle, warnings and sections."""
     places = content.places[:SHAPES]
-    settings = data.settings(inputs.table)
+    settings = point_frames.summarise_settings(inputs.table)
     verdict, chosen = inputs.verdict, inputs.profile
-    pays = overview.what_pays(content, settings["device"])
-    headline = overview.promise(verdict, chosen) if verdict else pays
+    pays = overview.build_table_headline(content, settings["device"])
+    headline = overview.build_promise_headline(verdict, chosen) if verdict else pays
     parts = [
-        sections.promise(verdict, chosen, content.times) if verdict and content.times is not None else None,
-        sections.profile(chosen, content.layers) if chosen and content.layers is not None else None,
-        trade_off.section(content.trade_offs, chosen, verdict) if chosen and content.trade_offs is not None else None,
-        sections.pruned(inputs.manifest) if inputs.manifest else None,
-        accuracy.section(content.accuracy) if content.accuracy is not None else None,
-        overview.section(content, places, pays if verdict else None),
-        maps.section(content, places),
-        sections.shapes(content, places),
-        roofline.section(content.roofline),
-        sections.cost_model(inputs.model, content.held_out) if inputs.model else None,
-        sections.noise(inputs, content),
-        sections.environment(inputs),
-        sections.provenance(inputs, command),
+        sections.build_promise(verdict, chosen, content.times) if verdict and content.times is not None else None,
+        sections.build_profile(chosen, content.layers) if chosen and content.layers is not None else None,
+        trade_off.build_section(content.trade_offs, chosen, verdict)
+        if chosen and content.trade_offs is not None
+        else None,
+        sections.build_pruned(inputs.manifest) if inputs.manifest else None,
+        accuracy.build_section(content.accuracy) if content.accuracy is not None else None,
+        overview.build_section(content, places, pays if verdict else None),
+        speedup_map.build_section(content, places),
+        sections.build_shapes(content, places),
+        roofline.build_section(content.roofline),
+        sections.build_cost_model(inputs.model, content.held_out) if inputs.model else None,
+        sections.build_noise(inputs, content),
+        sections.build_environment(inputs),
+        sections.build_provenance(inputs, command),
     ]
     apart, shapes = ({place[part] for place in content.places} for part in (0, 1))
     ways = f" in {len(apart)} settings" if len(apart) > 1 else ""
     facts = [settings["device"], settings["threads"] and units.threads(settings["threads"]), settings["dtype_w"],
              f"{len(shapes)} layer shapes{ways}", f"{inputs.table['point_id'].nunique()} points"]  # fmt: skip
-    warnings = [sentence for sentence, belongs in sections.belonging(inputs) if not belongs]
+    warnings = [sentence for sentence, belongs in sections.check_sources(inputs) if not belongs]
     if ways:
         warnings.append(
-            f"This table holds {len(apart)} settings ({'; '.join(sorted(apart))}). Each time is compared within its "
-            "own, but figures over all shapes count a shape once in each: for one alone, report on a table of it."
+            f"This table holds {len(apart)} settings ({'; '.join(sorted(apart))}). Times are compared within a "
+            "setting. Figures over all shapes count a shape once per setting: for a single setting, report on a "
+            "table of it."
         )
     if {"bfloat16", "float32"} <= set(inputs.table["dtype_a"].dropna()):
-        warnings.append("What is multiplied in bfloat16 is held against the fastest dense layer in it or in float32.")
+        warnings.append("Layers in bfloat16 are compared with the fastest dense layer in bfloat16 or float32.")
     if len(content.places) > SHAPES:
         warnings.append(
-            f"Of {len(content.places)} layer shapes the {SHAPES} with the longest dense time are listed and drawn; "
-            "the figures over all shapes count every one."
+            f"Only the {SHAPES} layer shapes with the longest dense time are listed and drawn, of "
+            f"{len(content.places)}; figures over all shapes count every shape."
         )
     return {
         "headline": headline,
@@ -101,8 +104,8 @@ def build(inputs: Inputs, content: Content, command: Sequence[str]) -> dict[str,
     }
 
 
-def charts(parts: Sequence[Section]) -> dict[str, Any]:
-    """The figures by the name of their chart, as report.js reads them."""
+def build_charts(parts: Sequence[Section]) -> dict[str, Any]:
+    """Build the figures by the name of their chart, as report.js reads them."""
     found: list[Chart] = [chart for part in parts for chart in part.charts]
     return {
         chart.name: {"figure": chart.figure}
@@ -112,8 +115,8 @@ def charts(parts: Sequence[Section]) -> dict[str, Any]:
     }
 
 
-def plotly_script() -> str:
-    """The text of plotly.js as it lies in the plotly package. Raises EnvironmentUnusable if that is not installed."""
+def read_plotly() -> str:
+    """Read the text of plotly.js from the plotly package. Raises EnvironmentUnusable if that is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -123,21 +126,22 @@ def plotly_script() -> str:
     return str(get_plotlyjs())
 
 
-def _policy(scripts: Sequence[str]) -> str:
-    """Content-Security-Policy: nothing is loaded from anywhere, and only these very scripts run."""
+def _build_policy(scripts: Sequence[str]) -> str:
+    """Build a content security policy that loads nothing and runs only these scripts."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; form-action 'none'; base-uri 'none'"
     return f"default-src 'none'; script-src {allowed}; {rest}"
 
 
-def _asset(name: str) -> str:
+def _read_template(name: str) -> str:
+    """Read a file of `report/templates`."""
     return resources.files("latbench.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 def _environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset),
+        loader=jinja2.FunctionLoader(_read_template),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -1,4 +1,4 @@
-"""The speedup map: pattern x sparsity x shape, in slices that the reader chooses, with the line of break-even."""
+"""The speedup map: slices of pattern x sparsity x shape that the reader chooses, with the break-even line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import point_frames as data
+from latbench.report import point_frames
 from latbench.report.elements import Chart, Section
-from latbench.report.figures import CELLS, Figure, plain
-from latbench.report.report_data import Content
+from latbench.report.figures import CELLS, Figure, escape_name
+from latbench.report.report_data import ReportData
 
-SHAPES = 40  # rows of a map: with more, no label can be read
+SHAPES = 40  # rows of a map: with more, labels overlap
 SPARSITIES = 14  # columns of a map
 FASTEST = "the fastest pattern"
 
@@ -23,82 +23,87 @@ Record = Mapping[str, Any]
 Place = tuple[str, str]
 
 
-def section(content: Content, places: Sequence[Place]) -> Section:
-    """Every slice of the map at the first of `places`."""
+def build_section(content: ReportData, places: Sequence[Place]) -> Section:
+    """Build the section with every slice of the map at the first of `places`."""
     shown = list(places[:SHAPES])
     sentences = [
-        "Colour and number (where there is room for it) are the speedup over the fastest dense engine: blue is "
-        "faster, orange slower, and the fainter, the smaller the difference. To the right of the line sparse is "
-        "faster up to the highest sparsity measured of the shape, or of the one pattern that is shown; where it runs "
-        "along the right edge, nothing stays so. Its tooltip tells the break-even sparsity."
+        "Colours and numbers are speedups over the fastest dense engine: blue is faster, orange is slower, and "
+        "fainter colours are smaller differences. To the right of the line sparse stays faster up to the highest "
+        "measured sparsity of the shape, or of the pattern that is shown. A line at the right edge means that no "
+        "sparsity does. Its tooltip gives the break-even sparsity."
     ]
     if len(shown) < len(places):
-        sentences.append(f"The map has the {len(shown)} shapes with the longest dense time, of {len(places)}.")
+        sentences.append(f"The map shows the {len(shown)} shapes with the longest dense time, of {len(places)}.")
     chart = Chart(
-        "map", "Speedup at every shape, the one with the longest dense time on top",
-        choices=[(title, {"map": figure}) for title, figure in slices(content, shown)], label="Show",
+        "map", "Speedup at every shape, the longest dense time on top",
+        choices=[(title, {"map": figure}) for title, figure in build_slices(content, shown)], label="Show",
     )  # fmt: skip
-    return Section("map", "Where sparsity pays: the map", sentences, [chart])
+    return Section("map", "Map of speedups", sentences, [chart])
 
 
-def slices(content: Content, places: Sequence[Place]) -> list[tuple[str, Figure]]:
-    """By sparsity, of the fastest pattern and of each that has several; then by pattern at a few sparsities."""
-    here = data.at(content.speedups, places)
-    earliest = content.starts.set_index(data.PLACE)["break_even"].to_dict()
+def build_slices(content: ReportData, places: Sequence[Place]) -> list[tuple[str, Figure]]:
+    """Build the slices: by sparsity for the fastest and for each pattern, then by pattern at a few sparsities."""
+    here = point_frames.select_places(content.speedups, places)
+    earliest = content.starts.set_index(point_frames.PLACE)["break_even"].to_dict()
     of_pattern = {
-        pattern: dict.fromkeys(places, math.nan) | own.set_index(data.PLACE)["break_even"].to_dict()
-        for pattern, own in data.at(content.break_evens, places).groupby("pattern")
+        pattern: dict.fromkeys(places, math.nan) | own.set_index(point_frames.PLACE)["break_even"].to_dict()
+        for pattern, own in point_frames.select_places(content.break_evens, places).groupby("pattern")
     }
-    columns = spread(data.common_sparsities(content.speedups))
+    columns = select_spread(point_frames.list_common_sparsities(content.speedups))
     limit = max(0.1, float(np.abs(np.log2(here["speedup"])).max()))
-    labels = [plain(data.place_label(*place)) for place in places]
+    labels = [escape_name(point_frames.format_place(*place)) for place in places]
 
     def by_sparsity(rows: pd.DataFrame, begins: Mapping[Place, float]) -> Figure:
-        found = {(*place_of(row), row["sparsity"]): row for row in rows.to_dict("records")}
+        found = {(*find_place(row), row["sparsity"]): row for row in rows.to_dict("records")}
         grid = [[found.get((*place, sparsity)) for sparsity in columns] for place in places]
         figure = _map(grid, [units.percent(sparsity) for sparsity in columns], labels, limit)
         figure["data"].append(_line([begins[place] for place in places], columns, labels))
         return figure
 
-    figures = [(f"{FASTEST}, by sparsity", by_sparsity(data.fastest_pattern(here), earliest))]
+    figures = [(f"{FASTEST}, by sparsity", by_sparsity(point_frames.select_fastest_patterns(here), earliest))]
     for pattern, rows in here.groupby("pattern", sort=True):
         if rows["sparsity"].nunique() > 1:
             figures.append((f"{pattern}, by sparsity", by_sparsity(rows, of_pattern[pattern])))
     patterns = sorted(here["pattern"].unique())
-    for level in data.levels(here, (0.5, 0.75, 0.9)):
-        found = {(*place_of(row), row["pattern"]): row for row in here[here["sparsity"] == level].to_dict("records")}
+    for level in point_frames.select_levels(here, (0.5, 0.75, 0.9)):
+        found = {
+            (*find_place(row), row["pattern"]): row for row in here[here["sparsity"] == level].to_dict("records")
+        }
         own = [pattern for pattern in patterns if any(key[-1] == pattern for key in found)]
         grid = [[found.get((*place, pattern)) for pattern in own] for place in places]
         figures.append(
-            (f"all patterns at {units.percent(level)}", _map(grid, list(map(plain, own)), labels, limit, "pattern"))
+            (
+                f"all patterns at {units.percent(level)}",
+                _map(grid, list(map(escape_name, own)), labels, limit, "pattern"),
+            )
         )
     return figures
 
 
-def place_of(row: Mapping[Any, Any]) -> Place:
-    """Setting and shape of a row."""
+def find_place(row: Mapping[Any, Any]) -> Place:
+    """Return setting and shape of a row."""
     return row["setting"], row["shape"]
 
 
-def spread(sparsities: np.ndarray) -> list[float]:
-    """As many of these, evenly taken, as a map has columns."""
+def select_spread(sparsities: np.ndarray) -> list[float]:
+    """Select evenly spaced sparsities, as many as a map has columns."""
     if len(sparsities) <= SPARSITIES:
         return [float(value) for value in sparsities]
     kept = np.unique(np.round(np.linspace(0, len(sparsities) - 1, SPARSITIES)).astype(int))
     return [float(value) for value in sparsities[kept]]
 
 
-def heat_map(
+def draw_heat_map(
     grid: Sequence[Sequence[tuple[float, str] | None]],
     columns: Sequence[str],
     rows: Sequence[str],
     limit: float,
     title: str = "sparsity",
 ) -> Figure:
-    """A map of ratios, each with what its tooltip says; `limit`: log2 of the one that has the deepest colour; `title`
-    says what the columns are.
+    """Draw a map of ratios with their tooltips.
 
-    Axes count rows and columns from 0, so that lines can be drawn between them.
+    `limit` is log2 of the ratio with the deepest colour; `title` names the columns. Axes count rows and columns from
+    0, so that lines can be drawn between them.
     """
     heat = {
         "type": "heatmap", "x": list(range(len(columns))), "y": list(range(len(rows))),
@@ -124,7 +129,7 @@ def heat_map(
 
 
 def _brief(ratio: float) -> str:
-    """A ratio as short as a cell is narrow."""
+    """Return a ratio as a text that fits into a cell."""
     return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.1f}×"
 
 
@@ -136,28 +141,28 @@ def _map(
     title: str = "sparsity",
 ) -> Figure:
     cells = [[None if row is None else (float(row["speedup"]), _hover(row)) for row in line] for line in grid]
-    return heat_map(cells, columns, rows, limit, title)
+    return draw_heat_map(cells, columns, rows, limit, title)
 
 
 def _hover(row: Record) -> str:
     dense = units.seconds(row["dense_seconds"])
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}<br>"
+        f"<b>{escape_name(row['shape'])}</b><br>{escape_name(row['pattern'])} at {units.percent(row['sparsity'])}<br>"
         f"{units.ratio(row['speedup'], row['speedup_low'], row['speedup_high'])} dense<br>"
-        f"{units.seconds(row['seconds'])} instead of {dense} ({plain(row['dense_engine'])})"
+        f"{units.seconds(row['seconds'])} instead of {dense} ({escape_name(row['dense_engine'])})"
     )
 
 
 def _line(starts: Sequence[float], columns: Sequence[float], labels: Sequence[str]) -> Figure:
-    """The break-even of each row as one line of upright pieces, joined; NaN, never, lies at the right edge."""
+    """Draw the break-even of each row as a joined line; NaN (never) lies at the right edge."""
     x: list[float] = []
     y: list[float] = []
     text: list[str] = []
     for row, (start, label) in enumerate(zip(starts, labels, strict=True)):
         if math.isnan(start):
-            place, said = len(columns) - 0.5, "not faster up to the highest sparsity measured"
+            place, said = len(columns) - 0.5, "not faster up to the highest measured sparsity"
         elif start <= columns[0]:
-            place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest sparsity measured"
+            place, said = -0.5, f"faster from {units.percent(columns[0])}, the lowest measured sparsity"
         else:
             place = int(np.searchsorted(columns, start - 1e-9)) - 0.5  # between cells: their numbers stay legible
             said = f"breaks even at {units.percent_up(start, 3)}"

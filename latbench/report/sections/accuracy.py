@@ -1,15 +1,15 @@
-"""Accuracy against measured speedup, by pattern: results of experiments, a row a trained model.
+"""The section of accuracy against measured speedup, by pattern: results of experiments, a row for each trained model.
 
 A CSV or Parquet file with the columns
 
-    pattern     text    dense, unstructured, vector:32, ...; dense rows are what all others are held against
-    method      text    how it was pruned or trained
+    pattern     text    dense, unstructured, vector:32, ...; dense rows are the baseline
+    method      text    method of pruning or training
     speedup     real    measured, over the fastest dense engine
-    accuracy    real    a share of one, or any score of which more is better
+    accuracy    real    a share of one, or any score that should be high
     seed        whole
-    sparsity    real, optional: rows that differ in seed alone are one point; without it, those of equal speedup are
+    sparsity    real, optional: rows that differ only in seed are one point; without it, rows of equal speedup are
 
-Other columns are left alone.
+Other columns are ignored.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ import pandas as pd
 
 from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report.elements import Cell, Chart, Section, Table, count_cell, table
+from latbench.report.elements import Cell, Chart, Section, Table, build_table, format_count
 from latbench.report.figures import (
     DASHES,
     OTHER_COLOURS,
     OTHER_SYMBOLS,
     Figure,
     Look,
-    line_and_marker,
-    log_ticks,
-    looks,
-    plain,
-    short,
+    assign_looks,
+    build_line_and_marker,
+    build_log_ticks,
+    escape_name,
+    round_values,
 )
 
 COLUMNS = ("pattern", "method", "speedup", "accuracy", "seed")
 DENSE = "dense"
 
 
-def read(path: Path) -> pd.DataFrame:
-    """The rows of such a file. Raises BadData, naming the column, for anything else."""
+def read_results(path: Path) -> pd.DataFrame:
+    """Read the rows of such a file. Raises BadData, with the name of the column, for any other file."""
     try:
         frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
     except FileNotFoundError:
-        raise BadData(f"{path} does not exist: results have the columns {', '.join(COLUMNS)}") from None
+        raise BadData(f"{path} does not exist: results need the columns {', '.join(COLUMNS)}") from None
     except (OSError, ValueError) as error:
-        raise BadData(f"{path}: no CSV or Parquet file that can be read: {error}") from error
+        raise BadData(f"{path} cannot be read as a CSV or Parquet file: {error}") from error
     if missing := [name for name in COLUMNS if name not in frame.columns]:
-        raise BadData(f"{path}: it has no column {', '.join(missing)}; results have {', '.join(COLUMNS)}")
+        raise BadData(f"{path} has no column {', '.join(missing)}; results need {', '.join(COLUMNS)}")
     if frame.empty:
-        raise BadData(f"{path}: it holds no result")
+        raise BadData(f"{path} holds no result")
     try:
         numbers = [name for name in ("speedup", "accuracy", "sparsity") if name in frame.columns]
         frame = frame.astype({"pattern": str, "method": str} | dict.fromkeys(numbers, float))
@@ -66,13 +66,13 @@ def read(path: Path) -> pd.DataFrame:
     return frame
 
 
-def tidy(results: pd.DataFrame) -> pd.DataFrame:
-    """One row a point, over its seeds, by pattern, method and rising speedup.
+def build_frame(results: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame with a row for each point, over its seeds, by pattern, method and rising speedup.
 
     Columns: pattern, method, sparsity (NaN if unknown), seeds, speedup (median), speedup_low, speedup_high (the
     extremes), accuracy (mean), low, high: its 95% interval by Student's t, NaN with one seed.
     """
-    from scipy.special import stdtrit  # here: it takes longer to import than most tables to report
+    from scipy.special import stdtrit  # late, because its import takes longer than most reports
 
     by = ["pattern", "method", "sparsity" if "sparsity" in results.columns else "speedup"]
     rows = []
@@ -91,67 +91,69 @@ def tidy(results: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).sort_values(["method", "pattern", "speedup"], kind="stable").reset_index(drop=True)
 
 
-def section(points: pd.DataFrame) -> Section:
-    """The chart, a choice a method and a choice a pattern; what keeps the accuracy; and all points as a table."""
+def build_section(points: pd.DataFrame) -> Section:
+    """Build the section: a chart by method or pattern, the fastest points that keep the accuracy, and all points."""
     dense = points[points["pattern"] == DENSE]
     sparse = points[points["pattern"] != DENSE]
     share = bool(points["accuracy"].between(0, 1).all())
     base = float(dense["accuracy"].max()) if len(dense) else math.nan
     sentences = [
-        "Accuracy on the test data over the speedup that was measured against the fastest dense engine, each point "
-        "the mean of its seeds with the 95% interval of that mean (Student's t; none where there is one seed). The "
-        "dashed line is the dense model. Further right is faster, further up more accurate."
+        "Accuracy on the test data over the measured speedup against the fastest dense engine. A point is the mean "
+        "of its seeds with the 95% interval of that mean (Student's t; none for a single seed). The dashed line is "
+        "the dense model. Points to the right are faster, points above are more accurate."
     ]
     tables = []
     if len(dense) and len(sparse):
         loss = "one percentage point" if share else "one percent"
         best = _fastest(sparse, base, share)
         sentences.append(
-            f"Nothing loses less than {loss} on average."
+            f"Every point loses more than {loss} on average."
             if best is None
-            else f"The fastest that loses no more than {loss} on average is {best['pattern']} with {best['method']}: "
-            f"{units.ratio(best['speedup'])} at {said(best['accuracy'], share)}, {said(base, share)} dense."
+            else f"The fastest point that loses at most {loss} on average is {best['pattern']} "
+            f"with {best['method']}: "
+            f"{units.ratio(best['speedup'])} at "
+            f"{format_accuracy(best['accuracy'], share)}, {format_accuracy(base, share)} dense."
         )
-        tables.append((f"The highest speedup that loses no more than {loss}", _kept(sparse, base, share)))
+        tables.append((f"Highest speedup that loses at most {loss}", _build_best_table(sparse, base, share)))
     cells = [
         [row["pattern"], row["method"], Cell(units.percent(row["sparsity"]), row["sparsity"]),
          Cell(units.ratio(row["speedup"]), row["speedup"]),
-         Cell(said(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]),
-         _difference(row["accuracy"] - base, share), count_cell(row["seeds"])]
+         Cell(format_accuracy(row["accuracy"], share, row["low"], row["high"]), row["accuracy"]),
+         _difference(row["accuracy"] - base, share), format_count(row["seeds"])]
         for row in points.to_dict("records")
     ]  # fmt: skip
     against = "#against dense, percentage points" if share else "#against dense"
     heads = ["pattern", "method", "#sparsity", "#measured speedup", "#accuracy", against, "#seeds"]
-    tables.append(("Every point", table(heads, cells)))
+    tables.append(("Every point", build_table(heads, cells)))
     charts = []
     if len(sparse):
-        chosen = choices(sparse, dense, share)
-        charts.append(Chart("accuracy", "Accuracy over measured speedup", choices=chosen, label="Show"))
+        chosen = build_choices(sparse, dense, share)
+        charts.append(Chart("accuracy", "Accuracy by measured speedup", choices=chosen, label="Show"))
     return Section("accuracy", "Accuracy against speedup", sentences, charts, tables)
 
 
-def choices(sparse: pd.DataFrame, dense: pd.DataFrame, share: bool) -> list[tuple[str, dict[str, Figure]]]:
-    """A figure a method with a line a pattern; where there are several methods, also a figure a pattern."""
+def build_choices(sparse: pd.DataFrame, dense: pd.DataFrame, share: bool) -> list[tuple[str, dict[str, Figure]]]:
+    """Build a figure for each method with a line for each pattern; for several methods also one for each pattern."""
     by_method = [
-        (f"{method}, every pattern", {"accuracy": figure(own, dense, share, "pattern")})
+        (f"{method}, every pattern", {"accuracy": draw_figure(own, dense, share, "pattern")})
         for method, own in sparse.groupby("method", sort=True)
     ]
     if len(by_method) == 1:
         return by_method
     return by_method + [
-        (f"{pattern}, every method", {"accuracy": figure(own, dense, share, "method")})
+        (f"{pattern}, every method", {"accuracy": draw_figure(own, dense, share, "method")})
         for pattern, own in sparse.groupby("pattern", sort=True)
     ]
 
 
 def _fastest(points: pd.DataFrame, base: float, share: bool) -> dict[Any, Any] | None:
-    """The point with the highest speedup of those that lose one percentage point at most, or one percent."""
+    """Return the fastest point that loses at most one percentage point, or one percent of a score."""
     kept = points[points["accuracy"] >= base - (0.01 if share else 0.01 * abs(base))]
     return kept.loc[kept["speedup"].idxmax()].to_dict() if len(kept) else None
 
 
-def _kept(sparse: pd.DataFrame, base: float, share: bool) -> Table:
-    """A row a pattern, a column a method: the fastest that keeps the accuracy."""
+def _build_best_table(sparse: pd.DataFrame, base: float, share: bool) -> Table:
+    """Build a table of the fastest points that keep the accuracy: patterns in rows, methods in columns."""
     methods = sorted(sparse["method"].unique())
     rows: list[list[Cell | str]] = []
     for pattern, own in sparse.groupby("pattern", sort=True):
@@ -163,39 +165,41 @@ def _kept(sparse: pd.DataFrame, base: float, share: bool) -> Table:
                 cells.append(Cell("none", 0.0) if len(tried) else Cell(units.NOTHING))
             else:
                 at = "" if math.isnan(best["sparsity"]) else f" at {units.percent(best['sparsity'])}"
-                cells.append(Cell(units.ratio(best["speedup"]), best["speedup"], said(best["accuracy"], share) + at))
+                cells.append(
+                    Cell(units.ratio(best["speedup"]), best["speedup"], format_accuracy(best["accuracy"], share) + at)
+                )
         rows.append([str(pattern), *cells])
-    return table(["pattern", *(f"#{method}" for method in methods)], rows)
+    return build_table(["pattern", *(f"#{method}" for method in methods)], rows)
 
 
 def _difference(value: float, share: bool) -> Cell:
-    """How much better or worse than dense, in percentage points of a share."""
+    """Return the difference from dense, in percentage points for a share."""
     if math.isnan(value):
         return Cell(units.NOTHING)
     return Cell(f"{100 * value:+.2f}" if share else f"{value:+.3g}", value)
 
 
-def said(value: float, share: bool, low: float = math.nan, high: float = math.nan) -> str:
-    """An accuracy as text, with its interval where there is one."""
+def format_accuracy(value: float, share: bool, low: float = math.nan, high: float = math.nan) -> str:
+    """Return an accuracy as text, with its interval if there is one."""
     scale, unit, form = (100, "%", ".2f") if share else (1, "", ".4g")
     if math.isnan(low):
         return f"{scale * value:{form}}{unit}"
     return f"{scale * value:{form}}{unit} ({scale * low:{form}}–{scale * high:{form}})"
 
 
-def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> Figure:
-    """One line for each value of the column `by`, pattern or method; the dense accuracy dashed."""
+def draw_figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> Figure:
+    """Draw a line for each value of the column `by` (pattern or method), and the dense accuracy dashed."""
     scale = 100 if share else 1
     traces: list[Figure] = []
-    look_of = looks(points["pattern"])
+    look_of = assign_looks(points["pattern"])
     for index, (name, own) in enumerate(points.groupby(by, sort=True)):
         half = (own["high"] - own["accuracy"]).fillna(0.0) * scale
         other = Look(*(kinds[index % len(kinds)] for kinds in (OTHER_COLOURS, OTHER_SYMBOLS, DASHES)))
         traces.append({
-            "type": "scatter", "mode": "lines+markers", "name": plain(name),
-            "x": short(own["speedup"]), "y": [round(scale * value, 4) for value in own["accuracy"]],
-            "error_y": {"type": "data", "array": short(half), "thickness": 1, "width": 3},
-            **line_and_marker(look_of[str(name)] if by == "pattern" else other, 9),
+            "type": "scatter", "mode": "lines+markers", "name": escape_name(name),
+            "x": round_values(own["speedup"]), "y": [round(scale * value, 4) for value in own["accuracy"]],
+            "error_y": {"type": "data", "array": round_values(half), "thickness": 1, "width": 3},
+            **build_line_and_marker(look_of[str(name)] if by == "pattern" else other, 9),
             "text": [_hover(row, share) for row in own.to_dict("records")],
             "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
@@ -203,16 +207,16 @@ def figure(points: pd.DataFrame, dense: pd.DataFrame, share: bool, by: str) -> F
     layout: Figure = {
         "xaxis": {
             "title": {"text": "measured speedup<br>over the fastest dense engine"}, "type": "log",
-            "range": [math.log10(lowest) - 0.03, math.log10(highest) + 0.03], **log_ticks(lowest, highest, "×"),
+            "range": [math.log10(lowest) - 0.03, math.log10(highest) + 0.03], **build_log_ticks(lowest, highest, "×"),
         },
         "yaxis": {"title": {"text": "accuracy"}, "ticksuffix": "%" if share else ""},
         "height": 440,
     }  # fmt: skip
     if len(dense):
         base = scale * float(dense["accuracy"].max())
-        # A line of the figure's, not of the layout: so the axis always reaches it.
+        # A trace and not a shape of the layout, so that the axis always reaches it.
         traces.append({
-            "type": "scatter", "mode": "lines", "name": "dense", "x": short([lowest, highest]),
+            "type": "scatter", "mode": "lines", "name": "dense", "x": round_values([lowest, highest]),
             "y": [round(base, 4)] * 2, "line": {"color": "@ink", "width": 1.5, "dash": "dash"},
             "hovertemplate": f"dense: {base:.4g}{'%' if share else ''}<extra></extra>",
         })  # fmt: skip
@@ -223,6 +227,7 @@ def _hover(row: Mapping[Any, Any], share: bool) -> str:
     sparsity = "" if math.isnan(row["sparsity"]) else f" at {units.percent(row['sparsity'])}"
     seeds = "1 seed" if row["seeds"] == 1 else f"{row['seeds']} seeds"
     return (
-        f"<b>{plain(row['pattern'])}</b>{sparsity}, {plain(row['method'])}<br>{units.ratio(row['speedup'])}<br>"
-        f"{said(row['accuracy'], share, row['low'], row['high'])}, {seeds}"
+        f"<b>{escape_name(row['pattern'])}</b>{sparsity}, {escape_name(row['method'])}<br>"
+        f"{units.ratio(row['speedup'])}<br>"
+        f"{format_accuracy(row['accuracy'], share, row['low'], row['high'])}, {seeds}"
     )

@@ -1,4 +1,4 @@
-"""Predicted against measured: what the cost model says of points that it did not see when it was fitted for them."""
+"""Predicted against measured times of held-out points, by models of the same kind as the fitted one."""
 
 from __future__ import annotations
 
@@ -10,25 +10,36 @@ import numpy as np
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import point_frames as data
-from latbench.report.figures import COLOURS, Figure, colour, family, line_at, plain, short, symbol, thinned, time_axis
+from latbench.report import point_frames
+from latbench.report.figures import (
+    COLOURS,
+    Figure,
+    build_time_axis,
+    draw_line,
+    escape_name,
+    find_colour,
+    find_format,
+    find_symbol,
+    round_values,
+    select_sample,
+)
 
 if TYPE_CHECKING:
     from cost_models.storage import ModelFile
 
 COVERAGE = 0.9
-ROWS = 3000  # whole shapes up to so many rows are predicted: fitting again to a long table takes minutes
-POINTS = 1200  # that the chart carries, each with an interval
+ROWS = 3000  # predicted at most, in whole shapes: fitting again to a long table takes minutes
+POINTS = 1200  # drawn, each with an interval
 FOLDS = 5
 
 SPARSITIES, SHAPES = "held-out sparsities of measured shapes", "held-out shapes"
 
 
-def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
-    """Predictions for held-out rows of the model's own table, by models of its kind that were fitted to the others.
+def build_frame(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame of predictions for held-out rows of the model's table, by models fitted to the other rows.
 
-    A look-up leaves out sparsities, as it is used; any other model a fifth of the shapes, a transfer of those of its
-    own device. Of a long table some shapes, drawn at random, stand for all; rows that do not tell m, k and n are
+    A look-up holds out sparsities, because it interpolates over them. Any other model holds out a fifth of the
+    shapes; a transfer does so for its own device. Random shapes represent a long table; rows without m, k and n are
     left out. Columns: held_out (which of the two), shape, pattern, format, engine, sparsity; measured, measured_low,
     measured_high, predicted, low, high in seconds, with an interval of COVERAGE that is NaN where too little was
     measured for one; ratio (predicted over measured), inside (bool). Empty where nothing can be held out.
@@ -41,11 +52,11 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
     X, y = training_rows(table, model.where)
     asked = X[["m", "k", "n"]].notna().all(axis=1).to_numpy()
-    others = np.zeros(len(X), bool)  # that a transfer learns from, and does not predict
+    others = np.zeros(len(X), bool)  # rows of other devices, from which a transfer only learns
     if isinstance(model.estimator, Transfer):
         others = asked & X["device"].ne(model.estimator.device).to_numpy()
     some = _whole_shapes(X, asked & ~others) | _whole_shapes(X, others)
-    X, y, others = data.plain(X[some]).reset_index(drop=True), y[some], others[some]
+    X, y, others = point_frames.convert_categories(X[some]).reset_index(drop=True), y[some], others[some]
     if isinstance(model.estimator, AnchoredLookup):
         masks, held_out = list(by_sparsity(X)), SPARSITIES
     else:
@@ -60,7 +71,7 @@ def tidy(model: ModelFile, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _whole_shapes(X: pd.DataFrame, among: np.ndarray) -> np.ndarray:
-    """Which of the rows `among` (mask) belong to shapes, drawn at random, of no more than ROWS rows together."""
+    """Return a mask of random whole shapes among the rows `among`, ROWS rows at most."""
     from cost_models.rows import shape_groups
 
     if among.sum() <= ROWS:
@@ -79,9 +90,9 @@ def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray)
 
     try:
         model.fit(X[~held_out].reset_index(drop=True), y[~held_out])
-    except Unanchored:  # what is left says too little for a model of this kind
+    except Unanchored:  # too few rows are left for a model of this kind
         return pd.DataFrame()
-    known = np.flatnonzero(held_out)[model.covers(X[held_out])]  # what it would refuse is no error of its own
+    known = np.flatnonzero(held_out)[model.covers(X[held_out])]  # a refused row is no error of the model
     rows, seconds = X.iloc[known].reset_index(drop=True), y[known]
     predicted = model.predict(rows)
     try:
@@ -90,32 +101,33 @@ def _predicted(model: Any, X: pd.DataFrame, y: np.ndarray, held_out: np.ndarray)
         low = high = np.full(len(rows), np.nan)
     names = zip(rows["backend"], rows["kernel_requested"].fillna(""), strict=True)
     return pd.DataFrame({
-        "shape": [data.shape_label(row) for row in rows.to_dict("records")],
-        "pattern": rows["pattern"].to_numpy(), "format": list(map(family, rows["pattern"])),
-        "engine": [data.engine_name(*pair) for pair in names], "sparsity": rows["sparsity_target"].to_numpy(),
+        "shape": [point_frames.format_shape(row) for row in rows.to_dict("records")],
+        "pattern": rows["pattern"].to_numpy(), "format": list(map(find_format, rows["pattern"])),
+        "engine": [point_frames.format_engine(*pair) for pair in names],
+        "sparsity": rows["sparsity_target"].to_numpy(),
         "measured": seconds, "measured_low": rows["low_seconds"].to_numpy(float),
         "measured_high": rows["high_seconds"].to_numpy(float), "predicted": predicted, "low": low, "high": high,
         "ratio": predicted / seconds, "inside": (low <= seconds) & (seconds <= high),
     })  # fmt: skip
 
 
-def sentence(rows: pd.DataFrame) -> str:
-    """How many intervals hold."""
+def format_coverage(rows: pd.DataFrame) -> str:
+    """Return a sentence with the share of measurements inside their intervals."""
     known = rows["low"].notna()
     if not known.any():
-        return "Too little was measured for intervals."
+        return "Too few points were measured for prediction intervals."
     inside, whole_shapes = float(rows.loc[known, "inside"].mean()), rows["held_out"].eq(SHAPES).all()
     return (
-        f"Below, {units.count(int(known.sum()))} held-out points"
-        f"{' of a fifth of the shapes, those that the model does not refuse,' if whole_shapes else ''} "
-        f"with their {units.percent(COVERAGE)} intervals: "
+        f"The chart shows {units.count(int(known.sum()))} held-out points"
+        f"{' (from a fifth of the shapes, without those that the model refuses)' if whole_shapes else ''} "
+        f"with their {units.percent(COVERAGE)} intervals. "
         f"{units.percent(round(inside, 3))} of the measurements lie inside."
     )
 
 
-def figure(rows: pd.DataFrame) -> Figure:
-    """Predicted over measured time, with its interval, by measured time; a cross where the interval fails to hold."""
-    shown = thinned(rows, POINTS)
+def draw_figure(rows: pd.DataFrame) -> Figure:
+    """Draw predicted over measured time by measured time, with intervals; a cross marks a point outside its own."""
+    shown = select_sample(rows, POINTS)
     ratios = shown[["ratio"]].assign(low=shown["low"] / shown["measured"], high=shown["high"] / shown["measured"])
     lowest, highest = float(np.nanmin(ratios)), float(np.nanmax(ratios))
     traces = []
@@ -123,23 +135,23 @@ def figure(rows: pd.DataFrame) -> Figure:
         own = shown[shown["format"] == name]
         if own.empty:
             continue
-        # The legend shows the first one's symbol.
+        # The legend shows the symbol of the first point.
         own = own.assign(missed=own["low"].notna() & ~own["inside"]).sort_values("missed", kind="stable")
         ends = ratios.loc[own.index]
         traces.append({
-            "type": "scatter", "mode": "markers", "name": plain(name),
-            "x": short(own["measured"]), "y": short(own["ratio"]),
+            "type": "scatter", "mode": "markers", "name": escape_name(name),
+            "x": round_values(own["measured"]), "y": round_values(own["ratio"]),
             "error_y": {
                 "type": "data", "array": _widths(ends["high"] - ends["ratio"]),
                 "arrayminus": _widths(ends["ratio"] - ends["low"]), "thickness": 1, "width": 0,
             },
             "marker": {
-                "color": colour(str(name)), "size": 8,
-                "symbol": ["x" if wrong else symbol(str(name)) for wrong in own["missed"]],
+                "color": find_colour(str(name)), "size": 8,
+                "symbol": ["x" if wrong else find_symbol(str(name)) for wrong in own["missed"]],
             },
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
-    x = time_axis("measured time", float(shown["measured"].min()), float(shown["measured"].max()))
+    x = build_time_axis("measured time", float(shown["measured"].min()), float(shown["measured"].max()))
     ticks = _ratio_ticks(lowest, highest)
     layout = {
         "xaxis": x,
@@ -147,17 +159,17 @@ def figure(rows: pd.DataFrame) -> Figure:
             "title": {"text": "predicted over measured"}, "type": "log", **ticks,
             "range": [math.log10(lowest) - 0.01, math.log10(highest) + 0.01],
         },
-        "shapes": [line_at(y=1)], "height": 420,
+        "shapes": [draw_line(y=1)], "height": 420,
     }  # fmt: skip
     return {"data": traces, "layout": layout}
 
 
 def _widths(values: pd.Series) -> list[float]:
-    return short(values.fillna(0.0))
+    return round_values(values.fillna(0.0))
 
 
 def _ratio_ticks(low: float, high: float) -> Figure:
-    """-20%, -10%, exact, +10%, ... as far apart as leaves some ten of them; 0.5×, 5× where some are off by 2×."""
+    """Build about ten ticks such as -10%, exact, +10%; factors such as 0.5× where errors exceed 2×."""
     if low < 0.5 or high > 2:
         steps = [step * 10.0**power for power in range(-3, 4) for step in (1, 2, 5)]
         ticks = [step for step in steps if low <= step <= high]
@@ -174,8 +186,8 @@ def _ratio_ticks(low: float, high: float) -> Figure:
 def _hover(row: Mapping[Any, Any]) -> str:
     interval = "" if math.isnan(row["low"]) else f"<br>{'inside' if row['inside'] else 'outside'} the interval"
     return (
-        f"<b>{plain(row['shape'])}</b><br>{plain(row['pattern'])} at {units.percent(row['sparsity'])}, "
-        f"{plain(row['engine'])}"
+        f"<b>{escape_name(row['shape'])}</b><br>{escape_name(row['pattern'])} at {units.percent(row['sparsity'])}, "
+        f"{escape_name(row['engine'])}"
         f"<br>measured {units.seconds(row['measured'], row['measured_low'], row['measured_high'])}"
         f"<br>predicted {units.seconds(row['predicted'], row['low'], row['high'])}: "
         f"{100 * (row['ratio'] - 1):+.1f}%{interval}"

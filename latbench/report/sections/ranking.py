@@ -1,4 +1,4 @@
-"""Which kernel is fastest: all that were timed at one shape in one way, in order."""
+"""The ranking: kernels of one shape and setting, the fastest first."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ from typing import Any
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report import point_frames as data
-from latbench.report.elements import Cell, Table, count_cell, table
-from latbench.report.figures import Figure, colour, line_at, plain, reach, short
+from latbench.report import point_frames
+from latbench.report.elements import Cell, Table, build_table, format_count
+from latbench.report.figures import Figure, draw_line, escape_name, find_colour, round_error_bars, round_values
 
-LEVELS = (0.5, 0.75, 0.9)  # or the nearest that were measured: more would bury the ranking
+LEVELS = (0.5, 0.75, 0.9)  # sparsities shown, or the nearest measured ones
 
 Record = Mapping[str, Any]
 
 
-def ranked(points: pd.DataFrame) -> pd.DataFrame:
-    """The fastest kernel of each engine and pattern, beside the others at the same setting, shape and sparsity.
+def rank_kernels(points: pd.DataFrame) -> pd.DataFrame:
+    """Rank the fastest kernels of each engine and pattern at equal setting, shape and sparsity.
 
-    Columns: those of `data.points`, rank (from 1), behind (its seconds over those of the fastest, from 1).
+    Columns: those of `point_frames.build_points`, rank (from 1), behind (seconds over those of the fastest).
     """
-    best = data.fastest(points, [*data.PLACE, "pattern", "sparsity", "engine"])
-    peers = best.groupby([*data.PLACE, "sparsity"])["seconds"]
+    best = point_frames.select_fastest(points, [*point_frames.PLACE, "pattern", "sparsity", "engine"])
+    peers = best.groupby([*point_frames.PLACE, "sparsity"])["seconds"]
     best["rank"] = peers.rank(method="first").astype(int)
     best["behind"] = best["seconds"] / peers.transform("min")
     return best
 
 
-def at_levels(rows: pd.DataFrame, speedups: pd.DataFrame) -> pd.DataFrame:
-    """Of ranked kernels, those at the sparsities that a ranking shows, and the dense ones."""
-    return rows[(rows["pattern"] == "dense") | rows["sparsity"].isin(data.levels(speedups, LEVELS))]
+def select_levels(rows: pd.DataFrame, speedups: pd.DataFrame) -> pd.DataFrame:
+    """Select the ranked kernels that are dense, or at a sparsity that the ranking shows."""
+    return rows[(rows["pattern"] == "dense") | rows["sparsity"].isin(point_frames.select_levels(speedups, LEVELS))]
 
 
-def summary(rows: pd.DataFrame) -> pd.DataFrame:
-    """How each engine and pattern ranks: sparsity, pattern, engine, shapes, first (in how many), behind (median)."""
+def build_summary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame of ranks: sparsity, pattern, engine, shapes, first (number of shapes), behind (median)."""
     grouped = rows.groupby(["sparsity", "pattern", "engine"])
     tidy = grouped["rank"].agg(shapes="size", first=lambda ranks: int((ranks == 1).sum()))
     tidy["behind"] = grouped["behind"].median()
     return tidy.reset_index().sort_values(["sparsity", "behind"], kind="stable").reset_index(drop=True)
 
 
-def summary_table(rows: pd.DataFrame) -> Table:
-    """`summary` for the reader."""
+def build_summary_table(rows: pd.DataFrame) -> Table:
+    """Build the table of the ranks of `build_summary`."""
     cells = [
         [Cell("dense" if row["pattern"] == "dense" else units.percent(row["sparsity"]), row["sparsity"]),
-         row["pattern"], row["engine"], count_cell(row["shapes"]), count_cell(row["first"]),
+         row["pattern"], row["engine"], format_count(row["shapes"]), format_count(row["first"]),
          Cell("the fastest" if row["behind"] == 1 else units.ratio(row["behind"]), row["behind"])]
         for row in rows.to_dict("records")
     ]  # fmt: skip
-    heads = ["#sparsity", "pattern", "engine", "#shapes", "#fastest in", "#median time over the fastest's"]
-    return table(heads, cells)
+    heads = ["#sparsity", "pattern", "engine", "#shapes", "#fastest in", "#median time / fastest time"]
+    return build_table(heads, cells)
 
 
-def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
-    """The kernels of one setting and shape, the fastest on top: bars with intervals, a line at the fastest dense."""
+def draw_figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
+    """Draw the kernels of one setting and shape as bars with intervals, the fastest on top."""
     ordered = sorted(rows, key=lambda row: float(row["seconds"]))
     scale, unit = units.axis(max(float(row["seconds"]) for row in ordered))
     bars = {
         "type": "bar", "orientation": "h", "showlegend": False, "y": list(range(len(ordered))),
-        "x": short(row["seconds"] / scale for row in ordered),
-        "marker": {"color": [colour(row["format"]) for row in ordered]},
+        "x": round_values(row["seconds"] / scale for row in ordered),
+        "marker": {"color": [find_colour(row["format"]) for row in ordered]},
         "error_x": {
-            "type": "data", "array": reach((row["high"] - row["seconds"]) / scale for row in ordered),
-            "arrayminus": reach((row["seconds"] - row["low"]) / scale for row in ordered),
+            "type": "data", "array": round_error_bars((row["high"] - row["seconds"]) / scale for row in ordered),
+            "arrayminus": round_error_bars((row["seconds"] - row["low"]) / scale for row in ordered),
             "color": "@ink", "thickness": 1, "width": 3,
         },
         "text": [_hover(row, dense_seconds) for row in ordered], "textposition": "none",
@@ -76,7 +76,7 @@ def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
             "tickvals": list(range(len(ordered))), "ticktext": [_name(row) for row in ordered], "showgrid": False,
             "range": [len(ordered) - 0.5, -0.5],
         },
-        "shapes": [line_at(x=dense_seconds / scale)],
+        "shapes": [draw_line(x=dense_seconds / scale)],
         "annotations": [{
             "text": "fastest dense", "x": dense_seconds / scale, "xref": "x", "yref": "paper", "y": 1,
             "yanchor": "bottom", "showarrow": False, "font": {"size": 12, "color": "@muted"},
@@ -88,11 +88,11 @@ def figure(rows: Sequence[Record], dense_seconds: float) -> Figure:
 
 def _name(row: Record) -> str:
     sparse = "" if row["pattern"] == "dense" else f" {units.percent(row['sparsity'])}"
-    return f"{plain(row['pattern'])}{sparse}, {plain(row['engine'])}"
+    return f"{escape_name(row['pattern'])}{sparse}, {escape_name(row['engine'])}"
 
 
 def _hover(row: Record, dense_seconds: float) -> str:
     time = units.seconds(row["seconds"], row["low"], row["high"])
     gain = units.ratio(dense_seconds / row["seconds"])
     noisy = "<br>noisy" if row["noisy"] else ""
-    return f"<b>{_name(row)}</b><br>{time}, {gain} the fastest dense<br>{plain(row['kernel'])}{noisy}"
+    return f"<b>{_name(row)}</b><br>{time}, {gain} the fastest dense<br>{escape_name(row['kernel'])}{noisy}"

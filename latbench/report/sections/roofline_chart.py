@@ -1,8 +1,8 @@
-"""How near each kernel comes to what the device can do: the roofline (Williams, Waterman, Patterson 2009).
+"""The roofline section: how close each kernel comes to the limits of the device (Williams, Waterman, Patterson 2009).
 
-The roof of a row is its own: the least time that a sweep found possible for this very work, from operations on kept
-weights and from bytes that must be read (`latbench.machines.ceilings`). A convolution's padding counts as no
-operation there, so roofs are drawn point by point, and not as two lines that would be wrong for some.
+Each point has a roof of its own: the least possible time for its work, from operations on kept weights and bytes that
+must be read (`latbench.machines.ceilings`). The padding of a convolution counts as no operation, so roofs are drawn
+point by point: two common lines would be wrong for some points.
 """
 
 from __future__ import annotations
@@ -14,17 +14,26 @@ from typing import Any
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.report.elements import Chart, Section, count_cell, share_cell, table
-from latbench.report.figures import COLOURS, Figure, colour, log_ticks, plain, short, symbol, thinned
+from latbench.report.elements import Chart, Section, build_table, format_count, format_share
+from latbench.report.figures import (
+    COLOURS,
+    Figure,
+    build_log_ticks,
+    escape_name,
+    find_colour,
+    find_symbol,
+    round_values,
+    select_sample,
+)
 
-POINTS = 4000  # that the chart carries, some 150 bytes each
+POINTS = 4000  # drawn, about 150 bytes each
 
 
-def tidy(points: pd.DataFrame) -> pd.DataFrame:
-    """The points whose work is known.
+def build_frame(points: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame of the points whose work is known.
 
-    Columns: those of `data.points`, flop_per_byte, flop_per_second, roof_flop_per_second and share (of the roof), the
-    last two NaN where no roofline was measured. Operations are those on kept weights.
+    Columns: those of `point_frames.build_points`, flop_per_byte, flop_per_second, roof_flop_per_second and share (of
+    the roof). The last two are NaN where no roofline was measured. Operations are those on kept weights.
     """
     known = points[(points["flop"] > 0) & (points["bytes"] > 0)]
     return known.assign(
@@ -35,46 +44,47 @@ def tidy(points: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def shares(rows: pd.DataFrame) -> pd.DataFrame:
-    """How near each engine and pattern came to its roof: engine, pattern, points, median, best (shares of it)."""
+def build_shares(rows: pd.DataFrame) -> pd.DataFrame:
+    """Build a frame of the shares of the roof: engine, pattern, points, median, best."""
     grouped = rows.dropna(subset="share").groupby(["engine", "pattern"])["share"]
     found = grouped.agg(points="size", median="median", best="max").reset_index()
     return found.sort_values("median", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def section(points: pd.DataFrame) -> Section | None:
-    """The plot, and a table of shares; None where the table does not tell what work was done."""
-    rows = tidy(points)
+def build_section(points: pd.DataFrame) -> Section | None:
+    """Build the section with a plot and a table of shares; None where the amounts of work are unknown."""
+    rows = build_frame(points)
     if rows.empty:
         return None
-    near = shares(rows)
+    near = build_shares(rows)
     sentences = [
-        "Each point is a time: to the right, more operations for every byte that must be read; upwards, more "
-        "operations a second. Only operations on kept weights count, so a sparse kernel may lie below a dense one "
-        "and still be faster."
+        "Each point is one measured time: operations per byte that must be read (x) and operations per second (y). "
+        "Only operations on kept weights count, so a sparse kernel may lie below a dense one and still be faster."
     ]
     if len(near):
         best, typical = near.iloc[0], units.percent(round(near["median"].iloc[0], 3))
         sentences.append(
-            "A grey dash is the roof of a point: what this device could do at most for that work. "
-            f"Nearest comes {best['pattern']} on {best['engine']}, with {typical} of its roof at the median; far "
-            "from the roof there is room for a better kernel."
+            "A grey dash is the roof of a point: the upper bound of this device for that work. "
+            f"Closest is {best['pattern']} on {best['engine']}, with {typical} of its roof at the median. Far below "
+            "the roof a better kernel is possible."
         )
     else:
-        sentences.append("The table holds no roofline: its sweep did not measure what the device can do at most.")
+        sentences.append("The table holds no roofline, because its sweep did not measure the limits of the device.")
     cells = [
-        [row["engine"], row["pattern"], count_cell(row["points"]), share_cell(round(row["median"], 3)),
-         share_cell(round(row["best"], 3))]
+        [row["engine"], row["pattern"], format_count(row["points"]), format_share(round(row["median"], 3)),
+         format_share(round(row["best"], 3))]
         for row in near.to_dict("records")
     ]  # fmt: skip
     heads = ["engine", "pattern", "#points", "#median share of the roof", "#best"]
-    tables = [("How near the roof", table(heads, cells))] if cells else []
-    chart = Chart("roofline", "Operations a second over operations a byte", figure(thinned(rows, POINTS)))
-    return Section("roofline", "Roofline: how much is left in the kernels", sentences, [chart], tables)
+    tables = [("Share of the roof", build_table(heads, cells))] if cells else []
+    chart = Chart(
+        "roofline", "Operations per second over operations per byte", draw_figure(select_sample(rows, POINTS))
+    )
+    return Section("roofline", "Roofline: room for faster kernels", sentences, [chart], tables)
 
 
-def figure(rows: pd.DataFrame) -> Figure:
-    """Points in the colour of their format, their roofs as dashes."""
+def draw_figure(rows: pd.DataFrame) -> Figure:
+    """Draw points in the colour of their format, and their roofs as dashes."""
     traces = []
     roofs = rows.dropna(subset="roof_flop_per_second")[["flop_per_byte", "roof_flop_per_second"]]
     roofs = roofs.map(lambda value: float(f"{value:.2g}")).drop_duplicates()
@@ -87,11 +97,11 @@ def figure(rows: pd.DataFrame) -> Figure:
     order = {name: place for place, name in enumerate(COLOURS)}
     for name, own in sorted(rows.groupby("format"), key=lambda item: order.get(str(item[0]), len(order))):
         traces.append({
-            "type": "scatter", "mode": "markers", "name": plain(name), "x": short(own["flop_per_byte"]),
-            "y": short(own["flop_per_second"] / 1e9),
+            "type": "scatter", "mode": "markers", "name": escape_name(name), "x": round_values(own["flop_per_byte"]),
+            "y": round_values(own["flop_per_second"] / 1e9),
             "marker": {
-                "color": colour(str(name)), "size": 7, "opacity": 0.9,
-                "symbol": symbol(str(name)) + ("-open" if name == "dense" else ""),
+                "color": find_colour(str(name)), "size": 7, "opacity": 0.9,
+                "symbol": find_symbol(str(name)) + ("-open" if name == "dense" else ""),
             } | ({"color": "@ink", "line": {"width": 1.5}} if name == "dense" else {}),
             "text": [_hover(row) for row in own.to_dict("records")], "hovertemplate": "%{text}<extra></extra>",
         })  # fmt: skip
@@ -108,7 +118,11 @@ def figure(rows: pd.DataFrame) -> Figure:
 
 def _axis(ends: tuple[float, float]) -> Figure:
     low, high = ends
-    return {"type": "log", "range": [math.log10(low) - 0.08, math.log10(high) + 0.1], **log_ticks(low, high, "")}
+    return {
+        "type": "log",
+        "range": [math.log10(low) - 0.08, math.log10(high) + 0.1],
+        **build_log_ticks(low, high, ""),
+    }
 
 
 def _hover(row: Mapping[Any, Any]) -> str:
@@ -116,6 +130,6 @@ def _hover(row: Mapping[Any, Any]) -> str:
     share = float(row["share"])
     near = "" if math.isnan(share) else f", {units.percent(round(share, 3))} of its roof"
     return (
-        f"<b>{plain(what)}</b>, {plain(row['engine'])}<br>{plain(row['shape'])}<br>"
+        f"<b>{escape_name(what)}</b>, {escape_name(row['engine'])}<br>{escape_name(row['shape'])}<br>"
         f"{units.seconds(row['seconds'])}: {units.flop_rate(row['flop_per_second'])}{near}"
     )

@@ -1,7 +1,7 @@
-"""The frontier: what error every speed costs, with the profile that was chosen and the uniform ones beside it.
+"""The frontier section: the least error at each speedup, with the chosen profile and uniform profiles beside it.
 
-Seconds are the whole model's: the table's times of its layers, corrected by what the search learned from timing whole
-models (one factor for all layers, and what is fixed), so that the chosen profile lies where its prediction does.
+Seconds are those of the whole model: the table's times of its layers, times the correction that the search found by
+timing whole models, plus the fixed part. So the chosen profile lies at its prediction.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pandas as pd
 
 from latbench.base import number_format as units
 from latbench.errors import BadData
-from latbench.report import point_frames as data
-from latbench.report.elements import Cell, Chart, Section, table
+from latbench.report import point_frames
+from latbench.report.elements import Cell, Chart, Section, build_table
 from latbench.report.figures import (
     GAIN,
     LOSS,
     Figure,
-    line_and_marker,
-    line_at,
-    log_ticks,
-    looks,
-    plain,
-    short,
-    time_axis,
+    assign_looks,
+    build_line_and_marker,
+    build_log_ticks,
+    build_time_axis,
+    draw_line,
+    escape_name,
+    round_values,
 )
 from latbench.workloads import workload as workloads
 from search import layer_errors
@@ -41,24 +41,24 @@ from search.profile import Profile
 if TYPE_CHECKING:
     from search.verify import Verdict
 
-POINTS = 600  # of a frontier that may have 40,000
-FINE = 1000  # finer than this part of the dense time nobody sees
+POINTS = 600  # drawn of a frontier that may have 40,000
+FINE = 1000  # resolution of the frontier, as a part of the dense time
 EFFICIENT, UNIFORM = "efficient", "uniform"
 
 
-def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -> pd.DataFrame:
-    """Every efficient trade-off of a profile's layers, and the uniform ones: `tidy` of what these files hold.
+def read_trade_offs(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -> pd.DataFrame:
+    """Read the efficient and the uniform profiles of a profile's layers, as `build_frame` returns them.
 
-    `swept`: rows of the table; `workload`: a file of `latbench trace`, or a workload's name; `database`: the folder
-    of pruned layers that the search was given. Raises BadData where they do not go with the profile.
+    `swept` holds rows of the table, `workload` is a file of `latbench trace` or a bundled name, and `database` is the
+    layer database of the search. Raises BadData where they do not belong to the profile.
     """
     from search.database import Database
 
     layers = {layer.name: layer.shape for layer in workloads.load(workload).layers}
     if missing := [name for name in profile.layers if name not in layers]:
-        raise BadData(f"{workload} has no layer {missing[0]}, which the profile has: give its own, of latbench trace")
+        raise BadData(f"{workload} has no layer {missing[0]} of the profile: give the workload of latbench trace")
     problem = Problem.from_table(
-        data.plain(swept), {name: layers[name] for name in profile.layers},
+        point_frames.convert_categories(swept), {name: layers[name] for name in profile.layers},
         device=profile.device, backend=profile.backend,
         threads=profile.threads, dense_seconds=profile.dense_seconds, fixed_seconds=profile.fixed_seconds,
     )  # fmt: skip
@@ -72,11 +72,15 @@ def read(swept: pd.DataFrame, profile: Profile, workload: str, database: Path) -
     ))  # fmt: skip
     if not any(len(layer.options) > 1 for layer in problem.layers):
         raise BadData(f"{database} holds no pruned layer of the profile: give the --database of its search")
-    return tidy(problem.with_errors(layer_errors.output_errors(problem, pruned)), profile)
+    return build_frame(problem.with_errors(layer_errors.output_errors(problem, pruned)), profile)
 
 
-def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
-    """kind (efficient or uniform), name (of a uniform one), pattern, seconds of the whole model, speedup, error."""
+def build_frame(problem: Problem, profile: Profile) -> pd.DataFrame:
+    """Build a frame with a row for each efficient and each uniform profile.
+
+    Columns: kind (efficient or uniform), name and pattern (of a uniform profile), seconds (of the whole model),
+    speedup, error.
+    """
     scale = _correction(problem, profile)
     seconds = [scale * layer.seconds for layer in problem.layers]
     every = frontier(seconds, problem.errors, resolution=profile.dense_seconds / FINE)
@@ -94,7 +98,7 @@ def tidy(problem: Problem, profile: Profile) -> pd.DataFrame:
 
 
 def _correction(problem: Problem, profile: Profile) -> float:
-    """By what the search multiplied layers' times: the median of its prediction over the table's time."""
+    """Return the factor by which the search corrected layer times: the median of prediction over the table's time."""
     ratios = []
     for layer in problem.layers:
         chosen = profile.layers[layer.name]
@@ -104,59 +108,61 @@ def _correction(problem: Problem, profile: Profile) -> float:
     return float(np.median(ratios)) if ratios else 1.0
 
 
-def section(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None) -> Section:
-    """What error every speed costs, and where the chosen profile lies."""
+def build_section(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None) -> Section:
+    """Build the section: least error at each speedup, and the chosen profile."""
     efficient = rows[rows["kind"] == EFFICIENT]
     budget = profile.dense_seconds / profile.target
     sentences = [
-        "The line is the least total error of layers (relative error of their outputs on the calibration data, "
-        "summed) that any mixture of patterns and sparsities costs at each time of the whole model; nothing lies "
-        "below it. Single points give every layer one pattern and sparsity. The search goes by the loss of the whole "
-        "model, so what it chose may lie above the line."
+        "The line is the least total error at each time of the whole model, over all mixtures of patterns and "
+        "sparsities. The error of a layer is the relative error of its outputs on the calibration data. Single "
+        "points give every layer one pattern and sparsity. The search minimises the loss of the whole model, so the "
+        "chosen profile may lie above the line."
     ]
     fastest = efficient["speedup"].max()
     sentences.append(
-        f"The chosen profile has a total error of {profile.error:.3g} for {units.ratio(profile.speedup[0])}; the "
-        f"fastest efficient one reaches {units.ratio(fastest)} for {efficient['error'].max():.3g}."
+        f"The chosen profile has a total error of {profile.error:.3g} at {units.ratio(profile.speedup[0])}. The "
+        f"fastest efficient profile reaches {units.ratio(fastest)} with an error of {efficient['error'].max():.3g}."
     )
     cells = [
         [Cell(units.ratio(row["speedup"]), row["speedup"]), Cell(units.seconds(row["seconds"]), row["seconds"]),
          Cell(f"{row['error']:.3g}", row["error"])]
-        for row in steps(efficient).to_dict("records")
+        for row in select_steps(efficient).to_dict("records")
     ]  # fmt: skip
     return Section(
-        "frontier", "What each speed costs", sentences,
-        [Chart("frontier", "Total error over the time of the whole model", figure(rows, profile, verdict, budget))],
-        [("The least error at each speedup", table(["#speedup", "#whole model", "#total error"], cells))],
+        "frontier", "Error at each speedup", sentences,
+        [Chart("frontier", "Total error by time of the whole model", draw_figure(rows, profile, verdict, budget))],
+        [("Least error at each speedup", build_table(["#speedup", "#whole model", "#total error"], cells))],
     )  # fmt: skip
 
 
-def steps(efficient: pd.DataFrame, wanted: int = 8) -> pd.DataFrame:
-    """The efficient profiles of least error at a few speedups, evenly spaced."""
+def select_steps(efficient: pd.DataFrame, wanted: int = 8) -> pd.DataFrame:
+    """Select the efficient profiles of least error at a few evenly spaced speedups."""
     levels = np.linspace(efficient["speedup"].min(), efficient["speedup"].max(), wanted)
     rows = [efficient[efficient["speedup"] >= level - 1e-9].nsmallest(1, "error") for level in levels]
     return pd.concat(rows).drop_duplicates()
 
 
-def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget: float) -> Figure:
-    """Error over seconds, both logarithmic: frontier, uniform profiles, the chosen one, and it as measured."""
-    shown = rows[rows["error"] > 0]  # dense costs nothing, and lies on no logarithmic axis
+def draw_figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget: float) -> Figure:
+    """Draw error over seconds on logarithmic axes: frontier, uniform profiles, chosen profile and its measurement."""
+    shown = rows[rows["error"] > 0]  # the dense model has no error, and no place on a logarithmic axis
     efficient = shown[shown["kind"] == EFFICIENT]
     traces = [{
         "type": "scatter", "mode": "lines", "name": "least error",
         "line": {"color": "@ink", "width": 2, "shape": "hv"},
-        "x": short(efficient["seconds"]), "y": short(efficient["error"]),
+        "x": round_values(efficient["seconds"]), "y": round_values(efficient["error"]),
         "text": [units.ratio(value) for value in efficient["speedup"]],
         "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra>least error</extra>",
     }]  # fmt: skip
     uniform = shown[shown["kind"] == UNIFORM]
-    look_of = looks(uniform["pattern"])
+    look_of = assign_looks(uniform["pattern"])
     for pattern, own in uniform.groupby("pattern", sort=True):
         traces.append({
-            "type": "scatter", "mode": "markers", "name": f"all {plain(pattern)}",
-            "x": short(own["seconds"]), "y": short(own["error"]),
-            "marker": line_and_marker(look_of[str(pattern)], 8)["marker"],
-            "text": [f"all {plain(row['name'])}: {units.ratio(row['speedup'])}" for row in own.to_dict("records")],
+            "type": "scatter", "mode": "markers", "name": f"all {escape_name(pattern)}",
+            "x": round_values(own["seconds"]), "y": round_values(own["error"]),
+            "marker": build_line_and_marker(look_of[str(pattern)], 8)["marker"],
+            "text": [
+                f"all {escape_name(row['name'])}: {units.ratio(row['speedup'])}" for row in own.to_dict("records")
+            ],
             "hovertemplate": "%{text}<br>total error %{y:.3~g}<extra></extra>",
         })  # fmt: skip
     times = [float(shown["seconds"].min()), float(shown["seconds"].max()), budget]
@@ -170,9 +176,9 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget
         traces.append(_point("measured", *ends, profile.error, "circle-open", LOSS))
         times.append(verdict.measured_seconds)
     layout = {
-        "xaxis": time_axis("whole model", min(times), max(times)),
-        "yaxis": {"title": {"text": "total error of layers"}, "type": "log", **log_ticks(*errors, "")},
-        "shapes": [line_at(x=budget)],
+        "xaxis": build_time_axis("whole model", min(times), max(times)),
+        "yaxis": {"title": {"text": "total error of layers"}, "type": "log", **build_log_ticks(*errors, "")},
+        "shapes": [draw_line(x=budget)],
         "annotations": [{
             "text": "target", "x": math.log10(budget), "xref": "x", "yref": "paper", "y": 1, "yanchor": "bottom",
             "showarrow": False, "font": {"size": 12, "color": "@muted"},
@@ -185,9 +191,10 @@ def figure(rows: pd.DataFrame, profile: Profile, verdict: Verdict | None, budget
 def _point(name: str, seconds: float, low: float, high: float, error: float, symbol: str, fill: str) -> Figure:
     said = units.seconds(seconds, low, high)
     return {
-        "type": "scatter", "mode": "markers", "name": name, "x": short([seconds]), "y": short([error]),
+        "type": "scatter", "mode": "markers", "name": name, "x": round_values([seconds]), "y": round_values([error]),
         "error_x": {
-            "type": "data", "array": short([high - seconds]), "arrayminus": short([seconds - low]), "thickness": 2,
+            "type": "data", "array": round_values([high - seconds]), "arrayminus": round_values([seconds - low]),
+            "thickness": 2,
         },
         "marker": {
             "symbol": symbol, "size": 18 if symbol.endswith("open") else 14, "color": fill,
