@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from cost_models import loops
 from cost_models.features import SIZES, Physics, Structure
 from cost_models.rows import Array
-from latbench.base.engines import NUMBA
+from latbench.base.engine_registry import NUMBA
 
 FORMS = ("plain", "cached", "sized")
 OWN_KERNELS = "kernels"

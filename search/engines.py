@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from latbench.backends.cpu import deepsparse, deepsparse_environment
-from latbench.backends.cpu.prepare_point import synthetic_mask
+from latbench.backends.cpu.prepare_point import build_synthetic_mask
 from latbench.workloads import workload as workloads
 from search.database import Database
 from search.onnx_export import export
@@ -137,7 +137,7 @@ def _openvino(reference: str, threads: int, shared: str, precision: str, same: f
     task = load(reference)
     model, inputs = task.model(), task.example()
     path = exported_once(model, inputs, Path(shared))
-    compiled = openvino.on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
+    compiled = openvino.compile_on_cpu(openvino.openvino.Core().read_model(path), threads, precision)
     request, arrays = compiled.create_infer_request(), [x.numpy() for x in inputs]
 
     def run() -> list[np.ndarray]:
@@ -240,7 +240,7 @@ def _with_random_masks(
         pattern = parse(spec)
         mask = None
         if not isinstance(pattern, Dense):
-            mask = synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
+            mask = build_synthetic_mask(rng, pattern, (matrix.shape[0], matrix.shape[1]), sparsity)
             set_weight_matrix(module, matrix * torch.from_numpy(mask))
         swapped[name] = LayerPattern(pattern, mask)
     return model, swapped, task.example()
@@ -312,7 +312,9 @@ def _on_deepsparse(
         path = exported or Path(folder) / "model.onnx"
         export(model, inputs, path)
         arrays = [x.numpy() for x in inputs]
-        compiled = deepsparse.load(path, arrays, threads=threads, environment=deepsparse_environment.find())
+        compiled = deepsparse.load_model(
+            path, arrays, threads=threads, environment=deepsparse_environment.find_environment()
+        )
     with torch.inference_mode():
         check_outputs(compiled.outputs(), tensors(model(*inputs)), "DeepSparse")
     return compiled

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends import registry
+from latbench.backends import installed_engines
 from latbench.errors import BadData
 from latbench.machines import devices
 from search.end_to_end import Engine, Progress, time_engines
@@ -125,7 +125,7 @@ def dense_engines(task: Task, threads: int, backend: str) -> dict[str, Engine]:
 
 def conditions(task: Task, model_hash: str, threads: int, backend: str) -> dict[str, Any]:
     """What whole-model times depend on, whatever the layers become."""
-    versions = {name: registry.find_version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
+    versions = {name: installed_engines.find_version(name) for name in ("torch", "onnxruntime", "openvino", "numba")}
     return {
         "model_hash": model_hash, "device": devices.cpu_device(), "inputs": [list(x.shape) for x in task.example()],
         "threads": threads, "backend": backend, "engines": {"kernels": str(compiled.VERSION), **versions},

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from latbench.backends import registry
+from latbench.backends import installed_engines
 from latbench.backends.cpu import deepsparse_environment
 from latbench.base.files import write_text_atomically
 from latbench.errors import BadData
@@ -125,7 +125,7 @@ def verify(
     profile = _followed(task, folder)
     backend = backend or profile.backend
     if backend == "deepsparse":
-        deepsparse_environment.find()
+        deepsparse_environment.find_environment()
     newest: dict[str, datetime] = {}
     if tables.holds_rows(output):
         earlier = tables.read(output, ["point_id", "started_at"])
@@ -251,7 +251,7 @@ def rows(verdict: Verdict, profile: Profile, timings: Timings) -> list[dict[str,
 
 
 def _version(backend: str) -> str | None:
-    return deepsparse_environment.VERSION if backend == "deepsparse" else registry.find_version(backend)
+    return deepsparse_environment.VERSION if backend == "deepsparse" else installed_engines.find_version(backend)
 
 
 def manifest_hash(folder: Path) -> str:

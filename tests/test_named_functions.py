@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from latbench.base.engines import CPU_ENGINES, GPU_ENGINES
+from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
 from latbench.sweeping.gpu_roofline import GpuPace
 from latbench.sweeping.roofline_pace import KERNELS, CpuPace
 

@@ -72,7 +72,7 @@ def main() -> None:
     except LatbenchError as error:
         code = _fail(error)
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail(Incomplete("interrupted; finished results are kept, and the same command continues from there"))
+        code = _fail(Incomplete("interrupted; finished results are kept, and the same command goes on from there"))
     except OSError as error:
         code = _fail(EnvironmentUnusable(f"{error.filename or 'the system'}: {error.strerror or error}"))
     except Exception as error:

@@ -87,7 +87,7 @@ class SweepDevice:
 
 def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     """Return this machine's CPU. Raises UsageError for more threads than processors."""
-    from latbench.backends import registry
+    from latbench.backends import installed_engines
     from latbench.errors import UsageError
     from latbench.machines import devices
     from latbench.sweeping import sweep as sweeping
@@ -95,7 +95,7 @@ def open_cpu(threads: int | None, sessions: int) -> SweepDevice:
     if threads is not None and threads > (most := len(devices.allowed())):
         raise UsageError(f"--threads {threads}: this process may run on {most} processors, more would only wait")
     cpu = sweeping.Cpu(threads or devices.cores())
-    there = [name for name, version in registry.list_cpu_versions().items() if version is not None]
+    there = [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
     run = functools.partial(sweeping.run, machine=cpu, settings=replace(sweeping.SETTINGS, sessions=sessions))
     return SweepDevice(cpu.device, cpu.threads, Installed(there), run)
 
@@ -105,14 +105,14 @@ def open_gpu(wanted: str, given: Sequence[str], how: SweepOptions) -> SweepDevic
 
     Raises EnvironmentUnusable where the GPU is not here, or where an engine that is needed cannot use it.
     """
-    from latbench.backends.gpu.gpu_installation import installed
+    from latbench.backends.gpu.gpu_installation import find_installed
     from latbench.machines import gpu_discovery as discovery
     from latbench.sweeping import sweep as sweeping
     from latbench.sweeping.gpu_machine import SETTINGS, GpuMachine
 
     machine = GpuMachine(discovery.find_gpu(wanted))
     try:
-        there = list(installed()) if how.dry_run else _start_engines(machine, given, how.wait_seconds)
+        there = list(find_installed()) if how.dry_run else _start_engines(machine, given, how.wait_seconds)
     except BaseException:
         machine.close()
         raise
@@ -126,15 +126,15 @@ def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: floa
     Prints why others are left out. Engines given by name are all needed; otherwise the standard engines are: the
     dense baseline and our kernels. Raises EnvironmentUnusable where one of these cannot use the GPU.
     """
-    from latbench.backends.gpu.gpu_installation import installed, missing, refused_by_driver
-    from latbench.base.engines import GPU_ENGINES, list_standard
+    from latbench.backends.gpu.gpu_installation import explain_driver_refusals, explain_missing, find_installed
+    from latbench.base.engine_registry import GPU_ENGINES, list_standard
     from latbench.sweeping.sweep import alone
 
     named = [] if not given else select_engines(given, dict.fromkeys(GPU_ENGINES, ()), Installed(GPU_ENGINES))
     by_name = 0 < len(named) < len(GPU_ENGINES)
-    wanted = named if by_name else list(installed())
+    wanted = named if by_name else list(find_installed())
     needed = named if by_name else list_standard(GPU_ENGINES)
-    refusals = missing(machine.gpu) | refused_by_driver(machine.gpu, installed())
+    refusals = explain_missing(machine.gpu) | explain_driver_refusals(machine.gpu, find_installed())
     _check_needed(machine.gpu.name, needed, refusals, [] if by_name else wanted)
     wanted = [name for name in wanted if name not in refusals]
     # Processes that start would disturb a sweep that measures there now.
@@ -149,7 +149,7 @@ def _start_engines(machine: GpuMachine, given: Sequence[str], wait_seconds: floa
 
 def _check_needed(gpu: str, needed: Collection[str], refusals: Mapping[str, str], others: Sequence[str]) -> None:
     """Raise EnvironmentUnusable where an engine that is needed is refused; `others` can be timed without it."""
-    from latbench.base.engines import GPU_ENGINES
+    from latbench.base.engine_registry import GPU_ENGINES
     from latbench.errors import EnvironmentUnusable
 
     for name in needed:

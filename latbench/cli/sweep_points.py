@@ -68,7 +68,7 @@ def select_cpu_points(options: PointOptions, device: str, threads: int, engines:
 
 def select_gpu_blocks(options: PointOptions, device: str, installed: Installed) -> list[list[Point]]:
     """Select the points of a GPU in blocks, the most telling block first."""
-    from latbench.base.engines import GPU_ENGINES
+    from latbench.base.engine_registry import GPU_ENGINES
     from latbench.sweeping import gpu_points
     from latbench.workloads import points as plan
     from latbench.workloads import workload as workloads
@@ -105,12 +105,14 @@ def select_cpu_engines(given: Sequence[str], installed: Installed | None = None)
     `installed` is by default what this machine has. Warns of standard engines that are not installed, because the
     fastest dense engine may be among them.
     """
-    from latbench.backends import registry
-    from latbench.base.engines import CPU_ENGINES, list_standard
+    from latbench.backends import installed_engines
+    from latbench.base.engine_registry import CPU_ENGINES, list_standard
 
     needed = {name: engine.install_names for name, engine in CPU_ENGINES.items()}
     if installed is None:
-        installed = Installed([name for name, version in registry.list_cpu_versions().items() if version is not None])
+        installed = Installed(
+            [name for name, version in installed_engines.list_cpu_versions().items() if version is not None]
+        )
     if given:
         return select_engines(given, needed, installed)
     standard = list_standard(CPU_ENGINES)

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 import latbench
 import sparse_kernels
-from latbench.backends import registry
-from latbench.backends.gpu.gpu_installation import installed
+from latbench.backends import installed_engines
+from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_versions import Versions
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
@@ -92,9 +92,9 @@ def look(gpu: str | None) -> Seen:
     """Run on a node: what it has, for a sweep of its CPU, or of the GPU of that name; raises as find_gpu does."""
     if gpu is not None:
         machine = GpuMachine(find_gpu(gpu))
-        backends_here = frozenset(installed())
+        backends_here = frozenset(find_installed())
         return Seen(machine.device, devices.cores(), backends_here, sources(), (machine.versions,))
-    there = frozenset(name for name, version in registry.list_cpu_versions().items() if version is not None)
+    there = frozenset(name for name, version in installed_engines.list_cpu_versions().items() if version is not None)
     return Seen(devices.cpu_device(), devices.cores(), there, sources())
 
 

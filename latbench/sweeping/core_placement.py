@@ -17,7 +17,7 @@ import numpy as np
 
 from latbench.runners.worker_process import Prepared, TaskFailed, Worker, WorkerDied
 
-TASK = "latbench.backends.cpu.cpu_reference:handed_on"
+TASK = "latbench.backends.cpu.cpu_reference:build_hand_over"
 APART = "cores_apart"  # how a burst's reasons name it
 READING_SECONDS = 0.001
 

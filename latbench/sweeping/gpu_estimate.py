@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.sweeping.gpu_machine import SETTINGS
 from latbench.workloads import points as plan
 from latbench.workloads.points import Point

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.gpu.gpu_installation import installed
+from latbench.backends.gpu.gpu_installation import find_installed
 from latbench.backends.gpu.gpu_probe import Probed
 from latbench.backends.gpu.gpu_versions import DRIVER, Versions
 from latbench.backends.gpu.prepare_gpu_point import MOST_COPIES, UUID
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.base.environments import env_id
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices, nvml
@@ -52,8 +52,8 @@ _MEMORY_SHARE = 0.5  # of what is free: the rest is the oracle's, in float64, an
 class GpuMachine:
     """One GPU of this machine. `close` it when nothing measures there any more."""
 
-    task = "latbench.backends.gpu.prepare_gpu_point:prepare"
-    host_task = "latbench.backends.gpu.prepare_gpu_point:draw"
+    task = "latbench.backends.gpu.prepare_gpu_point:prepare_gpu_point"
+    host_task = "latbench.backends.gpu.prepare_gpu_point:pack_gpu_point"
     timer = "cuda_event"
     disturbed_status = "throttled"
     start_seconds = 30.0  # importing torch or CuPy from a cold disk, and starting CUDA
@@ -113,13 +113,13 @@ class GpuMachine:
     def _load(self, worker: Worker) -> None:
         seconds = self.start_seconds + self.prepare_seconds
         with contextlib.suppress(TaskFailed, WorkerDied):  # its first request fails again, with the reason
-            worker.call("latbench.backends.gpu.gpu_probe:load", [GpuPace.module], timeout=seconds)
+            worker.call("latbench.backends.gpu.gpu_probe:load_modules", [GpuPace.module], timeout=seconds)
 
     def _probe(self, process: str, backends: Sequence[str]) -> Probed | str:
         seconds = self.start_seconds + self.prepare_seconds
         try:
             found: Probed = self._started[process].call(
-                "latbench.backends.gpu.gpu_probe:probe", points.probes(self.device, backends), timeout=seconds
+                "latbench.backends.gpu.gpu_probe:probe_engines", points.probes(self.device, backends), timeout=seconds
             )
         except (TaskFailed, WorkerDied) as error:
             return str(error)
@@ -154,7 +154,7 @@ class GpuMachine:
         facts = nvml.environment(self.gpu)
         architecture = self._architecture or architecture_of(facts["compute_capability"])
         known = {**libraries.versions(), DRIVER: facts["driver"]}
-        return Versions(installed(), known, dict(self._loaded), architecture)
+        return Versions(find_installed(), known, dict(self._loaded), architecture)
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
@@ -202,7 +202,9 @@ class GpuMachine:
             with self.worker("ceilings") as worker:  # whose memory is others' again at once
                 worker.seconds_left = seconds_left
                 seconds = self.start_seconds + self.prepare_seconds
-                found: GpuCeilings = worker.call("latbench.backends.gpu.gpu_reference:find", timeout=seconds)
+                found: GpuCeilings = worker.call(
+                    "latbench.backends.gpu.gpu_reference:measure_ceilings", timeout=seconds
+                )
             return found
 
         reference = self.worker("reference")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.workloads import workload as workloads
 from latbench.workloads.points import Point, sparsities_of
 from sparse_kernels.patterns import NM, BlockWise, Dense, Pattern, ShflBW, Unstructured, VectorWise

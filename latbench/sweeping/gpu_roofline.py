@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import devices
 from latbench.machines.ceilings import Kept
 from latbench.sweeping.roofline_pace import Pace

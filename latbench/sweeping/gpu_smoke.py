@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from latbench.base.engines import GPU_ENGINES, list_standard
+from latbench.base.engine_registry import GPU_ENGINES, list_standard
 from latbench.sweeping.gpu_tests import Outcome
 from latbench.tables import table as tables
 

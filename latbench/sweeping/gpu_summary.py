@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.tables import table as tables
 
 OURS = tuple(name for name, engine in GPU_ENGINES.items() if engine.ours)

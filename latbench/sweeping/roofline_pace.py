@@ -29,7 +29,7 @@ READING_SECONDS = 0.008
 NEAREST = 9  # readings around a moment that tell the pace then: one alone is off by several percent
 SLOW_SPELL = 1.15  # over the typical pace of the sweep; the pace of a quiet machine stays within 5%
 
-KERNELS = ("product", "total")
+KERNELS = ("build_product", "build_sum")
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from latbench.backends import registry
-from latbench.backends.cpu import cpu_reference as reference
-from latbench.backends.cpu import prepare_point
+from latbench.backends import installed_engines
+from latbench.backends.cpu import cpu_reference, prepare_point
 from latbench.base import cgroups, files
 from latbench.base.environments import env_id
 from latbench.errors import EnvironmentUnusable, Incomplete, UsageError
@@ -70,7 +69,7 @@ FINISHED = ("ok", "unsupported", "incorrect")
 NOISY_CHANCES = 3  # disturbances come in spells, and a later try is often a quiet one
 DISTURBED = ("noisy", "throttled", "spike")  # the statuses that get them
 
-PREPARE = "latbench.backends.cpu.prepare_point:prepare"  # what a worker is asked to do with a point
+PREPARE = "latbench.backends.cpu.prepare_point:prepare_point"  # what a worker is asked to do with a point
 
 PREPARE_SECONDS = 300.0  # compiling and tuning a kernel takes seconds; this is a hang
 BURST_SECONDS = 120.0  # for one of Settings.round_seconds
@@ -208,7 +207,7 @@ class Cpu:
 
     def version(self, point: Point, families: Sequence[str] | None = None) -> str | None:
         """See Machine."""
-        return registry.find_version(point.backend)
+        return installed_engines.find_version(point.backend)
 
     def current(self, table: pd.DataFrame) -> NDArray[np.bool_]:
         """See Machine: a row of a CPU holds whatever its version."""
@@ -238,12 +237,12 @@ class Cpu:
 
         def find() -> Ceilings:
             found: Ceilings = worker.call(
-                "latbench.backends.cpu.cpu_reference:find", self.threads, timeout=CEILINGS_SECONDS
+                "latbench.backends.cpu.cpu_reference:measure_ceilings", self.threads, timeout=CEILINGS_SECONDS
             )
             return found
 
         try:
-            return CpuPace(worker, Kept(self.device, self.threads, reference.WORK, find), self.threads)
+            return CpuPace(worker, Kept(self.device, self.threads, cpu_reference.WORK, find), self.threads)
         except BaseException:
             worker.close()
             raise
@@ -1054,7 +1053,7 @@ def _needed_bytes(point: Point) -> float:
     packed = weight * min(1.0, 2 * (1 - point.sparsity))  # what is kept brings its place along
     if isinstance(shape, Conv2dShape):
         packed += 4 * shape.batch * shape.c_in * shape.h * shape.w * point.threads
-    copies = min(prepare_point.cold_bytes() + packed, prepare_point.MOST_COPIES * packed)
+    copies = min(prepare_point.count_cold_bytes() + packed, prepare_point.MOST_COPIES * packed)
     return 3 * weight + 2 * copies + 2 * activations
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.base.engines import BFLOAT16, CPU_ENGINES, list_standard
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES, list_standard
 from latbench.errors import UsageError
 from latbench.tables import table as tables
 from latbench.workloads import workload as workloads

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from latbench.backends.gpu import gpu_layers as layers
-from latbench.backends.gpu import prepare_gpu_point as on_gpu
-from latbench.backends.gpu import torch_gpu
+from latbench.backends.gpu import gpu_layers, prepare_gpu_point, torch_gpu
 from latbench.backends.gpu.gpu_layers import GpuLayer
 from latbench.sweeping import gpu_points as points
 from latbench.timing import gpu_drivers as drivers
@@ -39,7 +37,7 @@ def dense_seconds(shape: LinearShape) -> tuple[float, str]:
     found = []
     for kernel in points.DENSE:
         point = points.point("gpu", shape, Dense(), 0.0, kernel)
-        engine = torch_gpu.prepare(point, layers.synthetic_layer(point))
+        engine = torch_gpu.prepare(point, gpu_layers.build_gpu_layer(point))
         timer = timing.prepare(engine.calls, engine.driver, MODE)
         found.append((float(np.median(timer.burst(SECONDS).samples)), engine.kernel))
     return min(found)
@@ -79,7 +77,7 @@ def calls_of(
         x, out = cupy.asarray(layer.x.astype(np.float16)), cupy.empty((shape.m, shape.n), np.float16)
         return lambda: own(x, out=out)
 
-    return [call() for _ in range(on_gpu.copies(point, layer, program.nbytes, driver))]
+    return [call() for _ in range(prepare_gpu_point.count_gpu_copies(point, layer, program.nbytes, driver))]
 
 
 class Chosen:
@@ -99,7 +97,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
     import cupy
 
     point = points.point("gpu", shape, pattern, sparsity, points.OURS[0])
-    layer, machine = layers.synthetic_layer(point), CupyMachine.current()
+    layer, machine = gpu_layers.build_gpu_layer(point), CupyMachine.current()
     driver = drivers.cupy_driver()
     weight, x = (cupy.asarray(array).astype(cupy.float64) for array in (layer.weight, layer.x))
     for program in programs_of(layer, shape.n, machine):
@@ -112,7 +110,7 @@ def report(shape: LinearShape, pattern: Pattern, sparsity: float, dense: float, 
                 driver.spoil(result)
             timer.run()
             for result in results:
-                layers.check(result.astype(cupy.float64), weight, x, terms=layer.terms, dtype="float16")
+                gpu_layers.check_product(result.astype(cupy.float64), weight, x, terms=layer.terms, dtype="float16")
             rate = 2 * layer.nnz * shape.n / seconds / 1e12
             say(
                 f"{pattern!s:13} {sparsity:4.0%}  {name:32} {seconds * 1e6:8.2f} us {dense / seconds:5.2f}x dense "

@@ -68,7 +68,7 @@ def plain(point: Point, seconds: float) -> float:
     """The median seconds of a call, as torch.utils.benchmark finds it in about `seconds`."""
     from torch.utils.benchmark import Timer
 
-    run = prepare_point.prepare(point)
+    run = prepare_point.prepare_point(point)
     time.sleep(0.05)  # threads that checked the result may still spin
     run()
     timer = Timer("run()", globals={"run": run}, num_threads=point.threads)
@@ -83,7 +83,7 @@ SLOWED = 1  # the seed of a point whose calls take 5% longer
 
 def prepare(point: Point) -> prepare_point.Rotation:
     """Prepare as latbench does; with the seed SLOWED a busy wait of 5% of its time follows every call."""
-    ready = prepare_point.prepare(replace(point, seed=0))
+    ready = prepare_point.prepare_point(replace(point, seed=0))
     if point.seed != SLOWED:
         return ready
     extra = 0.05 * float(np.median([timed(ready) for _ in range(100)]))

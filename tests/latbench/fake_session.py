@@ -6,6 +6,7 @@ python fake_session.py [--points N] ARGUMENTS OF THE SESSION
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,9 +59,11 @@ def main(arguments: list[str]) -> int:
             return points.GPU_ENGINES[backend].process
 
     session.GpuMachine = Machine
-    session.missing, session.refused_by_driver = (lambda gpu: {}), (lambda gpu, backends: {})
-    session.installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
-    session.measure.__kwdefaults__["settings"] = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    session.explain_missing, session.explain_driver_refusals = (lambda gpu: {}), (lambda gpu, backends: {})
+    session.find_installed = lambda: dict.fromkeys(points.GPU_ENGINES, "1")
+    quick = Settings(rel_error=0.1, max_seconds=0.02, round_seconds=0.001)
+    measure = session.measure
+    session.measure = lambda visit: measure(replace(visit, settings=quick))
     return session.run(arguments)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from latbench.backends.cpu.prepare_point import Rotation
-from latbench.backends.registry import Unsupported
+from latbench.backends.installed_engines import Unsupported
 from latbench.base import files
 from latbench.cli import main as cli
 from latbench.machines import devices

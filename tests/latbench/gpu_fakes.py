@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.registry import Unsupported
+from latbench.backends.installed_engines import Unsupported
 from latbench.machines import nvml
 from latbench.machines.nvml import State
 from latbench.runners.worker_process import Worker

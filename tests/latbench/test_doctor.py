@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from latbench.backends.cpu import cpu_reference as reference
-from latbench.base.engines import CPU_ENGINES
+from latbench.backends.cpu import cpu_reference
+from latbench.base.engine_registry import CPU_ENGINES
 from latbench.machines import devices, nvml
 from latbench.machines import gpu_discovery as discovery
 from latbench.machines import noise_sources as disturbances
@@ -204,7 +204,7 @@ def test_rooflines_are_shown_once_a_sweep_has_measured_them(latbench: Any, monke
     before = json.loads(latbench("doctor", "--json").out)
     assert before["ceilings"] is before["gpus"][0]["ceilings"] is None
     cpu = Ceilings(1.5e11, {2**14: 2e11, 2**26: 1e10}, 3e-3, 5e-3, 3e11)
-    Kept(devices.cpu_device(), devices.cores(), reference.WORK, lambda: cpu).get()
+    Kept(devices.cpu_device(), devices.cores(), cpu_reference.WORK, lambda: cpu).get()
     gpu = GpuCeilings({"float16": 8e14}, 6e13, {2**20: 6e12, 2**29: 3e12}, 2e-4, 1e-4)
     roofline.kept(nvml.environment(nvml.only_gpu()), lambda: gpu).get()
     out = latbench("doctor").out

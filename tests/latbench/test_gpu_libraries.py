@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from latbench.base.engines import GPU_ENGINES
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import devices
 from latbench.machines.cuda_libraries import LIBRARIES, OPENED

@@ -52,9 +52,9 @@ def test_convolutions_by_onednn_have_their_channels_last_and_say_so() -> None:
 
 
 def test_every_backend_has_a_plan() -> None:
-    from latbench.base import engines
+    from latbench.base import engine_registry
 
-    assert set(plan.KERNELS) == set(engines.CPU_ENGINES)
+    assert set(plan.KERNELS) == set(engine_registry.CPU_ENGINES)
     assert plan.estimated_seconds(some_points(LINEAR, backends=list(plan.KERNELS))) > 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from latbench.base.engines import CPU_ENGINES, GPU_ENGINES
+from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES
 from latbench.errors import EnvironmentUnusable
 from latbench.machines import devices
 from latbench.machines import gpu_discovery as discovery

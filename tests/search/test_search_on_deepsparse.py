@@ -80,8 +80,10 @@ def little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepsparse_environment, "find", lambda: Environment(Path("python"), Path("engine")))
-    monkeypatch.setattr(deepsparse, "load", lambda path, inputs, **_: Compiled(path, inputs))
+    monkeypatch.setattr(
+        deepsparse_environment, "find_environment", lambda: Environment(Path("python"), Path("engine"))
+    )
+    monkeypatch.setattr(deepsparse, "load_model", lambda path, inputs, **_: Compiled(path, inputs))
 
 
 def inputs_of(task: Task, table: Path, database: Path) -> Inputs:
@@ -201,7 +203,7 @@ def test_options_that_do_not_go_together_are_refused_before_any_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(deepsparse_environment, "refusal", lambda: None)
+    monkeypatch.setattr(deepsparse_environment, "explain_refusal", lambda: None)
     monkeypatch.chdir(tmp_path)
     given = ["--target", "2", "--table", "absent", "--database", "database", "-o", "profile.json", *options]
     monkeypatch.setattr(sys, "argv", ["latbench", "search", "digits", *given])

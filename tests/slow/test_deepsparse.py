@@ -52,7 +52,7 @@ def score(model): return float(model(*example()).mean())
 @pytest.fixture(scope="module")
 def installed() -> Environment:
     try:
-        return environment.find()
+        return environment.find_environment()
     except EnvironmentUnusable as error:
         pytest.skip(str(error))
 
@@ -69,11 +69,11 @@ def test_it_is_set_up_anew_in_an_empty_cache(
     monkeypatch.setenv("LATBENCH_CACHE", str(tmp_path / "cache"))
     if not environment.PYTHONS[0] <= sys.version_info[:2] <= environment.PYTHONS[1]:
         pytest.skip("this Python is too new for DeepSparse")
-    assert environment.install(deepsparse.check)
-    assert not environment.install(deepsparse.check)
-    assert environment.find().python.is_relative_to(tmp_path)
-    assert environment.remove()
-    assert environment.version() is None
+    assert environment.install_environment(deepsparse.check_environment)
+    assert not environment.install_environment(deepsparse.check_environment)
+    assert environment.find_environment().python.is_relative_to(tmp_path)
+    assert environment.remove_environment()
+    assert environment.find_version() is None
 
 
 def test_convolutions_sparse_and_dense_are_what_torch_computes(
@@ -92,7 +92,7 @@ def test_convolutions_sparse_and_dense_are_what_torch_computes(
             set_weight_matrix(module, torch.where(torch.from_numpy(mask), matrix, 0.0))
         export(model, inputs, tmp_path / "model.onnx")
         arrays = [inputs[0].numpy()]
-        with deepsparse.load(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
+        with deepsparse.load_model(tmp_path / "model.onnx", arrays, threads=2, environment=installed) as loaded:
             [y] = loaded.outputs()
         with torch.no_grad():
             expected = model.double()(inputs[0].double()).numpy()
@@ -110,7 +110,7 @@ def test_the_analysis_tells_each_layers_time_and_sparsity(
     values = layer_values(model, inputs, path)
     assert list(values.values()) == ["fc1", "fc2"]
     for sparsity in (None, 0.9):
-        operations = deepsparse.analyse(
+        operations = deepsparse.time_operations(
             path, [inputs[0].numpy()], threads=2, environment=installed, sparsity=sparsity
         )
         found = {values[value]: it for it in operations for value in it.outputs if value in values}

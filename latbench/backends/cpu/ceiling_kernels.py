@@ -17,7 +17,7 @@ from sparse_kernels.cpu.codegen.vector_emitter import FLOATS, PAIRS_BY_UNIT, Emi
 SUMS = 12  # registers that are added to in turn: beyond latency x units, and fewer than any target has
 STEPS = 1_000_000  # of a chain: some milliseconds, beside which waking threads up does not count
 LEAST_READ = 2**23  # floats that a thread reads at least: what is smaller is read again
-OF_A_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of float32
+PRODUCTS_PER_FLOAT = len(amx.PRODUCTS)  # products of bfloat16 that make one of float32
 
 
 @with_literals
@@ -120,7 +120,7 @@ def _matrix_products(saved: NDArray[np.uint8], steps: int) -> None:
         _tiles(saved.ctypes.data + 64 * i, steps)
 
 
-def matrix_products(threads: int) -> int:
+def run_matrix_products(threads: int) -> int:
     """Keep the matrix units of `threads` threads busy; the operations done, of bfloat16.
 
     Of zeros, which may leave the processor a higher clock than numbers do.
@@ -129,7 +129,7 @@ def matrix_products(threads: int) -> int:
     return 4 * 2 * amx.ROWS * amx.ROWS * amx.STEP * STEPS * threads
 
 
-def multiply_add(threads: int) -> int:
+def run_multiply_adds(threads: int) -> int:
     """Keep the vector units of `threads` threads busy with chains in registers; the operations done, a multiplication
     and an addition for every lane.
     """
@@ -137,13 +137,13 @@ def multiply_add(threads: int) -> int:
     return 2 * SUMS * _LANES * STEPS * threads
 
 
-def multiply_pairs(threads: int) -> int:
+def run_multiply_pairs(threads: int) -> int:
     """The same with pairs of bfloat16, on a processor that multiplies them: twice as many operations."""
     _multiply_pairs(np.zeros(threads, np.float32), STEPS, 0.5)
     return 2 * 2 * SUMS * _LANES * STEPS * threads
 
 
-def read(x: NDArray[np.float32], threads: int) -> int:
+def run_reads(x: NDArray[np.float32], threads: int) -> int:
     """Read float32 `x`, each of `threads` threads its own part, LEAST_READ or more of it; returns the bytes read."""
     results = np.zeros(threads, np.float32)
     unit = SUMS * _LANES

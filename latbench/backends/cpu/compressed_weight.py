@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from latbench.backends.cpu.prepare_point import Layer
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.prepare_point import SyntheticLayer
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight, pack
 from sparse_kernels.patterns import NM, BlockWise, Unstructured
 from sparse_kernels.shapes import Conv2dShape
 
 
-def compressed(point: Point, layer: Layer) -> CSRWeight | BlockWeight:
+def compress_weight(point: Point, layer: SyntheticLayer) -> CSRWeight | BlockWeight:
     """The weight of a linear layer: unstructured and N:M ones by elements, block-wise ones in whole blocks.
 
     Raises Unsupported for convolutions, for other patterns, and where blocks reach past the weight.

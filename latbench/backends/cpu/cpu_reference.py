@@ -31,7 +31,7 @@ WORK = f"product {PRODUCT_SIZE}, sum {SUM_BYTES}, NumPy {np.__version__}, 4"
 """What the reference kernels are; the last number counts changes of how ceilings are found."""
 
 
-def product() -> Callable[[], Any]:
+def build_product() -> Callable[[], Any]:
     """A dense product of float32 (640, 640) matrices, some milliseconds."""
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, PRODUCT_SIZE, PRODUCT_SIZE), np.float32)
@@ -39,13 +39,13 @@ def product() -> Callable[[], Any]:
     return lambda: np.matmul(a, b, out=y)
 
 
-def total() -> Callable[[], Any]:
+def build_sum() -> Callable[[], Any]:
     """A dot product over 64 MiB of float32."""
     x = np.ones(SUM_BYTES // 4, np.float32)
     return lambda: np.dot(x, x)
 
 
-class HandedOn:
+class CacheHandOver:
     """Changes 256 KiB of float32 on one core after the other: each finds them in the cache of the one before.
 
     A sample is the seconds that a core takes for it, the mean over all of them in turn:
@@ -78,17 +78,17 @@ class HandedOn:
         return perf_counter() - start
 
 
-def handed_on(threads: int) -> HandedOn:
+def build_hand_over(threads: int) -> CacheHandOver:
     """What shows how far apart cores are: the first of those allowed, as many as there are threads, which may run on
     others. Raises NotImplementedError for one thread, and where a thread cannot choose its core.
     """
     cores = min(threads, MOST_CORES)
     if cores < 2 or not hasattr(os, "sched_setaffinity") or len(devices.allowed()) < cores:
         raise NotImplementedError("nothing is handed on by one thread, or by threads that cannot choose their core")
-    return HandedOn(cores)
+    return CacheHandOver(cores)
 
 
-def find(threads: int) -> Ceilings:
+def measure_ceilings(threads: int) -> Ceilings:
     """Measure the ceilings of this process's CPU with `threads` threads; takes some seconds."""
     from latbench.backends.cpu import ceiling_kernels
     from sparse_kernels.cpu.codegen.cpu_target import host
@@ -96,14 +96,14 @@ def find(threads: int) -> Ceilings:
     rates: dict[int, float] = {}
     for size in _WORKING_SETS:
         x = np.ones(threads * size // 4, np.float32)
-        rates[x.nbytes] = _most(lambda: ceiling_kernels.read(x, threads))  # noqa: B023 - called at once
-    floats = pairs = _most(lambda: ceiling_kernels.multiply_add(threads))
+        rates[x.nbytes] = _most(lambda: ceiling_kernels.run_reads(x, threads))  # noqa: B023 - called at once
+    floats = pairs = _most(lambda: ceiling_kernels.run_multiply_adds(threads))
     if host().pairs:
-        pairs = max(pairs, _most(lambda: ceiling_kernels.multiply_pairs(threads)))
+        pairs = max(pairs, _most(lambda: ceiling_kernels.run_multiply_pairs(threads)))
     if host().matrix:
-        products = _most(lambda: ceiling_kernels.matrix_products(threads))
-        floats, pairs = max(floats, products / ceiling_kernels.OF_A_FLOAT), max(pairs, products)
-    return Ceilings(floats, never_rising(rates), _usual(product()), _usual(total()), pairs)
+        products = _most(lambda: ceiling_kernels.run_matrix_products(threads))
+        floats, pairs = max(floats, products / ceiling_kernels.PRODUCTS_PER_FLOAT), max(pairs, products)
+    return Ceilings(floats, never_rising(rates), _usual(build_product()), _usual(build_sum()), pairs)
 
 
 def _most(run: Callable[[], int]) -> float:

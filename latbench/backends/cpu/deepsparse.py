@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from latbench.backends.cpu.deepsparse_environment import Environment
-from latbench.backends.cpu.prepare_point import synthetic_layer
+from latbench.backends.cpu.prepare_point import build_synthetic_layer
 from latbench.errors import EnvironmentUnusable
 from latbench.timing.sampling import PREEMPTIONS_PER_SECOND, SHORTEST_SAMPLE_SECONDS, Burst
 from latbench.workloads.points import Point
@@ -149,7 +149,7 @@ class Model:
         return _burst(self._process, seconds, self.inner_loops)
 
 
-def load(model: Path, inputs: Sequence[NDArray[Any]], *, threads: int, environment: Environment) -> Model:
+def load_model(model: Path, inputs: Sequence[NDArray[Any]], *, threads: int, environment: Environment) -> Model:
     """Compile the ONNX file `model` for these inputs, the first of which gives the batch, and time it briefly.
 
     Raises EnvironmentUnusable where DeepSparse cannot run it.
@@ -167,7 +167,7 @@ def load(model: Path, inputs: Sequence[NDArray[Any]], *, threads: int, environme
         raise
 
 
-def analyse(
+def time_operations(
     model: Path,
     inputs: Sequence[NDArray[Any]],
     *,
@@ -198,18 +198,18 @@ def analyse(
     ]
 
 
-def check(environment: Environment) -> None:
+def check_environment(environment: Environment) -> None:
     """Run one small sparse layer. Raises EnvironmentUnusable where that fails or computes something else."""
     try:
-        from latbench.backends.cpu.onnxruntime import one_node_model
+        from latbench.backends.cpu.onnxruntime import build_one_node_model
     except ImportError as error:
         raise EnvironmentUnusable("DeepSparse runs ONNX models: `pip install latbench[onnx]` first") from error
     point = Point("cpu", "deepsparse", "auto", LinearShape(32, 64, 8), Unstructured(), 0.75, threads=1)
-    layer = synthetic_layer(point)
+    layer = build_synthetic_layer(point)
     with tempfile.TemporaryDirectory(prefix="latbench-deepsparse-") as folder:
         path = Path(folder) / "layer.onnx"
-        path.write_bytes(one_node_model(point.shape, layer))
-        with load(path, [layer.x], threads=1, environment=environment) as model:
+        path.write_bytes(build_one_node_model(point.shape, layer))
+        with load_model(path, [layer.x], threads=1, environment=environment) as model:
             [y] = model.outputs()
     try:
         oracle.check(y, layer.packed, layer.x, bias=layer.bias, layout="token_major")

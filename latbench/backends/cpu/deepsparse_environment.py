@@ -44,12 +44,14 @@ class Environment:
     engine: Path
 
 
-def folder() -> Path:
+def find_folder() -> Path:
     """Where the environment lies."""
     return files.cache_folder() / "engines" / "deepsparse"
 
 
-def refusal(system: str | None = None, machine: str | None = None, flags: set[str] | None = None) -> str | None:
+def explain_refusal(
+    system: str | None = None, machine: str | None = None, flags: set[str] | None = None
+) -> str | None:
     """Why DeepSparse cannot run on this machine (or on one with these properties); None if it can."""
     system, machine = system or platform.system(), machine or platform.machine()
     if system != "Linux" or machine not in ("x86_64", "aarch64"):
@@ -60,21 +62,21 @@ def refusal(system: str | None = None, machine: str | None = None, flags: set[st
     return None
 
 
-def version() -> str | None:
+def find_version() -> str | None:
     """DeepSparse's version if it is set up here, else None."""
-    return VERSION if _is_whole(folder()) else None
+    return VERSION if _is_whole(find_folder()) else None
 
 
-def find() -> Environment:
+def find_environment() -> Environment:
     """The environment. Raises EnvironmentUnusable where there is none, or one that does not work."""
-    if reason := refusal():
+    if reason := explain_refusal():
         raise EnvironmentUnusable(reason)
-    if not _is_whole(folder()):
+    if not _is_whole(find_folder()):
         raise EnvironmentUnusable("DeepSparse is not set up here: run `latbench setup deepsparse` once")
-    return _locate(folder())
+    return _locate(find_folder())
 
 
-def install(
+def install_environment(
     check: Callable[[Environment], None],
     python: str | None = None,
     tell: Callable[[str], None] = lambda line: None,
@@ -85,9 +87,9 @@ def install(
     PATH. `check` runs DeepSparse and raises EnvironmentUnusable if that fails. Raises UsageError for a `python` that
     does not do, EnvironmentUnusable where DeepSparse cannot be had.
     """
-    if reason := refusal():
+    if reason := explain_refusal():
         raise EnvironmentUnusable(reason)
-    place = folder()
+    place = find_folder()
     place.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(place.with_suffix(".lock")):
         if _is_whole(place):
@@ -112,9 +114,9 @@ def install(
     return True
 
 
-def remove() -> bool:
+def remove_environment() -> bool:
     """Delete the environment; returns whether there was one."""
-    place = folder()
+    place = find_folder()
     if not place.exists():
         return False
     try:

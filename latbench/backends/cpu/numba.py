@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import sparse_kernels
-from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.cpu.codegen.cpu_target import host
 from sparse_kernels.cpu.plans import conv2d, linear
@@ -24,7 +24,7 @@ PRECISIONS = {
 """What of a layer is rounded, by the types of its weights and activations."""
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The layer as a Numba plan, whatever its pattern; `tuned` is found by trying."""
     plan: Any
     precision = PRECISIONS[point.dtype_w, point.dtype_a]
@@ -48,10 +48,10 @@ def prepare(point: Point, layer: Layer) -> Engine:
     except sparse_kernels.UnknownKernel as error:
         raise Unsupported(str(error)) from error
     room = plan.room_bytes(point.shape.batch) if isinstance(point.shape, Conv2dShape) else 0
-    plans = [plan, *(plan.copy() for _ in range(copies_for(plan.nbytes + room) - 1))]
+    plans = [plan, *(plan.copy() for _ in range(count_copies(plan.nbytes + room) - 1))]
     return Engine(plan.kernel, plan.nbytes, [_call(each, layer) for each in plans], room_bytes=room)
 
 
-def _call(plan: Plan, layer: Layer) -> Callable[[], np.ndarray]:
+def _call(plan: Plan, layer: SyntheticLayer) -> Callable[[], np.ndarray]:
     x, bias = layer.x, layer.bias
     return lambda: plan(x, bias)

@@ -15,8 +15,8 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, Layer, copies_for
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape, Shape
 
@@ -25,12 +25,12 @@ SPINNING_SECONDS = 0.04  # measured with ONNX Runtime 1.31: 27 to 41 ms of a cor
 _OPSET, _IR_VERSION = 17, 8  # old enough for every ONNX Runtime since 2022
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The dense layer in ONNX Runtime; Unsupported for any other pattern."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"onnxruntime runs dense layers, not {point.pattern}")
-    model = one_node_model(point.shape, layer)
-    copies = copies_for(layer.weight.nbytes, MOST_SESSIONS)
+    model = build_one_node_model(point.shape, layer)
+    copies = count_copies(layer.weight.nbytes, MOST_SESSIONS)
     if copies > 1:
         _share_threads(point.threads)
     shared = _share_threads.cache_info().currsize > 0  # for this layer, or for one before it
@@ -39,7 +39,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     return Engine(f"onnxruntime.{name}", layer.weight.nbytes, calls, lambda outputs: outputs[0], SPINNING_SECONDS)
 
 
-def one_node_model(shape: Shape, layer: Layer) -> bytes:
+def build_one_node_model(shape: Shape, layer: SyntheticLayer) -> bytes:
     """The layer as a serialised ONNX model: input x, output y, weight and bias inside."""
     if isinstance(shape, Conv2dShape):
         weight = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, Layer, copies_for
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.prepare_point import MOST_SESSIONS, Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.shapes import Conv2dShape
 
@@ -32,7 +32,7 @@ _LAYERS = ("FullyConnected", "MatMul", "Convolution")
 _TO_LAST, _FROM_LAST = (0, 2, 3, 1), (0, 3, 1, 2)  # of the axes batch, channels, height, width
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The dense layer in OpenVINO; Unsupported for any other pattern, and where it would compute in another type than
     the point says.
     """
@@ -42,8 +42,8 @@ def prepare(point: Point, layer: Layer) -> Engine:
             "numbers, it has a sparse format for int8 alone"
         )
     weight_bytes = layer.weight.nbytes // (2 if point.dtype_w == "bfloat16" else 1)
-    copies = [compiled(point, layer) for _ in range(copies_for(weight_bytes, MOST_SESSIONS))]
-    kernel, precision = executed(copies[0])
+    copies = [compile_layer(point, layer) for _ in range(count_copies(weight_bytes, MOST_SESSIONS))]
+    kernel, precision = find_executed(copies[0])
     if precision != PRECISIONS[point.dtype_a]:
         raise Unsupported(f"openvino computes this layer in {precision} here, and a {point.dtype_a} time is wanted")
     last = point.layout == "nhwc"
@@ -52,7 +52,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     return Engine(f"openvino.{kernel}", weight_bytes, [_call(each, x) for each in copies], output)
 
 
-def compiled(point: Point, layer: Layer, precision: str = "") -> openvino.CompiledModel:
+def compile_layer(point: Point, layer: SyntheticLayer, precision: str = "") -> openvino.CompiledModel:
     """The layer as a model ready to run on the point's threads, with weights of its own; in the point's precision
     unless another is given.
     """
@@ -62,10 +62,10 @@ def compiled(point: Point, layer: Layer, precision: str = "") -> openvino.Compil
     else:
         x = operators.parameter(layer.x.shape, np.float32)
         y = operators.add(operators.matmul(x, operators.constant(layer.weight), False, True), layer.bias)
-    return on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
+    return compile_on_cpu(openvino.Model([y], [x], "layer"), point.threads, precision or PRECISIONS[point.dtype_a])
 
 
-def on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:
+def compile_on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openvino.CompiledModel:
     """A model ready to run on so many threads, for one call at a time."""
     settings = {
         "INFERENCE_PRECISION_HINT": precision,
@@ -77,7 +77,7 @@ def on_cpu(model: openvino.Model, threads: int, precision: str = "f32") -> openv
     return openvino.Core().compile_model(model, "CPU", settings)
 
 
-def _convolution(shape: Conv2dShape, layer: Layer, last: bool) -> tuple[openvino.Node, openvino.Node]:
+def _convolution(shape: Conv2dShape, layer: SyntheticLayer, last: bool) -> tuple[openvino.Node, openvino.Node]:
     """The model's x and y; with channels last in both it has two transpositions, which cost nothing once compiled."""
     size = tuple(layer.x.shape[axis] for axis in _TO_LAST) if last else layer.x.shape
     x = operators.parameter(size, np.float32)
@@ -90,7 +90,7 @@ def _convolution(shape: Conv2dShape, layer: Layer, last: bool) -> tuple[openvino
     return x, operators.transpose(y, _TO_LAST) if last else y
 
 
-def executed(model: openvino.CompiledModel) -> tuple[str, str]:
+def find_executed(model: openvino.CompiledModel) -> tuple[str, str]:
     """What a compiled model runs for its layer: OpenVINO's name of the kernel, and the type it computes in."""
     nodes = [node.rt_info for node in model.get_runtime_model().get_ordered_ops()]
     layers = [node for node in nodes if node["layerType"].astype(str) in _LAYERS]

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.backends.registry import Unsupported
+from latbench.backends.installed_engines import Unsupported
 from latbench.base import cgroups
-from latbench.base.engines import BFLOAT16, CPU_ENGINES
+from latbench.base.engine_registry import BFLOAT16, CPU_ENGINES
 from latbench.machines import devices
 from latbench.workloads.minimum_work import inputs_read
 from latbench.workloads.points import Point
@@ -40,7 +40,7 @@ _CHECKED_IMAGES = 2
 
 
 @dataclass(frozen=True)
-class Layer:
+class SyntheticLayer:
     """A layer with synthetic weights: what every engine is given.
 
     weight float32 (m, k) with zeros where mask bool (m, k) drops, packed in the point's pattern; bias float32 (m,);
@@ -80,12 +80,12 @@ class Rotation:
         return self._next()()
 
 
-def copies_for(each_bytes: int, most: int = MOST_COPIES) -> int:
+def count_copies(each_bytes: int, most: int = MOST_COPIES) -> int:
     """How many copies of a weight, with what each has for itself, pass this machine's caches, at most `most`."""
-    return max(1, min(most, -(-cold_bytes() // max(1, each_bytes))))
+    return max(1, min(most, -(-count_cold_bytes() // max(1, each_bytes))))
 
 
-def cold_bytes() -> int:
+def count_cold_bytes() -> int:
     """How many bytes of copies of a weight take turns: what passes this machine's caches, and no more than a share of
     its memory, because a virtual machine may show a cache of its host's that is as large as all it has.
     """
@@ -94,7 +94,7 @@ def cold_bytes() -> int:
     return min(rotated_bytes(), int(memory) // COLD_SHARE)
 
 
-def prepare(point: Point) -> Rotation:
+def prepare_point(point: Point) -> Rotation:
     """Build `point` in this process and check what it computes.
 
     Raises Unsupported where the pattern or the engine does not do it, and oracle.WrongResult where any copy's result
@@ -103,7 +103,7 @@ def prepare(point: Point) -> Rotation:
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
-    layer = synthetic_layer(point)
+    layer = build_synthetic_layer(point)
     engine = importlib.import_module(CPU_ENGINES[point.backend].module).prepare(point, layer)
     first = engine.output(engine.calls[0]())
     packed = rounded(layer.packed) if point.dtype_w == BFLOAT16 else layer.packed
@@ -131,15 +131,15 @@ def prepare(point: Point) -> Rotation:
     return Rotation(engine.calls, facts, engine.rest_seconds)
 
 
-def synthetic_layer(point: Point) -> Layer:
+def build_synthetic_layer(point: Point) -> SyntheticLayer:
     """Random weights, bias and activations for `point`; the same point always gets the same."""
     shape = point.shape
     rng = np.random.default_rng([point.seed, zlib.crc32(f"{shape} {point.pattern} {point.sparsity}".encode())])
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
-    mask = synthetic_mask(rng, point.pattern, (shape.m, shape.k), point.sparsity)
+    mask = build_synthetic_mask(rng, point.pattern, (shape.m, shape.k), point.sparsity)
     weight *= mask
     size = (shape.batch, shape.c_in, shape.h, shape.w) if isinstance(shape, Conv2dShape) else (shape.n, shape.k)
-    return Layer(
+    return SyntheticLayer(
         weight=weight,
         packed=pack(weight, mask, point.pattern),
         bias=rng.standard_normal(shape.m, np.float32),
@@ -147,7 +147,7 @@ def synthetic_layer(point: Point) -> Layer:
     )
 
 
-def synthetic_mask(
+def build_synthetic_mask(
     rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float
 ) -> NDArray[np.bool_]:
     """A random mask bool (m, k) of `pattern`.
@@ -162,7 +162,7 @@ def synthetic_mask(
     return mask
 
 
-def _check(shape: Shape, layer: Layer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
+def _check(shape: Shape, layer: SyntheticLayer, packed: Packed, y: np.ndarray, roundoff: float) -> float:
     """The largest relative error of `y` with these weights; a large batch is checked by its first and last image."""
     if not isinstance(shape, Conv2dShape):
         return oracle.check(y, packed, layer.x, bias=layer.bias, layout="token_major", roundoff=roundoff)

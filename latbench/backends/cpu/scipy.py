@@ -10,21 +10,21 @@ from collections.abc import Callable
 import numpy as np
 from scipy import sparse
 
-from latbench.backends.cpu.compressed_weight import compressed
-from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.compressed_weight import compress_weight
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The sparse linear layer in SciPy; Unsupported for more than one thread, and where `compressed` says so."""
-    packed = compressed(point, layer)
+    packed = compress_weight(point, layer)
     if point.threads != 1:
         raise Unsupported(f"scipy multiplies with one thread, not {point.threads}: measure it with --threads 1")
     weights = [_matrix(packed)]
     weight_bytes = sum(part.nbytes for part in (weights[0].data, weights[0].indices, weights[0].indptr))
-    weights += [_matrix(packed) for _ in range(copies_for(weight_bytes) - 1)]
+    weights += [_matrix(packed) for _ in range(count_copies(weight_bytes) - 1)]
     kernel = "scipy.bsr" if isinstance(packed, BlockWeight) else "scipy.csr"
     return Engine(kernel, weight_bytes, [_call(weight, layer) for weight in weights])
 
@@ -35,7 +35,7 @@ def _matrix(packed: CSRWeight | BlockWeight) -> sparse.sparray:
     return kind((packed.values, packed.indices, packed.indptr.astype(np.int32)), packed.shape, copy=True)
 
 
-def _call(weight: sparse.sparray, layer: Layer) -> Callable[[], np.ndarray]:
+def _call(weight: sparse.sparray, layer: SyntheticLayer) -> Callable[[], np.ndarray]:
     x, bias = layer.x, layer.bias
 
     def call() -> np.ndarray:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import KERNELS, ROUNDED, Point
 from sparse_kernels.nn import set_weight_matrix
 from sparse_kernels.shapes import Conv2dShape, Shape
@@ -24,7 +24,7 @@ from sparse_kernels.shapes import Conv2dShape, Shape
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The dense layer in torch; Unsupported for any other pattern, and for what this build of torch lacks."""
     if str(point.pattern) != "dense":
         raise Unsupported(f"torch runs dense layers, not {point.pattern}")
@@ -41,19 +41,19 @@ def prepare(point: Point, layer: Layer) -> Engine:
     memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
     x = torch.from_numpy(layer.x).contiguous(memory_format=memory)
     weight_bytes = layer.weight.nbytes // (2 if narrow else 1)
-    modules = [_module(point.shape, layer) for _ in range(copies_for(weight_bytes))]
+    modules = [_module(point.shape, layer) for _ in range(count_copies(weight_bytes))]
     if point.kernel == "mkldnn":
         runs: list[Run] = [*_to_mkldnn(modules)]
     elif narrow:
         runs = [_rounding(_prepacked(module.bfloat16(), x.bfloat16())) for module in modules]
     else:
         runs = [(_prepacked if point.kernel == "prepacked" else _functional)(module, x) for module in modules]
-    calls = [inference(_ending_in(memory, run), x) for run in runs]
+    calls = [wrap_inference(_ending_in(memory, run), x) for run in runs]
     name = f"torch.{kind}" if point.kernel == kind else f"torch.{point.kernel}.{kind}"
     return Engine(name, weight_bytes, calls, torch.Tensor.numpy)
 
 
-def inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def wrap_inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A call of `run` on x in inference mode."""
 
     def call() -> torch.Tensor:
@@ -63,7 +63,7 @@ def inference(run: Run, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return call
 
 
-def _module(shape: Shape, layer: Layer) -> torch.nn.Linear | torch.nn.Conv2d:
+def _module(shape: Shape, layer: SyntheticLayer) -> torch.nn.Linear | torch.nn.Conv2d:
     module: torch.nn.Linear | torch.nn.Conv2d
     if isinstance(shape, Conv2dShape):
         module = torch.nn.Conv2d(

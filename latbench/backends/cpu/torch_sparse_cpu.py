@@ -11,17 +11,17 @@ import warnings
 import numpy as np
 import torch
 
-from latbench.backends.cpu.compressed_weight import compressed
-from latbench.backends.cpu.prepare_point import Engine, Layer, copies_for
-from latbench.backends.cpu.torch import Run, inference
-from latbench.backends.registry import Unsupported
+from latbench.backends.cpu.compressed_weight import compress_weight
+from latbench.backends.cpu.prepare_point import Engine, SyntheticLayer, count_copies
+from latbench.backends.cpu.torch import Run, wrap_inference
+from latbench.backends.installed_engines import Unsupported
 from latbench.workloads.points import Point
 from sparse_kernels.formats import BlockWeight, CSRWeight
 
 
-def prepare(point: Point, layer: Layer) -> Engine:
+def prepare(point: Point, layer: SyntheticLayer) -> Engine:
     """The sparse linear layer in torch; Unsupported without MKL, and where MKL or `compressed` says so."""
-    packed = compressed(point, layer)
+    packed = compress_weight(point, layer)
     if not torch.backends.mkl.is_available():
         raise Unsupported("torch multiplies sparse matrices by MKL, and this build of torch has none")
     if isinstance(packed, BlockWeight) and packed.pattern.rows != packed.pattern.cols:
@@ -29,7 +29,7 @@ def prepare(point: Point, layer: Layer) -> Engine:
     torch.set_num_threads(point.threads)
     x, bias = torch.from_numpy(layer.x), torch.from_numpy(layer.bias)[:, None]
     weight_bytes = packed.values.nbytes + packed.indices.nbytes + packed.indptr.nbytes // 2
-    calls = [inference(_linear(_matrix(packed), bias), x) for _ in range(copies_for(weight_bytes))]
+    calls = [wrap_inference(_linear(_matrix(packed), bias), x) for _ in range(count_copies(weight_bytes))]
     kernel = "torch_sparse_cpu.bsr" if isinstance(packed, BlockWeight) else "torch_sparse_cpu.csr"
     return Engine(kernel, weight_bytes, calls, torch.Tensor.numpy)
 

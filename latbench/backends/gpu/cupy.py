@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import cupy
 
-from latbench.backends.gpu.cublas import float64, on_device, widened
+from latbench.backends.gpu.cublas import convert_to_float64, copy_to_device, widen
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies
-from latbench.backends.registry import Unsupported
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, count_gpu_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
@@ -25,16 +25,16 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         plan = _plan(point, layer)
     except NotSupported as error:
         raise Unsupported(str(error)) from error
-    number = copies(point, layer, plan.nbytes, driver)
+    number = count_gpu_copies(point, layer, plan.nbytes, driver)
     convolution = isinstance(point.shape, Conv2dShape)
-    x = on_device(layer.x.transpose(1, 2, 3, 0) if convolution else layer.x, point.dtype)
+    x = copy_to_device(layer.x.transpose(1, 2, 3, 0) if convolution else layer.x, point.dtype)
     calls = [_call(point, each, x.copy()) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
 
     def result(y: cupy.ndarray) -> cupy.ndarray:
-        wide = widened(y, point.dtype)
+        wide = widen(y, point.dtype)
         return wide.transpose(3, 0, 1, 2) if convolution else wide
 
-    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, result, families=plan.families)
+    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, convert_to_float64, result, families=plan.families)
 
 
 def _plan(point: Point, layer: GpuLayer) -> plans.CudaPlan:

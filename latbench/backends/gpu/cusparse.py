@@ -13,10 +13,10 @@ from typing import Any
 import cupy
 import numpy as np
 
-from latbench.backends.gpu.cublas import float64, on_device, widened
+from latbench.backends.gpu.cublas import convert_to_float64, copy_to_device, widen
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies, only
-from latbench.backends.registry import Unsupported
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, check_format, count_gpu_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
@@ -42,15 +42,15 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     formats = {"csr": "unstructured", "bsr": "block"}
     if point.kernel not in formats:
         raise Unsupported(f"cuSPARSE is asked for csr or bsr here, not {point.kernel}")
-    only(point, format=formats[point.kernel], layouts=("feature_major",))
+    check_format(point, format=formats[point.kernel], layouts=("feature_major",))
     driver = cupy_driver()
     packed = layer.packed
     weight_bytes = 2 * packed.values.size + 4 * (packed.indices.size + packed.indptr.size)  # type: ignore[union-attr]
-    x, arrays = on_device(layer.x, point.dtype), _arrays(packed, point.dtype)
-    number = copies(point, layer, weight_bytes, driver)
+    x, arrays = copy_to_device(layer.x, point.dtype), _arrays(packed, point.dtype)
+    number = count_gpu_copies(point, layer, weight_bytes, driver)
     calls = [_call(point, packed, tuple(array.copy() for array in arrays), x.copy()) for _ in range(number)]
     return GpuEngine(
-        f"cusparse.{point.kernel}", weight_bytes, calls, driver, float64, lambda y: widened(y, point.dtype)
+        f"cusparse.{point.kernel}", weight_bytes, calls, driver, convert_to_float64, lambda y: widen(y, point.dtype)
     )
 
 
@@ -59,7 +59,11 @@ Arrays = tuple[cupy.ndarray, ...]
 
 def _arrays(packed: Any, dtype: str) -> Arrays:
     """The row offsets, column indices and values of a weight."""
-    return cupy.asarray(packed.indptr.astype(np.int32)), cupy.asarray(packed.indices), on_device(packed.values, dtype)
+    return (
+        cupy.asarray(packed.indptr.astype(np.int32)),
+        cupy.asarray(packed.indices),
+        copy_to_device(packed.values, dtype),
+    )
 
 
 def _call(point: Point, packed: Any, arrays: Arrays, x: cupy.ndarray) -> Call:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from latbench.backends import registry
-from latbench.base.engines import GPU_ENGINES
+from latbench.backends import installed_engines
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.machines import nvml
 from latbench.machines.gpu_names import Gpu
@@ -16,22 +16,22 @@ OLDEST_OF_NEWEST = 7.5  # the compute capability: CUDA 13 knows no Volta
 _MADE_FOR = {"cupy-cuda13x": 13, "cupy-cuda12x": 12}  # the CUDA that the driver must know at least, by package
 
 
-def installed() -> dict[str, str]:
+def find_installed() -> dict[str, str]:
     """Return the backends whose packages are installed here, with their versions."""
-    return {name: version for name, version in registry.list_gpu_versions().items() if version is not None}
+    return {name: version for name, version in installed_engines.list_gpu_versions().items() if version is not None}
 
 
-def missing(gpu: Gpu) -> dict[str, str]:
+def explain_missing(gpu: Gpu) -> dict[str, str]:
     """Return why backends are not installed here and what to install for this GPU and its driver, by backend."""
     facts = _facts(gpu)
-    advice = f"pip install 'latbench[{extra(facts['cuda_driver'], facts['compute_capability'])}]'"
+    advice = f"pip install 'latbench[{find_extra(facts['cuda_driver'], facts['compute_capability'])}]'"
     return {
         name: f"{' or '.join(missing[0][:2])} is not installed: {advice}"
-        for name, engine in GPU_ENGINES.items() if (missing := registry.list_missing_groups(engine))
+        for name, engine in GPU_ENGINES.items() if (missing := installed_engines.list_missing_groups(engine))
     }  # fmt: skip
 
 
-def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
+def explain_driver_refusals(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     """Return why backends cannot run with this GPU's driver, by backend: their packages are made for a newer CUDA, or
     would load the libraries of another one.
     """
@@ -39,12 +39,12 @@ def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     cuda = facts["cuda_driver"]
     refusals = {}
     for backend in backends:
-        for package in registry.list_used_packages(GPU_ENGINES[backend]):
+        for package in installed_engines.list_used_packages(GPU_ENGINES[backend]):
             needs = _MADE_FOR.get(package)
             if needs is not None and mixed is not None:
                 refusals[backend] = mixed
             elif needs is not None and cuda is not None and _major(cuda) < needs:
-                other = extra(cuda, facts["compute_capability"])
+                other = find_extra(cuda, facts["compute_capability"])
                 refusals[backend] = (
                     f"the NVIDIA driver {facts['driver']} is too old: it runs CUDA {cuda}, and {package} needs CUDA "
                     f"{needs}; install a newer driver, or pip install 'latbench[{other}]' into a new environment"
@@ -52,7 +52,7 @@ def refused_by_driver(gpu: Gpu, backends: Iterable[str]) -> dict[str, str]:
     return refusals
 
 
-def extra(cuda_driver: str | None, compute_capability: str | None = None) -> str:
+def find_extra(cuda_driver: str | None, compute_capability: str | None = None) -> str:
     """Return the extra of latbench for a driver that runs this CUDA ("12.4") and a GPU ("7.0"; None: not known)."""
     old_driver = cuda_driver is not None and _major(cuda_driver) < NEWEST_CUDA
     old_gpu = compute_capability is not None and float(compute_capability) < OLDEST_OF_NEWEST

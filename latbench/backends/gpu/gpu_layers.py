@@ -65,7 +65,7 @@ class GpuLayer:
         return int(np.count_nonzero(self.mask, axis=1).max(initial=0))
 
 
-def synthetic_layer(point: Point) -> GpuLayer:
+def build_gpu_layer(point: Point) -> GpuLayer:
     """Random weights and activations for `point`; the same point always gets the same.
 
     Every pattern of a shape has the same activations, and of the same weights what its mask keeps.
@@ -78,7 +78,7 @@ def _layer(shape: Shape, pattern: Pattern, sparsity: float, dtype: str, seed: in
     """Cached: kernels for the same weights are prepared one after the other."""
     weight, x = _dense_layer(shape, dtype, seed)
     rng = np.random.default_rng([seed, zlib.crc32(f"{shape} {pattern} {sparsity}".encode())])
-    mask = random_mask(rng, pattern, (shape.m, shape.k), sparsity)
+    mask = build_random_mask(rng, pattern, (shape.m, shape.k), sparsity)
     return GpuLayer(weight * mask, mask, pattern, x)
 
 
@@ -89,10 +89,10 @@ def _dense_layer(shape: Shape, dtype: str, seed: int) -> tuple[NDArray[np.float3
     weight = rng.standard_normal((shape.m, shape.k), np.float32) / np.float32(shape.k**0.5)
     conv = isinstance(shape, Conv2dShape)
     size = (shape.batch, shape.c_in, shape.h, shape.w) if conv else (shape.k, shape.n)  # type: ignore[union-attr]
-    return rounded(weight, dtype), rounded(rng.standard_normal(size, np.float32), dtype)
+    return round_to(weight, dtype), round_to(rng.standard_normal(size, np.float32), dtype)
 
 
-def random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float) -> Mask:
+def build_random_mask(rng: np.random.Generator, pattern: Pattern, size: tuple[int, int], sparsity: float) -> Mask:
     """A random mask bool (m, k) of `pattern`, as many units kept as its sparsity asks for.
 
     Drawn unit by unit instead of from scores: the same masks as of random scores, in a fraction of the time. Shfl-BW
@@ -152,7 +152,7 @@ def _groups(rng: np.random.Generator, rows: int, groups: int, of: int, keep: int
 # Element types ----------------------------------------------------------------------------------------------------
 
 
-def bits(array: np.ndarray, dtype: str) -> np.ndarray:
+def convert_to_bits(array: np.ndarray, dtype: str) -> np.ndarray:
     """`array` float32 as float16, or as the bits of bfloat16 in uint16; rounded to nearest, ties to even."""
     if dtype == "float16":
         return array.astype(np.float16)
@@ -161,17 +161,17 @@ def bits(array: np.ndarray, dtype: str) -> np.ndarray:
     return bfloat16.bits(array)
 
 
-def rounded(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+def round_to(array: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
     """`array` with every element rounded to `dtype`, as float32."""
     if dtype == "float16":
         return array.astype(np.float16).astype(np.float32)
-    return bfloat16.widened(bits(array, dtype))
+    return bfloat16.widened(convert_to_bits(array, dtype))
 
 
 # The oracle -------------------------------------------------------------------------------------------------------
 
 
-def check(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts: int = 1) -> float:
+def check_product(y: Any, weight: Any, x: Any, *, terms: int, dtype: str, parts: int = 1) -> float:
     """Raise WrongResult unless y (m, n) is weight (m, k) @ x (k, n) as far as arithmetic in `dtype` allows.
 
     Float64 arrays of one library (NumPy, CuPy or torch), on whatever device they are. `terms`: the most nonzero

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from latbench.backends.gpu import prepare_gpu_point as on_gpu
-from latbench.backends.registry import Unsupported
-from latbench.base.engines import CUDA_KERNELS, GPU_ENGINES
+from latbench.backends.gpu import prepare_gpu_point
+from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import CUDA_KERNELS, GPU_ENGINES
 from latbench.machines import cuda_libraries as libraries
 from latbench.workloads.points import Point
 
@@ -40,33 +40,33 @@ class Probed:
     architecture: str | None = None
 
 
-def probe(points: Mapping[str, Point]) -> Probed:
+def probe_engines(points: Mapping[str, Point]) -> Probed:
     """Prepare a point of each of these backends on the GPU; all that they load stays loaded."""
     refusals: dict[str, str] = {}
     architecture: str | None = None
     for name, point in points.items():
         try:
             _refuse_cpu_build(name)
-            facts = on_gpu.prepare(point).facts
+            facts = prepare_gpu_point.prepare_gpu_point(point).facts
             if GPU_ENGINES[name].kernels == CUDA_KERNELS:
                 architecture = facts["kernel_used"].rpartition(".")[2]
         except Unsupported as error:
             # A peer without a kernel for this GPU says so in its rows. Ours have nothing else to offer.
             if GPU_ENGINES[name].ours:
-                refusals[name] = sentence(error)
+                refusals[name] = format_error(error)
         except Exception as error:  # noqa: BLE001 - what libraries raise has no base class in common
-            refusals[name] = sentence(error)
+            refusals[name] = format_error(error)
     return Probed(refusals, libraries.versions(), architecture)
 
 
-def load(modules: Sequence[str]) -> None:
+def load_modules(modules: Sequence[str]) -> None:
     """Import modules and start CUDA in torch, so that the first request need not wait for it."""
     for module in modules:
         importlib.import_module(module)
     sys.modules["torch"].cuda.synchronize()
 
 
-def sentence(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return what an exception says, in one line: which library is missing, or its first paragraph."""
     if (missing := libraries.not_loaded(str(error))) is not None:
         return missing

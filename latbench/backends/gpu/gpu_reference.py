@@ -24,17 +24,17 @@ from sparse_kernels.cuda.program import Operand
 _BFLOAT16 = (8, 0)  # the first compute capability whose tensor cores multiply it
 
 
-def find() -> GpuCeilings:
+def measure_ceilings() -> GpuCeilings:
     """Measure the ceilings of this process's GPU; raises where it or a library refuses."""
     return ceilings.find(GpuWorks(max(ceilings.WORKING_SETS)))
 
 
-def product() -> EventTimer:
+def build_product() -> EventTimer:
     """A dense product, which is bound by the tensor cores."""
     return ceilings.timer(GpuWorks(0).pace_product())
 
 
-def total() -> EventTimer:
+def build_sum() -> EventTimer:
     """Reads of more than the L2 holds."""
     return ceilings.timer(GpuWorks(ceilings.PACE_BYTES).reads(ceilings.PACE_BYTES))
 

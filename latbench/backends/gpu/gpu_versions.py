@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from latbench.base.engines import CUDA_KERNELS, GPU_ENGINES, NUMBA_CUDA_KERNELS
+from latbench.base.engine_registry import CUDA_KERNELS, GPU_ENGINES, NUMBA_CUDA_KERNELS
 from latbench.workloads.points import Point
 
 if TYPE_CHECKING:
@@ -68,7 +68,11 @@ class Versions:
         package = self.packages.get(point.backend)
         if package is None:
             return None
-        asked = candidates(point.backend, point.shape.op, point.pattern.format) if families is None else families
+        asked = (
+            list_kernel_families(point.backend, point.shape.op, point.pattern.format)
+            if families is None
+            else families
+        )
         parts = {**self._libraries(point.backend, point.kernel), **self._fingerprints(asked)}
         return f"{package} ({', '.join(f'{name} {parts[name]}' for name in sorted(parts))})" if parts else package
 
@@ -97,7 +101,7 @@ class Versions:
         libraries = self._libraries(backend, kernel)
         families = [name for name in parts if name not in libraries]
         # Of a layer that no family of ours takes, a row without any says just that.
-        named = bool(families) == bool(candidates(backend, op, format))
+        named = bool(families) == bool(list_kernel_families(backend, op, format))
         return named and parts == {**libraries, **self._fingerprints(families)}
 
     def _libraries(self, backend: str, kernel: str) -> dict[str, str]:
@@ -122,7 +126,7 @@ class Versions:
         return found
 
 
-def candidates(backend: str, op: str, format: str) -> tuple[str, ...]:
+def list_kernel_families(backend: str, op: str, format: str) -> tuple[str, ...]:
     """Return our kernel families that may run a layer, in the order in which they are asked; () of other backends."""
     from sparse_kernels.cuda import fingerprint as cuda
     from sparse_kernels.numba_cuda import fingerprint as numba

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.gpu.cublas import float64
+from latbench.backends.gpu.cublas import convert_to_float64
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies
-from latbench.backends.registry import Unsupported
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, count_gpu_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import cupy_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
@@ -28,11 +28,18 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         plan: Any = plans.prepare_conv2d(layer.packed, shape, point.layout, point.dtype)
     else:
         plan = plans.prepare(layer.packed, point.layout, shape.n, point.dtype)
-    number = copies(point, layer, plan.nbytes, driver)
+    number = count_gpu_copies(point, layer, plan.nbytes, driver)
     turned = point.layout == "token_major"
     x = np.ascontiguousarray(layer.x.T if turned else layer.x, point.dtype)
     calls = [_call(point, each, x) for each in [plan, *(plan.copy() for _ in range(number - 1))]]
-    return GpuEngine(plan.kernel, plan.nbytes, calls, driver, float64, lambda y: float64(y.T if turned else y))
+    return GpuEngine(
+        plan.kernel,
+        plan.nbytes,
+        calls,
+        driver,
+        convert_to_float64,
+        lambda y: convert_to_float64(y.T if turned else y),
+    )
 
 
 def _call(point: Point, plan: Any, x_host: np.ndarray) -> Call:

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from latbench.backends.gpu import gpu_layers as layers
+from latbench.backends.gpu import gpu_layers
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.registry import Unsupported
-from latbench.base.engines import GPU_ENGINES
+from latbench.backends.installed_engines import Unsupported
+from latbench.base.engine_registry import GPU_ENGINES
 from latbench.machines import nvml
 from latbench.timing import gpu_drivers as drivers
 from latbench.timing import gpu_events as timing
@@ -62,7 +62,7 @@ class GpuEngine:
     families: tuple[str, ...] | None = None
 
 
-class Kept:
+class LastResult:
     """A call that holds on to its last result, so that no other copy writes there. Of a captured call that is what
     every replay of the graph writes to.
     """
@@ -76,15 +76,15 @@ class Kept:
         self.last = self._call()
 
 
-def draw(point: Point) -> None:
+def pack_gpu_point(point: Point) -> None:
     """Draw and pack the weight of `point`, which leaves the GPU alone; `prepare` finds it done."""
     if point.pattern.refuses(point.shape) is None:
-        layer = layers.synthetic_layer(point)
+        layer = gpu_layers.build_gpu_layer(point)
         if point.kernel in GPU_ENGINES[point.backend].packed_kernels:
             _ = layer.packed
 
 
-def prepare(point: Point) -> Timed:
+def prepare_gpu_point(point: Point) -> TimedPoint:
     """Build `point` in this process, check what it computes, and get it ready to be timed.
 
     Raises Unsupported where pattern or engine do not do it, timing.NotCaptured where a library will not become a CUDA
@@ -93,19 +93,19 @@ def prepare(point: Point) -> Timed:
     """
     if (reason := point.pattern.refuses(point.shape)) is not None:
         raise Unsupported(reason)
-    layer = layers.synthetic_layer(point)
+    layer = gpu_layers.build_gpu_layer(point)
     with _alive():
         engine = importlib.import_module(GPU_ENGINES[point.backend].module).prepare(point, layer)
-        calls = [Kept(call) for call in engine.calls]
+        calls = [LastResult(call) for call in engine.calls]
         timer = _timer(point, engine, calls)
         for call in calls:
             engine.driver.spoil(call.last)
         timer.run()
-        error = check(point, layer, engine, [call.last for call in calls])
-    return Timed(timer, {**_facts(point, layer, engine), "max_rel_err": error})
+        error = check_results(point, layer, engine, [call.last for call in calls])
+    return TimedPoint(timer, {**_facts(point, layer, engine), "max_rel_err": error})
 
 
-class Timed:
+class TimedPoint:
     """An EventTimer that ends its process where the device fails under it; `facts` are columns of the point's row."""
 
     def __init__(self, timer: EventTimer, facts: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _wait() -> None:
         sys.modules["torch"].cuda.synchronize()  # a library that failed before its first point had a driver
 
 
-def check(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[Any]) -> float:
+def check_results(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[Any]) -> float:
     """The largest relative error of what the engine's calls returned; of a convolution by the first and last image.
 
     Copies whose result equals the first one's, which was checked, need no product of their own.
@@ -157,7 +157,7 @@ def check(point: Point, layer: GpuLayer, engine: GpuEngine, results: Sequence[An
         for begin in range(0, x.shape[1], COLUMNS_AT_ONCE):
             part = slice(begin, begin + COLUMNS_AT_ONCE)
             columns = engine.float64(np.ascontiguousarray(x[:, part]))
-            worst = layers.check(
+            worst = gpu_layers.check_product(
                 y[:, part], weight, columns, terms=layer.terms, dtype=point.dtype, parts=engine.parts
             )
             error = max(error, worst)
@@ -173,7 +173,7 @@ def _columns(point: Point, layer: GpuLayer) -> tuple[np.ndarray, Callable[[Any],
     return patches(layer.x[images], shape), lambda y: y[images].swapaxes(0, 1).reshape(shape.m, -1)
 
 
-def _timer(point: Point, engine: GpuEngine, calls: Sequence[Kept]) -> EventTimer:
+def _timer(point: Point, engine: GpuEngine, calls: Sequence[LastResult]) -> EventTimer:
     mode = Mode(point.cache_mode, point.launch_mode)
     try:
         return timing.prepare(calls, engine.driver, mode, watch=_watch())
@@ -210,7 +210,7 @@ def _bytes_each(point: Point, layer: GpuLayer, weight_bytes: int) -> int:
     return weight_bytes + 2 * (layer.x.size + point.shape.m * point.shape.n)
 
 
-def copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:
+def count_gpu_copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> int:
     """How many copies of a layer the engine should make for the point's cache mode."""
     if point.cache_mode != "rotated":
         return 1
@@ -218,7 +218,7 @@ def copies(point: Point, layer: GpuLayer, weight_bytes: int, driver: Driver) -> 
     return timing.copies_for(each, driver.l2_bytes, MOST_COPIES[point.launch_mode])
 
 
-def only(point: Point, *, format: str, layouts: Sequence[str]) -> None:
+def check_format(point: Point, *, format: str, layouts: Sequence[str]) -> None:
     """Raise Unsupported unless the point's pattern has this format, and its activations one of these layouts."""
     if point.pattern.format != format:
         raise Unsupported(f"{point.backend} {point.kernel} multiplies {format} weights, not {point.pattern}")

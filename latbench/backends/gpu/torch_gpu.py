@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.gpu.prepare_gpu_point import SPLIT_SUMS, GpuEngine, copies, only
-from latbench.backends.registry import Unsupported
+from latbench.backends.gpu.prepare_gpu_point import SPLIT_SUMS, GpuEngine, check_format, count_gpu_copies
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.workloads.points import Point
@@ -30,32 +30,32 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
     """The dense layer in torch; Unsupported for any other pattern."""
     torch.backends.cudnn.benchmark = True
     convolution = isinstance(point.shape, Conv2dShape)
-    only(point, format="dense", layouts=("nchw", "nhwc") if convolution else ("token_major", "feature_major"))
+    check_format(point, format="dense", layouts=("nchw", "nhwc") if convolution else ("token_major", "feature_major"))
     build, known = (_convolution, ("cudnn",)) if convolution else (_linear, LIBRARIES)
     if point.kernel not in known:
         raise Unsupported(f"torch has no dense {point.shape.op} kernel {point.kernel}: known are {', '.join(known)}")
     driver = torch_driver()
     weight, x = _operands(point, layer)
-    number = copies(point, layer, 2 * layer.weight.size, driver)
+    number = count_gpu_copies(point, layer, 2 * layer.weight.size, driver)
     calls = [build(point, weight.clone(), x.clone()) for _ in range(number)]
     kernel = f"torch.{point.kernel}.{point.layout}"
-    return GpuEngine(kernel, 2 * layer.weight.size, calls, driver, float64, _result(point), SPLIT_SUMS)
+    return GpuEngine(kernel, 2 * layer.weight.size, calls, driver, convert_to_float64, _result(point), SPLIT_SUMS)
 
 
-def float64(array: np.ndarray) -> torch.Tensor:
+def convert_to_float64(array: np.ndarray) -> torch.Tensor:
     """A host array on the device, as float64."""
     return torch.from_numpy(array).cuda().double()
 
 
-def on_device(array: np.ndarray, dtype: str) -> torch.Tensor:
+def copy_to_device(array: np.ndarray, dtype: str) -> torch.Tensor:
     """A float32 host array on the device, in the element type. The driver's stream is the current one now."""
     torch_driver()
     return torch.from_numpy(np.ascontiguousarray(array)).cuda().to(getattr(torch, dtype))
 
 
-def activations(point: Point, layer: GpuLayer) -> torch.Tensor:
+def build_activations(point: Point, layer: GpuLayer) -> torch.Tensor:
     """x of a linear layer as the point's layout has it: (k, n), or (n, k) for token_major."""
-    return on_device(layer.x.T if point.layout == "token_major" else layer.x, point.dtype)
+    return copy_to_device(layer.x.T if point.layout == "token_major" else layer.x, point.dtype)
 
 
 def _result(point: Point) -> Callable[[Any], torch.Tensor]:
@@ -67,10 +67,10 @@ def _operands(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor
     """Weight and x, in the order of memory that the layout asks for; a clone keeps it."""
     shape = point.shape
     if not isinstance(shape, Conv2dShape):
-        return on_device(layer.weight, point.dtype), activations(point, layer)
+        return copy_to_device(layer.weight, point.dtype), build_activations(point, layer)
     memory = torch.channels_last if point.layout == "nhwc" else torch.contiguous_format
     filters = layer.weight.reshape(shape.c_out, shape.kh, shape.kw, shape.c_in).transpose(0, 3, 1, 2)
-    weight, x = on_device(filters, point.dtype), on_device(layer.x, point.dtype)
+    weight, x = copy_to_device(filters, point.dtype), copy_to_device(layer.x, point.dtype)
     return weight.contiguous(memory_format=memory), x.contiguous(memory_format=memory)
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from latbench.backends.gpu.gpu_layers import GpuLayer
-from latbench.backends.gpu.prepare_gpu_point import GpuEngine, copies, only
-from latbench.backends.gpu.torch_gpu import activations, float64, on_device
-from latbench.backends.registry import Unsupported
+from latbench.backends.gpu.prepare_gpu_point import GpuEngine, check_format, count_gpu_copies
+from latbench.backends.gpu.torch_gpu import build_activations, convert_to_float64, copy_to_device
+from latbench.backends.installed_engines import Unsupported
 from latbench.timing.gpu_drivers import torch_driver
 from latbench.timing.gpu_events import Call
 from latbench.timing.sampling import Clock
@@ -46,10 +46,12 @@ def prepare(point: Point, layer: GpuLayer) -> GpuEngine:
         warnings.simplefilter("ignore")  # that these are prototypes, in beta, not tuned
         build, weight_bytes = _KERNELS[point.kernel](point, layer)
         driver = torch_driver()
-        calls = [build() for _ in range(copies(point, layer, weight_bytes, driver))]
+        calls = [build() for _ in range(count_gpu_copies(point, layer, weight_bytes, driver))]
     turned = point.layout == "token_major"
     kernel = f"torch.{point.kernel}.{point.layout}"
-    return GpuEngine(kernel, weight_bytes, calls, driver, float64, lambda y: (y.T if turned else y).double())
+    return GpuEngine(
+        kernel, weight_bytes, calls, driver, convert_to_float64, lambda y: (y.T if turned else y).double()
+    )
 
 
 Kernel = tuple[Callable[[], Call], int]
@@ -85,7 +87,7 @@ def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
     Feature-major only: for token-major products its search ends in an internal error that breaks the CUDA context (an
     H200, torch 2.11, every shape).
     """
-    only(point, format="nm", layouts=("feature_major",))
+    check_format(point, format="nm", layouts=("feature_major",))
     weight, x, weight_bytes = _two_of_four(point, layer)
 
     def search() -> tuple[int, int, int]:
@@ -105,11 +107,11 @@ def _cusparselt_tuned(point: Point, layer: GpuLayer) -> Kernel:
 
 def _two_of_four(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, torch.Tensor, int]:
     """The dense weight and x on the device, and the bytes of the compressed weight."""
-    only(point, format="nm", layouts=("token_major", "feature_major"))
+    check_format(point, format="nm", layouts=("token_major", "feature_major"))
     if point.pattern != NM(2, 4):
         raise Unsupported(f"{point.kernel} multiplies 2:4 weights, not {point.pattern}")
     # Half of the values, and two bits for each: 9/16 of the dense weight.
-    return on_device(layer.weight, point.dtype), activations(point, layer), 2 * layer.weight.size * 9 // 16
+    return copy_to_device(layer.weight, point.dtype), build_activations(point, layer), 2 * layer.weight.size * 9 // 16
 
 
 Result = TypeVar("Result")
@@ -144,14 +146,14 @@ Meta = dict[str, int]
 
 
 def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, int]:
-    only(point, format="block", layouts=("feature_major",))
+    check_format(point, format="block", layouts=("feature_major",))
     pattern, packed = point.pattern, layer.packed
     assert isinstance(pattern, BlockWise) and isinstance(packed, BlockWeight)
     if point.shape.m % pattern.rows or point.shape.k % pattern.cols:
         raise Unsupported(f"torch's BSR needs whole blocks, and {pattern} does not divide {point.shape}")
     if point.shape.n % 16:
         raise Unsupported(f"torch's BSR kernel needs tokens in multiples of 16, not {point.shape.n}")
-    values = on_device(packed.values, point.dtype)  # first: it makes the driver's stream the current one
+    values = copy_to_device(packed.values, point.dtype)  # first: it makes the driver's stream the current one
     weight = torch.sparse_bsr_tensor(
         torch.from_numpy(packed.indptr).cuda(),
         torch.from_numpy(packed.indices).long().cuda(),
@@ -163,15 +165,15 @@ def _bsr_weight(point: Point, layer: GpuLayer) -> tuple[torch.Tensor, int]:
 
 def _bsr(point: Point, layer: GpuLayer) -> Kernel:
     weight, weight_bytes = _bsr_weight(point, layer)
-    x = activations(point, layer)
+    x = build_activations(point, layer)
     return lambda: _bsr_call(weight.clone(), x.clone(), None), weight_bytes
 
 
 def _bsr_tuned(point: Point, layer: GpuLayer) -> Kernel:
     weight, weight_bytes = _bsr_weight(point, layer)
-    x = activations(point, layer)
-    candidates = metas(weight.values().shape[-2], x.shape[1])
-    best = fastest(candidates, lambda meta: _quick_seconds(_bsr_call(weight, x, meta)))
+    x = build_activations(point, layer)
+    candidates = list_parameters(weight.values().shape[-2], x.shape[1])
+    best = find_fastest(candidates, lambda meta: _quick_seconds(_bsr_call(weight, x, meta)))
     return lambda: _bsr_call(weight.clone(), x.clone(), best), weight_bytes
 
 
@@ -185,7 +187,7 @@ def _bsr_call(weight: torch.Tensor, x: torch.Tensor, meta: Meta | None) -> Call:
     return lambda: bsr_dense_addmm(out, weight, x, beta=0, out=out, meta=meta)
 
 
-def metas(rows: int, n: int) -> list[Meta | None]:
+def list_parameters(rows: int, n: int) -> list[Meta | None]:
     """Parameters worth trying for blocks of so many rows and n tokens; first None, what torch chooses untuned.
 
     A program multiplies a row of blocks by n // SPLIT_N tokens, which must be a power of two.
@@ -198,7 +200,7 @@ def metas(rows: int, n: int) -> list[Meta | None]:
     return found
 
 
-def fastest(
+def find_fastest(
     candidates: Iterable[Candidate],
     seconds: Callable[[Candidate], float],
     *,

@@ -43,9 +43,9 @@ def _find_facts() -> dict[str, Any]:
     import time
     from dataclasses import asdict
 
-    from latbench.backends import registry
+    from latbench.backends import installed_engines
     from latbench.backends.cpu import deepsparse_environment
-    from latbench.base.engines import CPU_ENGINES
+    from latbench.base.engine_registry import CPU_ENGINES
     from latbench.machines import devices
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
@@ -57,8 +57,11 @@ def _find_facts() -> dict[str, Any]:
     time.sleep(STEAL_SECONDS)
     host = disturbances.host(devices.telemetry(before)["steal_fraction"])
     engines = {
-        name: {"version": version, "missing": [group[0] for group in registry.list_missing_groups(CPU_ENGINES[name])]}
-        for name, version in registry.list_cpu_versions().items()
+        name: {
+            "version": version,
+            "missing": [group[0] for group in installed_engines.list_missing_groups(CPU_ENGINES[name])],
+        }
+        for name, version in installed_engines.list_cpu_versions().items()
     }
     gpus, no_gpu = discovery.gpus()
     facts = {
@@ -67,7 +70,10 @@ def _find_facts() -> dict[str, Any]:
         "ceilings": _ceilings(environment),
         "host": asdict(host),
         "backends": engines,
-        "deepsparse": {"version": deepsparse_environment.version(), "refusal": deepsparse_environment.refusal()},
+        "deepsparse": {
+            "version": deepsparse_environment.find_version(),
+            "refusal": deepsparse_environment.explain_refusal(),
+        },
         "gpus": [
             {"index": index, "option": names.option(gpus, index), **_gpu(gpu)} for index, gpu in enumerate(gpus)
         ],
@@ -96,13 +102,13 @@ def _lock_advice(container: bool) -> list[str]:
 
 def _gpu_backends() -> dict[str, dict[str, Any]]:
     """Return for each GPU engine its version, and the packages of which one has to be installed."""
-    from latbench.backends import registry
-    from latbench.base.engines import GPU_ENGINES
+    from latbench.backends import installed_engines
+    from latbench.base.engine_registry import GPU_ENGINES
 
-    missing = {name: registry.list_missing_groups(engine) for name, engine in GPU_ENGINES.items()}
+    missing = {name: installed_engines.list_missing_groups(engine) for name, engine in GPU_ENGINES.items()}
     return {
         name: {"version": version, "missing": list(missing[name][0]) if missing[name] else []}
-        for name, version in registry.list_gpu_versions().items()
+        for name, version in installed_engines.list_gpu_versions().items()
     }
 
 
@@ -110,10 +116,10 @@ def _ceilings(environment: dict[str, Any]) -> dict[str, Any] | None:
     """Return the roofline of this CPU with all its cores; None where no sweep has measured it."""
     from dataclasses import asdict
 
-    from latbench.backends.cpu import cpu_reference as reference
+    from latbench.backends.cpu import cpu_reference
     from latbench.machines.ceilings import Ceilings, Kept
 
-    known = Kept[Ceilings](environment["device"], environment["threads"], reference.WORK, _unmeasured).known()
+    known = Kept[Ceilings](environment["device"], environment["threads"], cpu_reference.WORK, _unmeasured).known()
     return None if known is None else asdict(known)
 
 
@@ -254,7 +260,7 @@ def _cpu_engine_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _gpu_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    from latbench.backends.gpu import gpu_installation as installation
+    from latbench.backends.gpu import gpu_installation
 
     lines = []
     for gpu in facts["gpus"]:
@@ -264,7 +270,7 @@ def _gpu_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ("  its roofline", _roofline(gpu["ceilings"])),
         ]
     first = facts["gpus"][0] if facts["gpus"] else {"cuda_driver": None, "compute_capability": None}
-    extra = f"latbench[{installation.extra(first['cuda_driver'], first['compute_capability'])}]"
+    extra = f"latbench[{gpu_installation.find_extra(first['cuda_driver'], first['compute_capability'])}]"
     if not facts["gpus"]:
         lines.append(("GPUs", f"none: {facts['no_gpu']}"))
     for name, engine in facts["gpu_backends"].items():
@@ -276,11 +282,11 @@ def _gpu_lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _cold_weights() -> str:
     """Return how many bytes of weight copies a sweep rotates, and whether they pass the caches."""
-    from latbench.backends.cpu.prepare_point import MOST_COPIES, cold_bytes
+    from latbench.backends.cpu.prepare_point import MOST_COPIES, count_cold_bytes
     from latbench.base.number_format import size
     from sparse_kernels.cpu.codegen.cpu_target import rotated_bytes
 
-    most = cold_bytes()
+    most = count_cold_bytes()
     if most < rotated_bytes():
         return f"{size(most)} of copies in rotation, limited by memory: caches may hold them (flag in_cache)"
     return (

@@ -38,7 +38,7 @@ def layers(
     """Time a model's layers in DeepSparse, inside the network, with one sparsity for all layers at a time."""
     from latbench.backends.cpu import deepsparse_environment
 
-    environment = deepsparse_environment.find()  # before anything that takes a while to load
+    environment = deepsparse_environment.find_environment()  # before anything that takes a while to load
 
     from latbench.cli.progress_bar import live
     from latbench.importers import text_formats as interchange

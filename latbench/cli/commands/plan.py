@@ -111,7 +111,7 @@ def _plan_cpu(options: PointOptions, threads: int | None) -> _PlannedDevice:
     """Return this machine's CPU with the engines of a sweep."""
     from dataclasses import replace
 
-    from latbench.backends.registry import list_cpu_versions
+    from latbench.backends.installed_engines import list_cpu_versions
     from latbench.machines import devices
 
     device, count = devices.cpu_device(), threads or devices.cores()
@@ -133,8 +133,8 @@ def _plan_gpu(options: PointOptions, wanted: str) -> _PlannedDevice:
     """
     from dataclasses import replace
 
-    from latbench.backends.gpu.gpu_installation import installed
-    from latbench.base.engines import GPU_ENGINES
+    from latbench.backends.gpu.gpu_installation import find_installed
+    from latbench.base.engine_registry import GPU_ENGINES
     from latbench.machines import gpu_discovery as discovery
     from latbench.machines import gpu_names as names
 
@@ -142,7 +142,7 @@ def _plan_gpu(options: PointOptions, wanted: str) -> _PlannedDevice:
     here = discovery.gpus()[0]
     gpu = names.choose(asked, here) if here else None
     device = names.known_device(asked.name) if gpu is None else gpu.device
-    versions: dict[str, str | None] = dict.fromkeys(GPU_ENGINES) if gpu is None else dict(installed())
+    versions: dict[str, str | None] = dict.fromkeys(GPU_ENGINES) if gpu is None else dict(find_installed())
 
     def select(names: list[str]) -> list[Point]:
         blocks = select_gpu_blocks(replace(options, workloads=names), device, Installed(versions))

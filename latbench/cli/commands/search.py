@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
-from latbench.base.engines import NUMBA
+from latbench.base.engine_registry import NUMBA
 from latbench.cli.options import (
     CalibrationBatches,
     Evaluations,
@@ -87,11 +87,11 @@ def search(
         processes=processes or min(threads, MOST_PROCESSES), judges=judges, most_bytes=most_bytes,
     )  # fmt: skip
     stated = limiting.read(limits) if limits is not None else limiting.Limits()
-    files = _Files(task, table, model, database, output, method)
+    files = _SearchFiles(task, table, model, database, output, method)
     _search(files, settings, stated, refine, remeasure)
 
 
-class _Files(NamedTuple):
+class _SearchFiles(NamedTuple):
     """What a search reads and writes; `method` is how the layers of the database are pruned."""
 
     task: str
@@ -102,7 +102,7 @@ class _Files(NamedTuple):
     method: str
 
 
-def _search(files: _Files, settings: Settings, limits: Limits, refine: Path | None, remeasure: bool) -> None:
+def _search(files: _SearchFiles, settings: Settings, limits: Limits, refine: Path | None, remeasure: bool) -> None:
     """Find the profile unless the output holds it, and print it."""
     from dataclasses import replace
 
@@ -135,7 +135,7 @@ def _search(files: _Files, settings: Settings, limits: Limits, refine: Path | No
 
 def _check_names(strategy: str, backend: str, method: str, judges: str, errors: str) -> None:
     """Raise UsageError for an unknown strategy, engine, method, kind of evaluators or kind of errors."""
-    from latbench.base.engines import PRUNED_ENGINES
+    from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.errors import UsageError
     from search import layer_errors
     from search.loss.pools import PLACES
@@ -163,7 +163,7 @@ def _check_inputs(
 ) -> None:
     """Raise UsageError for options that do not fit the engine, EnvironmentUnusable if DeepSparse is not set up."""
     from latbench.backends.cpu import deepsparse_environment
-    from latbench.base.engines import is_deepsparse, runs_our_kernels
+    from latbench.base.engine_registry import is_deepsparse, runs_our_kernels
     from latbench.errors import UsageError
 
     if runs_our_kernels(backend) and model is None:
@@ -177,7 +177,7 @@ def _check_inputs(
             "--model, --patterns and --sparsities do not go with deepsparse: its weights are unstructured, and "
             "the table of `latbench layers` holds the times of each layer"
         )
-    deepsparse_environment.find()
+    deepsparse_environment.find_environment()
     typer.echo(deepsparse_environment.LICENCE)
 
 

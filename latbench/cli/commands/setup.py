@@ -13,16 +13,18 @@ def setup(engine: SetupEngine, python: PythonProgram = None, remove: RemoveEnvir
 
     from latbench.backends.cpu import deepsparse
     from latbench.backends.cpu import deepsparse_environment as environment
-    from latbench.base.engines import DEEPSPARSE, is_deepsparse
+    from latbench.base.engine_registry import DEEPSPARSE, is_deepsparse
     from latbench.errors import UsageError
 
     if not is_deepsparse(engine):
         raise UsageError(f"unknown engine {engine!r}: known is {DEEPSPARSE}")
     if remove:
-        typer.echo(f"{environment.folder()} is {'removed' if environment.remove() else 'not there'}")
+        typer.echo(f"{environment.find_folder()} is {'removed' if environment.remove_environment() else 'not there'}")
         return
     typer.echo(environment.LICENCE)
     started = time.monotonic()
-    made = environment.install(deepsparse.check, python, lambda line: typer.echo(f"latbench: {line}", err=True))
+    made = environment.install_environment(
+        deepsparse.check_environment, python, lambda line: typer.echo(f"latbench: {line}", err=True)
+    )
     how = f"installed in {time.monotonic() - started:.0f} s" if made else "installed already"
-    typer.echo(f"DeepSparse {environment.VERSION} is {how}, and its results are right: {environment.folder()}")
+    typer.echo(f"DeepSparse {environment.VERSION} is {how}, and its results are right: {environment.find_folder()}")

@@ -19,7 +19,7 @@ def verify(
     remeasure: RemeasureAll = False,
 ) -> None:
     """Time the pruned model against every dense engine, in turns. Exit 1 if it is slower than promised."""
-    from latbench.base.engines import PRUNED_ENGINES
+    from latbench.base.engine_registry import PRUNED_ENGINES
     from latbench.cli.progress_bar import live
     from latbench.errors import PromiseMissed, UsageError
     from search import profile
@@ -48,7 +48,7 @@ def _print_verdict(verdict: Verdict, followed: Profile, last_line: str) -> None:
     from rich.table import Table
 
     from latbench.backends.cpu.deepsparse_environment import LICENCE
-    from latbench.base.engines import is_deepsparse
+    from latbench.base.engine_registry import is_deepsparse
     from latbench.base.number_format import ratio, seconds
 
     table = Table(box=None, pad_edge=False)

@@ -253,7 +253,7 @@ def build_profile(chosen: Profile, layers: pd.DataFrame) -> Section:
     predicted = units.seconds(total, chosen.predicted_low, chosen.predicted_high)
     fixed = units.seconds(chosen.fixed_seconds, chosen.fixed_seconds_low, chosen.fixed_seconds_high)
     ceiling = "Only the times of the layers bound the speedup."
-    if chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
+    if chosen.ceiling and chosen.ceiling < overview.MOST_CEILING:
         ceiling = f"The ceiling is {units.ratio(chosen.ceiling)}: the speedup if searched layers took no time."
     sentences = [
         f"The predicted time of the whole model is {predicted}, for a target of {units.ratio(chosen.target)} over "
@@ -322,7 +322,7 @@ def build_promise(verdict: Verdict, chosen: Profile | None, times: pd.DataFrame)
         "Dense engines and the pruned model were timed end to end in turns, each in a process of its own. "
         f"The target of {units.ratio(verdict.target)} leaves {units.seconds(budget)}."
     ]
-    if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_TOLD:
+    if chosen and chosen.ceiling and chosen.ceiling < overview.MOST_CEILING:
         ceiling, reached = units.ratio(chosen.ceiling), units.percent(verdict.measured_speedup / chosen.ceiling)
         sentences.append(f"The ceiling, if searched layers took no time, is {ceiling}; {reached} of it is reached.")
     sentences += [f"{engine} was left out: {reason}" for engine, reason in verdict.left_out.items()]

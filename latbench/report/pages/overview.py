@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from latbench.base import number_format as units
-from latbench.base.engines import MODEL_ENGINES, is_deepsparse
+from latbench.base.engine_registry import MODEL_ENGINES, is_deepsparse
 from latbench.report import point_frames
 from latbench.report.elements import Cell, FigureTile, Section, Table, build_table
 from latbench.report.report_data import ReportData

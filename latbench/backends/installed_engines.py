@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from latbench.base.engines import CPU_ENGINES, GPU_ENGINES, LayerEngine
+from latbench.base.engine_registry import CPU_ENGINES, GPU_ENGINES, LayerEngine
 from latbench.machines import devices
 
 
